@@ -1,0 +1,92 @@
+"""Facts about one device: probed from hardware, or named from the catalogue. Facts only, never policy."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+__all__ = ["Device", "Rates"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rates:
+    """How fast a device moves bytes and multiplies matrices, and how that is known.
+
+    Example:
+        >>> Rates(bandwidth=4.8e12, matmul={"bfloat16": 989e12}, source="datasheet").matmul["bfloat16"]
+        989000000000000.0
+    """
+
+    bandwidth: float
+    """Bytes per second through device memory, read plus written."""
+    matmul: dict[str, float] = field(default_factory=dict, hash=False)
+    """Dense multiply-add rate in FLOP/s by number format."""
+    source: str = "datasheet"
+    """``"datasheet"`` (a vendor's peak: a lead) or ``"measured"`` (on this very device)."""
+
+    def __post_init__(self) -> None:
+        if self.source not in ("datasheet", "measured"):
+            raise ValueError(f"source={self.source!r}: use 'datasheet' or 'measured'")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Device:
+    """Frozen facts about one device.
+
+    Example:
+        >>> import kernel_pytorch as kp
+        >>> h200 = kp.device("nvidia/h200")
+        >>> h200.arch, h200.supports("float8_e4m3fn"), h200.present
+        ('sm_90', True, False)
+    """
+
+    name: str
+    """``"nvidia/h200"`` in the catalogue; what the driver calls it when probed."""
+    backend: str
+    """The name of the Backend record whose kernels run here."""
+    vendor: str
+    """``"nvidia"``, ``"amd"``, ``"intel"``, ``"arm"`` ... Who made it."""
+    arch: str
+    """``"sm_90"``, ``"gfx942"``, ``"xe2-hpg"``, ``"avx512"``: the instruction set a kernel is built for."""
+    memory_bytes: int
+    """Memory the device can allocate from; for a CPU, the machine's RAM. 0 where it depends on the machine."""
+    compute_units: int
+    """Multiprocessors, compute units, Xe cores or physical CPU cores. 0 where it depends on the machine."""
+    warp_size: int
+    """Threads that execute together (warp, wavefront, sub-group); 1 on a CPU."""
+    shared_memory_bytes: int
+    """The most scratch memory one thread block can have; 0 on a CPU."""
+    formats: frozenset[str]
+    """Number formats the hardware computes with or converts, by torch dtype name."""
+    matrix_formats: frozenset[str] = frozenset()
+    """The subset of ``formats`` that the matrix units multiply."""
+    matrix_units: frozenset[str] = frozenset()
+    """``"mma"``, ``"wgmma"``, ``"tcgen05"``, ``"mfma"``, ``"wmma"``, ``"xmx"``, ``"amx"`` ..."""
+    features: frozenset[str] = frozenset()
+    """Other facts kernels ask for: ``"tma"``, ``"cp_async"``, ``"avx512_bf16"`` ..."""
+    torch_device: str | None = None
+    """How torch names it (``"cuda:0"``); None for a device that is not here."""
+    rates: Rates | None = None
+    """Bandwidth and matmul rate; None when probed and not yet measured (see ``measure_rates``)."""
+
+    def __post_init__(self) -> None:
+        unknown = self.matrix_formats - self.formats
+        if unknown:
+            raise ValueError(f"{self.name}: matrix_formats {sorted(unknown)} are not in formats")
+
+    def __hash__(self) -> int:
+        return hash((self.name, self.backend, self.arch, self.torch_device, self.memory_bytes))
+
+    @property
+    def present(self) -> bool:
+        """Whether torch can place a tensor on it."""
+        return self.torch_device is not None
+
+    def supports(self, number_format: str) -> bool:
+        """Whether the hardware computes with this number format (a torch dtype name).
+
+        Example:
+            >>> import kernel_pytorch as kp
+            >>> kp.device("nvidia/a100").supports("float8_e4m3fn")
+            False
+        """
+        return number_format in self.formats

@@ -1,0 +1,226 @@
+"""The op table's nouns: an Op with its definition and cases, a Call to it, and the Kernels that serve it."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import importlib.util
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Literal
+
+import torch
+
+from kernel_pytorch.hardware_abstraction.device import Device
+
+__all__ = ["Call", "Case", "Kernel", "Op", "TensorSpec", "registered_op", "registered_ops"]
+
+Phase = Literal["forward", "backward"]
+Draw = Callable[..., torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """What a kernel may ask about a tensor before it runs: everything but the numbers in it."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: str
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> TensorSpec:
+        return cls(tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype, str(tensor.device))
+
+    @property
+    def format(self) -> str:
+        """The dtype's plain name, as ``Device.formats`` spells it."""
+        return str(self.dtype).removeprefix("torch.")
+
+    @property
+    def contiguous(self) -> bool:
+        expected = 1
+        for size, stride in zip(reversed(self.shape), reversed(self.stride), strict=True):
+            if size != 1 and stride != expected:
+                return False
+            expected *= size
+        return True
+
+    def __str__(self) -> str:
+        layout = "" if self.contiguous else f" strides {self.stride}"
+        return f"{self.format}{list(self.shape)}{layout}"
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One request to an op: which op, forward or backward, and its arguments with tensors as specs.
+
+    Example:
+        >>> import torch, kernel_pytorch as kp
+        >>> call = kp.explain(kp.rms_norm, torch.ones(2, 8)).call
+        >>> call["x"].shape, call["eps"], call.needs_grad
+        ((2, 8), 1e-06, False)
+    """
+
+    op: str
+    phase: Phase
+    arguments: tuple[tuple[str, Any], ...]
+    needs_grad: bool = False
+
+    def __getitem__(self, name: str) -> Any:
+        for key, value in self.arguments:
+            if key == name:
+                return value
+        raise KeyError(name)
+
+    def __str__(self) -> str:
+        body = ", ".join(f"{name}={value}" for name, value in self.arguments)
+        grad = " with gradients" if self.needs_grad else ""
+        return f"{self.op}.{self.phase}({body}){grad}"
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """Named arguments for an op, shared by its tests, its benchmarks and its documentation."""
+
+    name: str
+    make: Callable[[torch.dtype, torch.device, Draw], Mapping[str, Any]]
+    """Builds the arguments, by the op's argument names, from a dtype, a device and ``draw(*shape)``."""
+    benchmark: bool = False
+    """Benchmark cases fill a device; the others are small and odd, and are what the tests run."""
+    formats: tuple[str, ...] = ("float32", "float16", "bfloat16")
+
+    def arguments(self, dtype: torch.dtype, device: torch.device, seed: int = 0) -> Mapping[str, Any]:
+        """The arguments with normal random numbers; on the meta device, shapes alone.
+
+        Small cases are drawn on the CPU, so that every device sees the same numbers for a seed; benchmark
+        cases where they are used, for drawing a gigabyte on one core would take longer than the benchmark.
+        """
+        place = device if self.benchmark else torch.device("cpu")
+        generator = None if device.type == "meta" else torch.Generator(device=place).manual_seed(seed)
+
+        def draw(*shape: int) -> torch.Tensor:
+            if generator is None:
+                return torch.empty(*shape, device=device)
+            return torch.randn(*shape, generator=generator, device=place).to(device)
+
+        return self.make(dtype, device, draw)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kernel:
+    """One implementation of an Op.
+
+    ``module`` is imported when the kernel is first chosen, never before; it defines
+    ``forward(device, *arguments)`` and, where the kernel trains, ``backward(device, *arguments)``, with the
+    arguments the Op declares. ``supports`` must be cheap and pure: it sees specs, never tensors.
+    """
+
+    op: str
+    name: str
+    module: str
+    supports: Callable[[Call, Device], str | None]
+    """None when the kernel can serve the call on the device exactly, otherwise the reason it cannot."""
+    language: Literal["torch", "triton", "native"]
+    backward: bool = True
+    deterministic: bool = True
+    """Whether two runs on the same inputs give the same bits, forward and backward."""
+
+    @cached_property
+    def implementation(self) -> ModuleType:
+        return importlib.import_module(self.module)
+
+    @cached_property
+    def source_digest(self) -> str:
+        """A fingerprint of the kernel's source text; a record about another text proves nothing about this one."""
+        spec = importlib.util.find_spec(self.module)
+        if spec is None or spec.origin is None:
+            raise ModuleNotFoundError(f"kernel {self.name!r} of {self.op!r}: no module {self.module!r}")
+        return hashlib.sha256(Path(spec.origin).read_bytes()).hexdigest()[:16]
+
+    def function(self, phase: Phase) -> Callable[..., Any]:
+        function: Callable[..., Any] = getattr(self.implementation, phase)
+        return function
+
+    def refusal(self, call: Call, device: Device) -> str | None:
+        """Why this kernel cannot serve the call, or None."""
+        if not self.backward and (call.needs_grad or call.phase == "backward"):
+            return "has no backward, and the call needs gradients"
+        return self.supports(call, device)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Op:
+    """A mathematical operation: its definition, its shape rules, its cases.
+
+    ``reference`` is the definition: plain PyTorch, differentiable, exact in float64 on a CPU. Arguments that
+    gradients flow to are named in ``differentiable``; ``saved`` names, in order, what the backward takes
+    besides the output gradients: inputs, and outputs by the names in ``outputs``.
+    """
+
+    name: str
+    arguments: tuple[str, ...]
+    """Each argument in torch's schema language, as ``"Tensor? weight"``."""
+    outputs: tuple[str, ...]
+    differentiable: tuple[str, ...]
+    differentiable_outputs: tuple[str, ...]
+    saved: tuple[str, ...]
+    reference: Callable[..., Any]
+    check: Callable[[Call], None]
+    """Raises ValueError or TypeError naming the argument, its value and the remedy."""
+    fake: Callable[..., tuple[torch.Tensor, ...]]
+    """The forward's outputs as empty tensors; takes the op's arguments."""
+    fake_backward: Callable[..., tuple[torch.Tensor, ...]]
+    """The backward's outputs as empty tensors; takes output gradients, then ``saved``."""
+    cases: tuple[Case, ...]
+    odd_case: str
+    """The small case that is compiled for every architecture besides the benchmark cases."""
+    traffic: Callable[[Call], int]
+    """The fewest bytes the call must move: each input read once, each output written once."""
+    flops: Callable[[Call], int]
+    baselines: Mapping[str, Callable[..., Any]]
+    """What a user would call without us, by name; each takes the op's arguments and is differentiable."""
+    def __post_init__(self) -> None:
+        if self.name in _REGISTERED:
+            raise ValueError(f"op {self.name!r} is already registered")
+        _REGISTERED[self.name] = self
+
+    @cached_property
+    def argument_names(self) -> tuple[str, ...]:
+        return tuple(argument.split()[-1] for argument in self.arguments)
+
+    @cached_property
+    def backward_names(self) -> tuple[str, ...]:
+        return tuple(f"d{name}" for name in self.differentiable_outputs) + self.saved
+
+    def case(self, name: str) -> Case:
+        for case in self.cases:
+            if case.name == name:
+                return case
+        names = ", ".join(case.name for case in self.cases)
+        raise ValueError(f"case={name!r}: {self.name} has no such case; it has {names}")
+
+
+_REGISTERED: dict[str, Op] = {}
+
+
+def registered_ops() -> tuple[Op, ...]:
+    """Every op in the table, by name.
+
+    Example:
+        >>> [op.name for op in registered_ops() if op.name == "rms_norm"]
+        ['rms_norm']
+    """
+    importlib.import_module("kernel_pytorch.ops")
+    return tuple(_REGISTERED[name] for name in sorted(_REGISTERED))
+
+
+def registered_op(name: str) -> Op:
+    """One op by its name; an unknown name is an error that lists the known ones."""
+    for op in registered_ops():
+        if op.name == name:
+            return op
+    raise ValueError(f"op={name!r}: no such op; the table has {', '.join(op.name for op in registered_ops())}")

@@ -1,0 +1,42 @@
+"""Measuring a device's two ceilings: bytes through memory, and multiply-adds through its matrix units."""
+
+from __future__ import annotations
+
+import torch
+
+from kernel_pytorch.hardware_abstraction.device import Device, Rates
+from kernel_pytorch.hardware_abstraction.timing import median_seconds
+
+__all__ = ["measure_rates"]
+
+
+def measure_rates(device: Device) -> Rates:
+    """Bandwidth of a large copy (bytes read plus written) and dense matmul rates, on random data.
+
+    Example:
+        >>> import kernel_pytorch as kp
+        >>> kp.device("cpu", measure=True).rates.source
+        'measured'
+    """
+    if device.torch_device is None:
+        raise ValueError(f"device={device.name!r} is not here; its rates cannot be measured")
+    place = torch.device(device.torch_device)
+    on_cpu = place.type == "cpu"
+    # Large against every cache, small against the memory.
+    copied = min(256 << 20 if on_cpu else 4 << 30, device.memory_bytes // 8)
+    source = torch.empty(copied // 4, dtype=torch.float32, device=place).normal_()
+    target = torch.empty_like(source)
+    bandwidth = 2 * source.nbytes / median_seconds(lambda: target.copy_(source), device, 0.2)
+    del source, target
+
+    size = 1024 if on_cpu else 8192
+    matmul = {}
+    for name in ("float32", "float16", "bfloat16"):
+        if name not in device.formats:
+            continue
+        dtype = getattr(torch, name)
+        left = torch.randn(size, size, device=place).to(dtype)
+        right = torch.randn(size, size, device=place).to(dtype)
+        seconds = median_seconds(lambda a=left, b=right: a @ b, device, 0.2)
+        matmul[name] = 2 * size**3 / seconds
+    return Rates(bandwidth=bandwidth, matmul=matmul, source="measured")

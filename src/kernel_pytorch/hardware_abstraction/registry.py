@@ -1,0 +1,201 @@
+"""Backends: the four that ship with us, and third parties' through the entry-point group."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from kernel_pytorch.hardware_abstraction.catalogue import catalogue_device
+from kernel_pytorch.hardware_abstraction.device import Device
+from kernel_pytorch.hardware_abstraction.op import Kernel
+
+__all__ = ["Backend", "BrokenBackend", "ENTRY_POINT_GROUP", "backend", "backends", "broken_backends"]
+
+ENTRY_POINT_GROUP = "kernel_pytorch.backends"
+
+# Best first: with third parties before the CPU, this order decides which present device `device()` returns.
+_BUILT_IN = ("nvidia", "amd", "intel", "cpu")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Backend:
+    """One vendor's devices and kernels: a record, not a class to inherit from.
+
+    Example:
+        >>> from kernel_pytorch.hardware_abstraction import backend
+        >>> [kernel.name for kernel in backend("cpu").kernels if kernel.op == "rms_norm"]
+        ['torch']
+    """
+
+    name: str
+    title: str
+    """One line for people: what hardware this is."""
+    probe: Callable[[], tuple[Device, ...]]
+    """The devices that are here; never raises, returns nothing where nothing is."""
+    kernels: tuple[Kernel, ...]
+    """Best first: among the kernels that can serve a call, selection takes the first."""
+    catalogue: tuple[Device, ...] = ()
+    """Devices that can be named without owning one."""
+    install_hint: str = ""
+    """What to install when a device of this vendor is in the machine and torch does not see it."""
+    evidence: Path | None = None
+    """Folder with the backend's recorded evidence, where it ships any."""
+
+    def __post_init__(self) -> None:
+        if not self.name.isidentifier() or self.name != self.name.lower():
+            raise ValueError(f"name={self.name!r}: a backend's name is one lower-case word, such as 'acme'")
+        seen = set()
+        for kernel in self.kernels:
+            if (kernel.op, kernel.name) in seen:
+                raise ValueError(f"backend {self.name!r} lists kernel {kernel.name!r} of {kernel.op!r} twice")
+            seen.add((kernel.op, kernel.name))
+        for device in self.catalogue:
+            if device.backend != self.name:
+                raise ValueError(
+                    f"backend {self.name!r} lists {device.name!r}, whose backend is {device.backend!r}"
+                )
+
+
+@dataclass(frozen=True)
+class BrokenBackend:
+    """A backend that could not be loaded or probed, and the traceback of it."""
+
+    name: str
+    origin: str
+    error: str
+    traceback: str
+
+
+@dataclass
+class _Loaded:
+    backends: dict[str, Backend]
+    broken: list[BrokenBackend]
+
+
+def _broken(name: str, origin: str, error: Exception) -> BrokenBackend:
+    text = "".join(traceback.format_exception(error))
+    return BrokenBackend(name, origin, f"{type(error).__name__}: {error}", text)
+
+
+@cache
+def _load() -> _Loaded:
+    loaded = _Loaded({}, [])
+    for name in _BUILT_IN:
+        loaded.backends[name] = importlib.import_module(f"kernel_pytorch.backends.{name}").BACKEND
+    for entry in importlib.metadata.entry_points(group=ENTRY_POINT_GROUP):
+        try:
+            record = entry.load()
+            if not isinstance(record, Backend):
+                raise TypeError(f"{entry.value} is a {type(record).__name__}; the entry point must name a Backend")
+            if record.name != entry.name:
+                raise ValueError(f"entry point {entry.name!r} names a backend that calls itself {record.name!r}")
+            if record.name in loaded.backends:
+                raise ValueError(f"a backend called {record.name!r} is already there; choose another name")
+            loaded.backends[record.name] = record
+        except Exception as error:  # a plug-in may fail in any way at all; ours must go on
+            loaded.broken.append(_broken(entry.name, entry.value, error))
+    return loaded
+
+
+def backends() -> tuple[Backend, ...]:
+    """Every backend that loads: ours, then third parties'.
+
+    Example:
+        >>> [b.name for b in backends()][:4]
+        ['nvidia', 'amd', 'intel', 'cpu']
+    """
+    return tuple(_load().backends.values())
+
+
+def backend(name: str) -> Backend:
+    """One backend by its name; an unknown name is an error that lists the known ones."""
+    try:
+        return _load().backends[name]
+    except KeyError:
+        raise ValueError(f"backend={name!r}: no such backend; there are {', '.join(_load().backends)}") from None
+
+
+def broken_backends() -> tuple[BrokenBackend, ...]:
+    """The plug-ins that failed to load or to probe, with their tracebacks (``doctor`` shows them)."""
+    devices()
+    return tuple(_load().broken)
+
+
+@cache
+def devices() -> tuple[Device, ...]:
+    """The devices that are here, best first.
+
+    Example:
+        >>> import kernel_pytorch as kp
+        >>> kp.devices()[-1].backend
+        'cpu'
+    """
+    found: list[Device] = []
+    for record in sorted(backends(), key=lambda record: record.name == "cpu"):  # the CPU last, third parties too
+        try:
+            probed = tuple(record.probe())
+            for device in probed:
+                if device.backend != record.name:
+                    raise ValueError(f"probe() returned {device.name!r} of backend {device.backend!r}")
+            found.extend(probed)
+        except Exception as error:  # a vendor's probe may fail in any way; the other devices are still here
+            _load().broken.append(_broken(record.name, f"{record.name}.probe", error))
+    return tuple(found)
+
+
+def device(name: str | torch.device | None = None, *, measure: bool = False) -> Device:
+    """The best device that is here, one that torch names, or one from the catalogue.
+
+    Args:
+        name: None for the best device here, a torch device (``"cuda:0"``), or a catalogue name
+            (``"nvidia/h200"``), which need not be here.
+        measure: also measure bandwidth and matmul rate (about a second); only for a device that is here.
+
+    Example:
+        >>> import kernel_pytorch as kp
+        >>> kp.device("amd/mi300x").warp_size
+        64
+    """
+    if name is None:
+        chosen = devices()[0]
+    elif isinstance(name, str) and "/" in name:
+        named = {known.name: known for record in backends() for known in record.catalogue}
+        chosen = named[name] if name in named else catalogue_device(name)
+    else:
+        chosen = device_of(torch.device(name))
+    if not measure:
+        return chosen
+    from kernel_pytorch.hardware_abstraction.rates import measure_rates
+
+    return replace(chosen, rates=measure_rates(chosen))
+
+
+_pretended: dict[str, Device] = {}  # torch device type -> the device tests pretend it is
+
+
+@cache
+def _present(torch_device: torch.device) -> Device:
+    # "cuda" without an index is the current device; "cpu" and "cpu:0" are the same.
+    index = torch_device.index
+    if index is None and torch_device.type != "cpu":
+        index = torch.get_device_module(torch_device.type).current_device()
+    names = {torch_device.type, f"{torch_device.type}:{index or 0}"}
+    for known in devices():
+        if known.torch_device in names:
+            return known
+    here = ", ".join(str(known.torch_device) for known in devices())
+    raise ValueError(f"device={str(torch_device)!r}: no backend knows this device; here are {here}")
+
+
+def device_of(torch_device: torch.device) -> Device:
+    """The facts about the device that torch calls by this name."""
+    if _pretended and torch_device.type in _pretended:
+        return _pretended[torch_device.type]
+    return _present(torch_device)

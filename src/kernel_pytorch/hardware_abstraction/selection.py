@@ -1,0 +1,162 @@
+"""Which kernel serves a call: a pure function of the call, the device and the policy, and its explanation."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from kernel_pytorch.hardware_abstraction.registry import backend
+from kernel_pytorch.hardware_abstraction.device import Device
+from kernel_pytorch.hardware_abstraction.op import Call, Kernel
+
+__all__ = ["Choice", "Policy", "UnsupportedCallError", "Verdict", "select"]
+
+
+class UnsupportedCallError(NotImplementedError):
+    """No kernel can serve the call exactly; the message gives each kernel's reason and what would work."""
+
+
+def encode_policy(kernel: str | None, deterministic: bool, measure: bool) -> str:
+    """A policy as text; ``Policy.decode`` reads it back."""
+    words = [] if kernel is None else [f"kernel={kernel}"]
+    if deterministic:
+        words.append("deterministic")
+    if measure:
+        words.append("measure")
+    return ",".join(words)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Policy:
+    """What the user demands of a choice.
+
+    Example:
+        >>> import kernel_pytorch as kp
+        >>> with kp.policy(deterministic=True):
+        ...     pass
+    """
+
+    kernel: str | None = None
+    """Pin one implementation by name; a call it cannot serve is an error."""
+    deterministic: bool = False
+    """Only kernels that give the same bits each time."""
+    measure: bool = False
+    """Time the kernels that fit on the caller's own tensors, once per shape, and take the fastest."""
+
+    @property
+    def encoded(self) -> str:
+        """The policy as the string that travels in a compiled or exported graph."""
+        return encode_policy(self.kernel, self.deterministic, self.measure)
+
+    @staticmethod
+    def decode(text: str) -> Policy:
+        policy = Policy()
+        for word in filter(None, text.split(",")):
+            name, _, value = word.partition("=")
+            if name == "kernel" and value:
+                policy = replace(policy, kernel=value)
+            elif name in ("deterministic", "measure") and not value:
+                policy = replace(policy, **{name: True})
+            else:
+                raise ValueError(f"policy={text!r}: cannot read {word!r}; write it with Policy.encoded")
+        return policy
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What selection decided about one kernel, and why."""
+
+    kernel: str
+    chosen: bool
+    reason: str
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The kernel for a call, and the reason for it and against every other one."""
+
+    call: Call
+    device: Device
+    policy: Policy
+    kernel: Kernel
+    verdicts: tuple[Verdict, ...]
+
+    def __str__(self) -> str:
+        width = max(len(verdict.kernel) for verdict in self.verdicts)
+        lines = [str(self.call), f"on {self.device.name} ({self.device.arch})"]
+        for verdict in self.verdicts:
+            mark = "->" if verdict.chosen else "  "
+            lines.append(f"{mark} {verdict.kernel:<{width}}  {verdict.reason}")
+        return "\n".join(lines)
+
+    __repr__ = __str__
+
+
+def fitting(call: Call, device: Device, policy: Policy) -> tuple[tuple[Kernel, ...], tuple[Verdict, ...]]:
+    """The kernels that can serve the call, best first, and the refusals of the others."""
+    kernels = [kernel for kernel in backend(device.backend).kernels if kernel.op == call.op]
+    names = [kernel.name for kernel in kernels]
+    if policy.kernel is not None and policy.kernel not in names:
+        raise ValueError(
+            f"kernel={policy.kernel!r}: {call.op} has no such kernel on {device.backend}; "
+            f"it has {', '.join(names) or 'none'}"
+        )
+    fits, refusals = [], []
+    for kernel in kernels:
+        reason = kernel.refusal(call, device)
+        if reason is None and policy.deterministic and not kernel.deterministic:
+            reason = "is not deterministic, and the policy demands it"
+        if reason is None and policy.kernel not in (None, kernel.name):
+            reason = f"the policy pins {policy.kernel!r}"
+        if reason is None:
+            fits.append(kernel)
+        else:
+            refusals.append(Verdict(kernel.name, False, reason))
+    return tuple(fits), tuple(refusals)
+
+
+@lru_cache(maxsize=4096)
+def select(
+    call: Call,
+    device: Device,
+    policy: Policy = Policy(),  # noqa: B008 - frozen
+    timings: tuple[tuple[str, float], ...] | None = None,
+) -> Choice:
+    """The kernel that serves the call on the device under the policy, with every reason.
+
+    Pure: the same arguments give the same choice, so it can be asked for a device that is not here.
+    ``timings`` are (kernel, seconds) measured before; with them the fastest is taken instead of the first.
+
+    Example:
+        >>> import torch, kernel_pytorch as kp
+        >>> call = kp.explain(kp.rms_norm, torch.ones(2, 64)).call
+        >>> select(call, kp.device("nvidia/h200")).kernel.name
+        'triton'
+    """
+    fits, refusals = fitting(call, device, policy)
+    if not fits:
+        reasons = "\n".join(f"  {verdict.kernel}: {verdict.reason}" for verdict in refusals)
+        raise UnsupportedCallError(
+            f"no {call.op} kernel of the {device.backend} backend can serve {call} on {device.name}:\n"
+            f"{reasons or '  the backend has no kernel for this op'}\n"
+            f"Change the argument a reason names, or drop the policy that pins or restricts the choice."
+        )
+    seconds = dict(timings or ())
+    timed = [kernel for kernel in fits if kernel.name in seconds]
+    best = min(timed, key=lambda kernel: seconds[kernel.name]) if timed else fits[0]
+    verdicts = [Verdict(best.name, True, _why(best, fits, seconds, policy))]
+    for kernel in fits:
+        if kernel is not best:
+            reason = f"fits; ranked after {best.name}"
+            if kernel.name in seconds:
+                reason = f"fits; measured {seconds[kernel.name] * 1e6:.1f} us"
+            verdicts.append(Verdict(kernel.name, False, reason))
+    return Choice(call, device, policy, best, (*verdicts, *refusals))
+
+
+def _why(best: Kernel, fits: tuple[Kernel, ...], seconds: dict[str, float], policy: Policy) -> str:
+    if best.name in seconds:
+        return f"the fastest of {len(seconds)} measured here: {seconds[best.name] * 1e6:.1f} us"
+    if policy.kernel is not None:
+        return "pinned by the policy"
+    return "the only one that fits" if len(fits) == 1 else "the first in the backend's order that fits"

@@ -1,0 +1,80 @@
+"""Timing one function on one device: event times on a GPU, wall times on a CPU, always many and in order."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+
+from kernel_pytorch.hardware_abstraction.device import Device
+
+__all__ = ["median_seconds", "quantiles", "sample_seconds"]
+
+
+def sample_seconds(function: Callable[[], object], device: Device, seconds: float = 0.2) -> list[float]:
+    """Run the function for about this long after a warm-up and return the time of each run, in seconds.
+
+    On a GPU the second-level cache is emptied before each run, as it would be between the layers of a
+    model, and the runs are queued without waiting so that the time to launch is hidden where it would be.
+    """
+    if device.torch_device is None:
+        raise ValueError(f"device={device.name!r} is not here; nothing can be timed on it")
+    if torch.device(device.torch_device).type == "cpu":
+        return _sample_cpu(function, seconds)
+    return _sample_accelerator(function, device.torch_device, seconds)
+
+
+def _sample_cpu(function: Callable[[], object], seconds: float) -> list[float]:
+    started = time.perf_counter()
+    function()  # warm-up: first-use costs stay out of the samples
+    once = time.perf_counter() - started
+    times: list[float] = []
+    deadline = time.perf_counter() + seconds
+    batch = max(1, int(5e-6 / max(once, 1e-9)))  # the clock's own cost must vanish
+    while len(times) < 3 or time.perf_counter() < deadline:
+        started = time.perf_counter()
+        for _ in range(batch):
+            function()
+        times.append((time.perf_counter() - started) / batch)
+    return times
+
+
+def _sample_accelerator(function: Callable[[], object], torch_device: str, seconds: float) -> list[float]:
+    module = torch.get_device_module(torch_device)
+    cache = torch.empty(256 << 20, dtype=torch.int8, device=torch_device)  # larger than any L2 of today
+
+    def timed(count: int) -> list[float]:
+        starts = [module.Event(enable_timing=True) for _ in range(count)]
+        ends = [module.Event(enable_timing=True) for _ in range(count)]
+        for start, end in zip(starts, ends, strict=True):
+            cache.zero_()
+            start.record()
+            function()
+            end.record()
+        module.synchronize(torch_device)
+        return [start.elapsed_time(end) * 1e-3 for start, end in zip(starts, ends, strict=True)]
+
+    timed(3)
+    once = statistics.median(timed(5))
+    # Each run also empties the cache, about 0.1 ms: count it, or short kernels would run for minutes.
+    return timed(min(2000, max(10, int(seconds / (once + 1e-4)))))
+
+
+def median_seconds(function: Callable[[], object], device: Device, seconds: float = 0.05) -> float:
+    """The median time of a run, in seconds."""
+    return statistics.median(sample_seconds(function, device, seconds))
+
+
+def quantiles(samples: list[float]) -> tuple[float, float, float]:
+    """The 20 %, 50 % and 80 % quantiles.
+
+    Example:
+        >>> quantiles([1.0, 2.0, 3.0, 4.0, 5.0])
+        (1.8, 3.0, 4.2)
+    """
+    if len(samples) == 1:
+        return samples[0], samples[0], samples[0]
+    cuts = statistics.quantiles(samples, n=10, method="inclusive")
+    return round(cuts[1], 12), round(cuts[4], 12), round(cuts[7], 12)

@@ -1,0 +1,200 @@
+"""RMSNorm in Triton, one source for NVIDIA, AMD and Intel.
+
+Memory-bound: the forward reads x and writes y once; the backward reads dy and x and writes dx once. Each
+program holds a tile of ROWS x BLOCK numbers in registers, so nothing is read twice. In the backward a
+program walks over many tiles and keeps its share of dweight in registers; the shares are summed by a second
+small kernel in a fixed order, so the result does not depend on which program finishes first.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from kernel_pytorch.hardware_abstraction.device import Device
+from kernel_pytorch.ops.rms_norm.definition import rstd_dtype
+
+
+@dataclass(frozen=True)
+class Tile:
+    """How the work is cut: numbers that change the speed and never the result."""
+
+    rows: int
+    warps: int
+    programs_per_unit: int = 0
+    """Backward only: programs for each compute unit; each walks over its tiles."""
+    stages: int = 1
+    """Backward only: tiles in flight while one is computed."""
+
+
+def forward_tile(hidden: int, device: Device) -> Tile:
+    block = triton.next_power_of_2(hidden)
+    rows = max(1, 2048 // block)
+    warps = min(16, max(1, rows * block // 1024))
+    return Tile(rows=rows, warps=_warps(warps, device))
+
+
+def backward_tile(hidden: int, device: Device) -> Tile:
+    block = triton.next_power_of_2(hidden)
+    rows = max(1, 2048 // block)
+    warps = min(16, max(2, rows * block // 512))
+    return Tile(rows=rows, warps=_warps(warps, device), programs_per_unit=4 if block <= 4096 else 2)
+
+
+def _warps(warps: int, device: Device) -> int:
+    """Tiles are sized for 32 threads a warp; a wavefront of 64 needs half as many."""
+    return max(1, warps * 32 // max(32, device.warp_size))
+
+
+@triton.jit
+def _forward(
+    x_RH,
+    weight_H,
+    y_RH,
+    rstd_R,
+    rows,
+    hidden,
+    x_stride,
+    eps,
+    HAS_WEIGHT: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    inside = (row < rows)[:, None] & (column < hidden)[None, :]
+    x = tl.load(x_RH + row[:, None] * x_stride + column[None, :], mask=inside, other=0.0).to(tl.float32)
+    rstd = tl.rsqrt(tl.sum(x * x, axis=1) / hidden + eps)
+    y = x * rstd[:, None]
+    if HAS_WEIGHT:
+        weight = tl.load(weight_H + column, mask=column < hidden, other=0.0).to(tl.float32)
+        y = y * weight[None, :]
+    tl.store(y_RH + row[:, None] * hidden + column[None, :], y.to(y_RH.dtype.element_ty), mask=inside)
+    tl.store(rstd_R + row, rstd, mask=row < rows)
+
+
+@triton.jit
+def _backward(
+    dy_RH,
+    x_RH,
+    weight_H,
+    rstd_R,
+    dx_RH,
+    shares_PH,
+    rows,
+    hidden,
+    dy_stride,
+    x_stride,
+    HAS_WEIGHT: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    column = tl.arange(0, BLOCK)
+    in_row = column < hidden
+    if HAS_WEIGHT:
+        weight = tl.load(weight_H + column, mask=in_row, other=0.0).to(tl.float32)
+        share = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
+    tiles = tl.cdiv(rows, ROWS)
+    for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), num_stages=STAGES):
+        row = tile * ROWS + tl.arange(0, ROWS).to(tl.int64)
+        inside = (row < rows)[:, None] & in_row[None, :]
+        dy = tl.load(dy_RH + row[:, None] * dy_stride + column[None, :], mask=inside, other=0.0).to(tl.float32)
+        x = tl.load(x_RH + row[:, None] * x_stride + column[None, :], mask=inside, other=0.0).to(tl.float32)
+        rstd = tl.load(rstd_R + row, mask=row < rows, other=0.0)
+        x_hat = x * rstd[:, None]
+        if HAS_WEIGHT:
+            share += dy * x_hat
+            dy = dy * weight[None, :]
+        projection = tl.sum(dy * x_hat, axis=1) / hidden
+        dx = (dy - x_hat * projection[:, None]) * rstd[:, None]
+        tl.store(dx_RH + row[:, None] * hidden + column[None, :], dx.to(dx_RH.dtype.element_ty), mask=inside)
+    if HAS_WEIGHT:
+        tl.store(shares_PH + tl.program_id(0) * hidden + column, tl.sum(share, axis=0), mask=in_row)
+
+
+@triton.jit
+def _sum_shares(
+    shares_PH, dweight_H, programs, hidden, PROGRAMS: tl.constexpr, COLUMNS: tl.constexpr
+):
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    total = tl.zeros((PROGRAMS, COLUMNS), dtype=tl.float32)
+    for first in tl.range(0, programs, PROGRAMS):
+        program = first + tl.arange(0, PROGRAMS)
+        inside = (program < programs)[:, None] & (column < hidden)[None, :]
+        total += tl.load(shares_PH + program[:, None] * hidden + column[None, :], mask=inside, other=0.0)
+    dweight = tl.sum(total, axis=0)
+    tl.store(dweight_H + column, dweight.to(dweight_H.dtype.element_ty), mask=column < hidden)
+
+
+def _as_rows(x: torch.Tensor) -> torch.Tensor:
+    """x as R rows of H adjacent numbers; copied only where its strides do not allow that."""
+    x_RH = x.reshape(-1, x.shape[-1])
+    return x_RH if x_RH.stride(1) == 1 or x_RH.shape[1] == 1 else x_RH.contiguous()
+
+
+def forward(
+    device: Device, x: torch.Tensor, weight: torch.Tensor | None, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    x_RH = _as_rows(x)
+    rows, hidden = x_RH.shape
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    rstd = torch.empty(x.shape[:-1], dtype=rstd_dtype(x.dtype), device=x.device)
+    if rows == 0:
+        return y, rstd
+    tile = forward_tile(hidden, device)
+    _forward[(triton.cdiv(rows, tile.rows),)](
+        x_RH,
+        x_RH if weight is None else weight.contiguous(),
+        y,
+        rstd,
+        rows,
+        hidden,
+        x_RH.stride(0),
+        eps,
+        HAS_WEIGHT=weight is not None,
+        ROWS=tile.rows,
+        BLOCK=triton.next_power_of_2(hidden),
+        num_warps=tile.warps,
+    )
+    return y, rstd
+
+
+def backward(
+    device: Device, dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor | None, rstd: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    dy_RH, x_RH = _as_rows(dy), _as_rows(x)
+    rows, hidden = x_RH.shape
+    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    dweight = x.new_empty(0) if weight is None else torch.empty_like(weight, memory_format=torch.contiguous_format)
+    if rows == 0:
+        return dx, dweight.zero_()
+    tile = backward_tile(hidden, device)
+    programs = min(triton.cdiv(rows, tile.rows), max(1, device.compute_units) * tile.programs_per_unit)
+    shares_PH = x.new_empty((programs, hidden) if weight is not None else 0, dtype=torch.float32)
+    _backward[(programs,)](
+        dy_RH,
+        x_RH,
+        x_RH if weight is None else weight.contiguous(),
+        rstd.contiguous(),
+        dx,
+        shares_PH,
+        rows,
+        hidden,
+        dy_RH.stride(0),
+        x_RH.stride(0),
+        HAS_WEIGHT=weight is not None,
+        ROWS=tile.rows,
+        BLOCK=triton.next_power_of_2(hidden),
+        STAGES=tile.stages,
+        num_warps=tile.warps,
+    )
+    if weight is not None:
+        columns = 32
+        _sum_shares[(triton.cdiv(hidden, columns),)](
+            shares_PH, dweight, programs, hidden, PROGRAMS=64, COLUMNS=columns, num_warps=_warps(4, device)
+        )
+    return dx, dweight

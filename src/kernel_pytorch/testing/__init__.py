@@ -1,0 +1,17 @@
+"""Proof machinery, shipped so that third parties can hold their own kernels to the same standard."""
+
+from kernel_pytorch.testing.budget import Comparison, compare
+from kernel_pytorch.testing.contract import BackendContract
+from kernel_pytorch.testing.devices import cannot_run, interpreting, pretend, test_device
+from kernel_pytorch.testing.poison import poisoned
+
+__all__ = [
+    "BackendContract",
+    "Comparison",
+    "cannot_run",
+    "compare",
+    "interpreting",
+    "poisoned",
+    "pretend",
+    "test_device",
+]

@@ -1,0 +1,132 @@
+"""Comparison with the float64 reference, inside a budget that an independent low-precision run sets.
+
+No tolerance is picked by hand. The reference runs twice: in float64, which is the truth, and as a careful
+program would run it in the tensors' own precision (float32 arithmetic, results rounded once). A kernel may
+err twice as much as that second run did at its worst row, plus one rounding; not more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from kernel_pytorch.hardware_abstraction.op import Op
+
+__all__ = ["Comparison", "compare"]
+
+_SLACK = 2.0  # another order of the same sums errs differently; twice as much is the most it may
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One tensor against its budget; errors are relative to the largest number of their row."""
+
+    tensor: str
+    error: float
+    budget: float
+
+    @property
+    def ok(self) -> bool:
+        return self.error <= self.budget
+
+    def __str__(self) -> str:
+        verdict = "within" if self.ok else "EXCEEDS"
+        return f"{self.tensor}: error {self.error:.3g} {verdict} its budget {self.budget:.3g}"
+
+
+def compare(
+    op: Op, run: Callable[..., tuple[torch.Tensor, ...]], arguments: Mapping[str, Any], *, gradients: bool = True
+) -> tuple[Comparison, ...]:
+    """Run an implementation and the reference on the same arguments; compare outputs and gradients.
+
+    Args:
+        run: takes the op's arguments in order, returns its outputs; differentiable when ``gradients``.
+
+    Example:
+        >>> import torch
+        >>> from kernel_pytorch.hardware_abstraction import registered_op
+        >>> op = registered_op("rms_norm")
+        >>> case = op.case("odd-hidden").arguments(torch.float32, torch.device("cpu"))
+        >>> all(comparison.ok for comparison in compare(op, op.reference, case))
+        True
+    """
+    storage = next(value.dtype for value in arguments.values() if isinstance(value, torch.Tensor))
+    working = torch.float32 if storage.itemsize <= 4 else storage
+    upstream = _upstream(op, arguments)
+    actual = _run(op, run, arguments, None, upstream, gradients)
+    truth = _run(op, op.reference, arguments, torch.float64, upstream, gradients)
+    yardstick = _run(op, op.reference, arguments, working, upstream, gradients)
+    comparisons = []
+    for name, exact in truth.items():
+        # Row by row where rows exist, so that a large row cannot hide a wrong small one.
+        by_row = exact.ndim >= 1 and name not in op.outputs[len(op.differentiable_outputs) :]
+        out = actual[name]
+        if out.shape != exact.shape:
+            raise AssertionError(f"{name} has shape {list(out.shape)}, the reference {list(exact.shape)}")
+        rounded = yardstick[name].to(out.dtype)
+        unit = torch.finfo(out.dtype).eps / 2
+        budget = _SLACK * (_relative_error(rounded, exact, by_row) + unit)
+        comparisons.append(Comparison(name, _relative_error(out, exact, by_row), budget))
+    return tuple(comparisons)
+
+
+def _upstream(op: Op, arguments: Mapping[str, Any]) -> list[torch.Tensor]:
+    """Random output gradients in the outputs' dtype, the same for every run."""
+    outputs = dict(zip(op.outputs, op.fake(*arguments.values()), strict=True))
+    generator = torch.Generator(device="cpu").manual_seed(1)
+    return [
+        torch.randn(outputs[name].shape, generator=generator).to(outputs[name])
+        for name in op.differentiable_outputs
+    ]
+
+
+def _run(
+    op: Op,
+    run: Callable[..., Any],
+    arguments: Mapping[str, Any],
+    dtype: torch.dtype | None,
+    upstream: list[torch.Tensor],
+    gradients: bool,
+) -> dict[str, torch.Tensor]:
+    """Outputs by name, and gradients as ``d<argument>``, with the tensors converted to dtype where one is given."""
+    values: dict[str, Any] = {}
+    for name, value in arguments.items():
+        if isinstance(value, torch.Tensor) and value.is_floating_point():
+            value = value.detach() if dtype is None else value.detach().to(dtype)
+            value.requires_grad_(gradients and name in op.differentiable)
+        values[name] = value
+    outputs = dict(zip(op.outputs, run(*values.values()), strict=True))
+    results = {name: output.detach() for name, output in outputs.items()}
+    if gradients:
+        wanted = [name for name in op.differentiable if isinstance(values[name], torch.Tensor)]
+        heads = [outputs[name] for name in op.differentiable_outputs]
+        found = torch.autograd.grad(
+            heads,
+            [values[name] for name in wanted],
+            [gradient.to(head.dtype) for gradient, head in zip(upstream, heads, strict=True)],
+        )
+        results |= {f"d{name}": gradient for name, gradient in zip(wanted, found, strict=True)}
+    return results
+
+
+def _relative_error(out: torch.Tensor, exact: torch.Tensor, by_row: bool) -> float:
+    if out.numel() == 0:
+        return 0.0
+    if by_row and exact.ndim == 1:
+        out, exact = out.unsqueeze(0), exact.unsqueeze(0)
+    # Where the truth rounds to an infinity or NaN of the output's format, exactly that must come out.
+    representable = exact.to(out.dtype)
+    finite = representable.isfinite()
+    same = (out == representable) | (out.isnan() & representable.isnan())
+    if not bool((same | finite).all()) or not bool((out.isfinite() | ~finite).all()):
+        return float("inf")
+    difference = torch.where(finite, out.to(exact.dtype) - exact, 0).abs()
+    scale = torch.where(finite, exact, 0).abs()
+    if by_row:
+        difference, scale = difference.amax(dim=-1), scale.amax(dim=-1)
+    if bool(((scale == 0) & (difference > 0)).any()):
+        return float("inf")  # a row of exact zeros must come out as zeros
+    return float((difference / scale.clamp_min(torch.finfo(exact.dtype).tiny)).max())

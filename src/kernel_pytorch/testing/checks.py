@@ -1,0 +1,132 @@
+"""Making the record of what is known about an op's kernels without their hardware.
+
+``python -m kernel_pytorch.testing.checks rms_norm --write`` compiles the Triton kernels for every catalogue
+architecture, runs them in the interpreter, and writes ``<op>.checks.json``. CI makes the same record anew and
+compares, so the committed one cannot be out of date.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+
+import msgspec
+import torch
+
+from kernel_pytorch.evidence import (
+    Checks,
+    Compilation,
+    EvidenceError,
+    Interpretation,
+    evidence_directory,
+    versions,
+    write_record,
+)
+from kernel_pytorch.hardware_abstraction.device import Device
+from kernel_pytorch.hardware_abstraction.dispatch import function_of
+from kernel_pytorch.hardware_abstraction.op import Kernel, Op, registered_op
+from kernel_pytorch.hardware_abstraction.registry import backends
+from kernel_pytorch.testing.budget import compare
+from kernel_pytorch.testing.contract import prepared
+from kernel_pytorch.testing.cross_compile import cross_compile
+from kernel_pytorch.testing.poison import poisoned
+
+__all__ = ["make_checks"]
+
+
+def triton_kernels(op: Op) -> list[Kernel]:
+    """The op's Triton kernels, each once although several backends list it."""
+    found = {kernel.name: kernel for record in backends() for kernel in record.kernels if kernel.op == op.name}
+    return [kernel for kernel in found.values() if kernel.language == "triton"]
+
+
+def compile_targets(kernel: Kernel) -> list[Device]:
+    """One catalogue device per architecture that Triton compiles for, of the backends that list the kernel."""
+    targets: dict[str, Device] = {}
+    for record in backends():
+        if kernel in record.kernels:
+            for device in record.catalogue:
+                if device.arch.startswith(("sm_", "gfx")):
+                    targets.setdefault(device.arch, device)
+    return list(targets.values())
+
+
+def compile_all(op: Op) -> list[Compilation]:
+    """Every Triton kernel for every architecture, on the benchmark cases and one odd case."""
+    cases = [case for case in op.cases if case.benchmark] + [op.case(op.odd_case)]
+    return [
+        compilation
+        for kernel in triton_kernels(op)
+        for device in compile_targets(kernel)
+        for case in cases
+        for compilation in cross_compile(kernel, device, case, case.formats[0])
+    ]
+
+
+def interpret_all(op: Op) -> list[Interpretation]:
+    """Every Triton kernel on every small case, in the formats the interpreter computes rightly."""
+    results = []
+    for kernel in triton_kernels(op):
+        device = compile_targets(kernel)[0]
+        for number_format in ("float32", "float16"):
+            passed = []
+            for case in op.cases:
+                if case.benchmark:
+                    continue
+                with prepared(kernel, device, case, getattr(torch, number_format)) as arguments, poisoned():
+                    if isinstance(arguments, str):
+                        raise EvidenceError(f"{kernel.name} on {case.name}: {arguments}")
+                    function = function_of(op)
+                    compared = compare(
+                        op, lambda *values, f=function, k=kernel: f(*values, kernel=k.name), arguments
+                    )
+                failed = [str(comparison) for comparison in compared if not comparison.ok]
+                if failed:
+                    raise EvidenceError(f"{kernel.name} on {case.name} in {number_format}: {'; '.join(failed)}")
+                passed.append(case.name)
+            results.append(Interpretation(kernel.name, number_format, passed))
+    return results
+
+
+def make_checks(op: Op) -> Checks:
+    """The op's record, made in two fresh processes: a kernel module is either interpreted or compiled."""
+    compiled = _in_process(op, "compile", {"TRITON_INTERPRET": "0"}, list[Compilation])
+    interpreted = _in_process(op, "interpret", {"TRITON_INTERPRET": "1"}, list[Interpretation])
+    sources = {kernel.name: kernel.source_digest for kernel in triton_kernels(op)}
+    return Checks(op.name, versions(), sources, compiled, interpreted)
+
+
+def _in_process(op: Op, part: str, environment: dict[str, str], result: type) -> list:  # type: ignore[type-arg]
+    command = [sys.executable, "-m", "kernel_pytorch.testing.checks", op.name, "--part", part]
+    done = subprocess.run(command, env={**os.environ, **environment}, capture_output=True, check=False)
+    if done.returncode:
+        raise EvidenceError(f"{' '.join(command)} failed:\n{done.stderr.decode()[-4000:]}")
+    found: list = msgspec.json.decode(done.stdout, type=result)  # type: ignore[type-arg]
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("op")
+    parser.add_argument("--part", choices=["compile", "interpret"], help="print one part as JSON")
+    parser.add_argument("--write", action="store_true", help="write the record instead of printing it")
+    arguments = parser.parse_args()
+    op = registered_op(arguments.op)
+    if arguments.part:
+        part = compile_all(op) if arguments.part == "compile" else interpret_all(op)
+        sys.stdout.buffer.write(msgspec.json.encode(part))
+        return
+    checks = make_checks(op)
+    if arguments.write:
+        directory = evidence_directory()
+        if directory is None:
+            raise EvidenceError("no evidence folder: run this in a checkout of the project")
+        write_record(checks, directory / f"{op.name}.checks.json")
+    else:
+        sys.stdout.buffer.write(msgspec.json.format(msgspec.json.encode(checks), indent=1) + b"\n")
+
+
+if __name__ == "__main__":
+    main()

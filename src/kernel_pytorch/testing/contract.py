@@ -1,0 +1,156 @@
+"""The backend contract: what every backend must keep, as a test class that a third party runs on its own.
+
+In a test file::
+
+    from kernel_pytorch.testing import BackendContract
+
+    class TestAcme(BackendContract):
+        backend_name = "acme"
+
+One generic test covers op x kernel x case x format: a kernel is tested by being in the table. Without the
+hardware, Triton kernels run in the interpreter (set ``TRITON_INTERPRET=1``) and others skip with a reason.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any, ClassVar
+
+import torch
+
+from kernel_pytorch.hardware_abstraction import registry
+from kernel_pytorch.hardware_abstraction.registry import Backend
+from kernel_pytorch.hardware_abstraction.device import Device
+from kernel_pytorch.hardware_abstraction.dispatch import Function, function_of
+from kernel_pytorch.hardware_abstraction.op import Case, Kernel, Op, registered_op, registered_ops
+from kernel_pytorch.testing.budget import compare
+from kernel_pytorch.testing.devices import cannot_run, pretend, test_device
+from kernel_pytorch.testing.poison import poisoned
+
+__all__ = ["BackendContract", "prepared"]
+
+
+@contextlib.contextmanager
+def prepared(kernel: Kernel, device: Device, case: Case, dtype: torch.dtype) -> Iterator[dict[str, Any] | str]:
+    """The case's arguments where the kernel can run here, with the device in place; otherwise the reason."""
+    reason = cannot_run(kernel, device, dtype)
+    if reason is not None:
+        yield reason
+        return
+    where = torch.device(device.torch_device or "cpu")
+    with contextlib.nullcontext() if device.present else pretend(device):
+        arguments = dict(case.arguments(dtype, where))
+        call = function_of(registered_op(kernel.op)).call("forward", tuple(arguments.values()), True)
+        refusal = kernel.refusal(call, device)
+        yield arguments if refusal is None else f"the kernel refuses the case: {refusal}"
+
+
+class BackendContract:
+    """Subclass it, name the backend, and pytest does the rest."""
+
+    backend_name: ClassVar[str]
+
+    @property
+    def record(self) -> Backend:
+        return registry.backend(self.backend_name)
+
+    def pytest_generate_tests(self, metafunc: Any) -> None:
+        names = metafunc.fixturenames
+        if "kernel" not in names:
+            return
+        every = "case" in names
+        rows, ids = [], []
+        for kernel in self.record.kernels:
+            op = registered_op(kernel.op)
+            for case in op.cases:
+                if case.benchmark or (not every and case is not op.cases[0]):
+                    continue
+                for number_format in case.formats:
+                    row = (kernel, case, number_format) if every else (kernel, number_format)
+                    rows.append(row)
+                    ids.append("-".join(part if isinstance(part, str) else part.name for part in (op, *row)))
+        metafunc.parametrize("kernel, case, number_format" if every else "kernel, number_format", rows, ids=ids)
+
+    def test_record_is_known_under_its_name(self) -> None:
+        assert self.record.name == self.backend_name
+        assert self.record.title
+
+    def test_probe_returns_its_own_devices_and_never_raises(self) -> None:
+        for device in self.record.probe():
+            assert isinstance(device, Device)
+            assert device.backend == self.backend_name
+            assert device.present, f"{device.name} was probed but has no torch_device"
+
+    def test_every_kernel_serves_a_known_op_and_can_be_imported(self) -> None:
+        known = {op.name for op in registered_ops()}
+        for kernel in self.record.kernels:
+            assert kernel.op in known
+            assert callable(kernel.function("forward"))
+            assert not kernel.backward or callable(kernel.function("backward"))
+
+    def test_supports_gives_none_or_a_reason_for_every_case_and_device(self) -> None:
+        for device in (*self.record.catalogue, *self.record.probe()):
+            for kernel in self.record.kernels:
+                op = registered_op(kernel.op)
+                for case in op.cases:
+                    arguments = case.arguments(torch.float16, torch.device("meta"))
+                    call = function_of(op).call("forward", tuple(arguments.values()))
+                    reason = kernel.refusal(call, device)
+                    assert reason is None or (isinstance(reason, str) and reason), f"{kernel.name}: {reason!r}"
+
+    def test_kernel_meets_its_budget(self, kernel: Kernel, case: Case, number_format: str) -> None:
+        """Outputs and every gradient against float64, with poisoned memory, through the public path."""
+        op = registered_op(kernel.op)
+        with self._ready(kernel, case, number_format) as arguments, poisoned():
+            comparisons = compare(op, _pinned(op, kernel), arguments, gradients=kernel.backward)
+        failed = [str(comparison) for comparison in comparisons if not comparison.ok]
+        assert not failed, "\n".join(failed)
+
+    def test_custom_op_passes_opcheck(self, kernel: Kernel, number_format: str) -> None:
+        op = registered_op(kernel.op)
+        with self._ready(kernel, op.cases[0], number_format) as arguments:
+            _require_gradients(op, arguments)
+            overload = getattr(torch.ops.kernel_pytorch, op.name).default
+            torch.library.opcheck(overload, (*arguments.values(), f"kernel={kernel.name}"))
+
+    def test_compile_keeps_the_op_whole(self, kernel: Kernel, number_format: str) -> None:
+        """Under fullgraph compilation, the same bits come out as in eager mode, forward and backward."""
+        op = registered_op(kernel.op)
+        with self._ready(kernel, op.cases[0], number_format) as arguments:
+            leaves = _require_gradients(op, arguments)
+            run = _pinned(op, kernel)
+
+            def shifted(*values: Any) -> torch.Tensor:
+                total: torch.Tensor = run(*values)[0] + 1
+                return total
+
+            torch._dynamo.reset()
+            results = []
+            for function in (shifted, torch.compile(shifted, fullgraph=True, backend="aot_eager")):
+                out = function(*arguments.values())
+                results.append((out, *torch.autograd.grad(out, leaves, torch.ones_like(out))))
+            for eager, compiled in zip(*results, strict=True):
+                assert torch.equal(eager, compiled)
+
+    @contextlib.contextmanager
+    def _ready(self, kernel: Kernel, case: Case, number_format: str) -> Iterator[dict[str, Any]]:
+        import pytest
+
+        dtype = getattr(torch, number_format)
+        with prepared(kernel, test_device(self.backend_name), case, dtype) as arguments:
+            if isinstance(arguments, str):
+                pytest.skip(arguments)
+            yield arguments
+
+
+def _pinned(op: Op, kernel: Kernel) -> Any:
+    function: Function = function_of(op)
+    return lambda *values: function(*values, kernel=kernel.name)
+
+
+def _require_gradients(op: Op, arguments: dict[str, Any]) -> list[torch.Tensor]:
+    leaves = [arguments[name] for name in op.differentiable if isinstance(arguments[name], torch.Tensor)]
+    for leaf in leaves:
+        leaf.requires_grad_()
+    return leaves

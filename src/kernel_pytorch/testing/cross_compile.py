@@ -1,0 +1,161 @@
+"""Building Triton kernels for devices that are not here.
+
+The kernel's own launcher runs on meta tensors for the pretended device; each launch is caught and compiled
+instead of run. So what is built is exactly what would be launched: no second list of signatures to keep.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import re
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kernel_pytorch.evidence import Compilation
+from kernel_pytorch.hardware_abstraction.device import Device
+from kernel_pytorch.hardware_abstraction.dispatch import function_of
+from kernel_pytorch.hardware_abstraction.op import Case, Kernel, registered_op
+from kernel_pytorch.testing.devices import interpreting
+
+__all__ = ["cross_compile"]
+
+_TRITON_TYPES = {
+    torch.float64: "fp64",
+    torch.float32: "fp32",
+    torch.float16: "fp16",
+    torch.bfloat16: "bf16",
+    torch.int64: "i64",
+    torch.int32: "i32",
+    torch.uint8: "u8",
+    torch.bool: "i1",
+    torch.float8_e4m3fn: "fp8e4nv",
+    torch.float8_e5m2: "fp8e5",
+    torch.float8_e4m3fnuz: "fp8e4b8",
+    torch.float8_e5m2fnuz: "fp8e5b16",
+}
+
+
+def cross_compile(kernel: Kernel, device: Device, case: Case, number_format: str) -> list[Compilation]:
+    """Compile every launch of a kernel's forward and backward for a device, and report what each needs.
+
+    Raises the compiler's own error where a kernel does not build.
+    """
+    if interpreting():
+        raise RuntimeError("TRITON_INTERPRET=1 is set: kernels imported under it cannot be compiled; unset it")
+    op = registered_op(kernel.op)
+    arguments = tuple(case.arguments(getattr(torch, number_format), torch.device("meta")).values())
+    outputs = op.fake(*arguments)
+    with _caught_launches() as launches:
+        kernel.function("forward")(device, *arguments)
+        if kernel.backward:
+            saved = function_of(op).gather_saved(arguments, outputs)
+            named = dict(zip(op.outputs, outputs, strict=True))
+            upstream = [torch.empty_like(named[name]) for name in op.differentiable_outputs]
+            kernel.function("backward")(device, *upstream, *saved)
+    return [_compile(launch, kernel, device, case.name, number_format) for launch in launches]
+
+
+@contextlib.contextmanager
+def _caught_launches() -> Iterator[list[tuple[Any, tuple[Any, ...], dict[str, Any]]]]:
+    from triton.runtime.jit import JITFunction
+
+    launches: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
+    original = JITFunction.run
+
+    def catch(self: Any, *arguments: Any, grid: Any, warmup: bool, **keywords: Any) -> None:
+        launches.append((self, arguments, keywords))
+
+    JITFunction.run = catch
+    try:
+        yield launches
+    finally:
+        JITFunction.run = original
+
+
+def _compile(launch: Any, kernel: Kernel, device: Device, case: str, number_format: str) -> Compilation:
+    import triton
+    from triton.compiler import ASTSource
+
+    function, positional, keywords = launch
+    options = {name: value for name, value in keywords.items() if name not in function.arg_names}
+    named = {name: value for name, value in keywords.items() if name in function.arg_names}
+    bound = inspect.signature(function.fn).bind(*positional, **named)
+    bound.apply_defaults()
+    signature: dict[str, str] = {}
+    constants: dict[tuple[int], Any] = {}
+    attributes: dict[tuple[int], Any] = {}
+    for index, (parameter, value) in enumerate(zip(function.params, bound.arguments.values(), strict=True)):
+        # As Triton's launcher specialises: integers equal to 1 are constants, multiples of 16 are marked.
+        aligned = isinstance(value, torch.Tensor)
+        if parameter.is_constexpr or (isinstance(value, int) and not isinstance(value, bool) and value == 1):
+            signature[parameter.name], constants[(index,)] = "constexpr", value
+        elif isinstance(value, torch.Tensor):
+            signature[parameter.name] = "*" + _TRITON_TYPES[value.dtype]
+        elif isinstance(value, float):
+            signature[parameter.name] = "fp32"
+        else:
+            signature[parameter.name] = "i32" if -(2**31) <= value < 2**31 else "i64"
+            aligned = value % 16 == 0
+        if aligned and signature[parameter.name] != "constexpr":
+            attributes[(index,)] = [["tt.divisibility", 16]]
+    source = ASTSource(function, signature=signature, constexprs=constants, attrs=attributes)
+    compiled = triton.compile(source, target=_target(device), options=options)
+    registers, spills = _nvidia_resources(compiled) if "ptx" in compiled.asm else _amd_resources(compiled)
+    return Compilation(
+        kernel=kernel.name,
+        function=function.__name__,
+        arch=device.arch,
+        case=case,
+        format=number_format,
+        registers=registers,
+        shared_memory_bytes=int(compiled.metadata.shared),
+        spill_bytes=spills,
+    )
+
+
+def _target(device: Device) -> Any:
+    from triton.backends.compiler import GPUTarget
+
+    if device.arch.startswith("sm_"):
+        return GPUTarget("cuda", int(device.arch.removeprefix("sm_")), device.warp_size)
+    if device.arch.startswith("gfx"):
+        return GPUTarget("hip", device.arch, device.warp_size)
+    raise ValueError(f"device={device.name!r}: Triton here compiles for sm_* and gfx*, not for {device.arch!r}")
+
+
+def _nvidia_resources(compiled: Any) -> tuple[int, int]:
+    """Registers a thread and spilled bytes a thread, from the assembler's own report."""
+    from triton import knobs
+
+    ptx = compiled.asm["ptx"]
+    target = re.search(r"^\.target\s+(\w+)", ptx, re.MULTILINE)
+    if target is None:
+        raise RuntimeError("the compiled PTX names no target")
+    arch = target.group(1)
+    tool = knobs.nvidia.ptxas_blackwell if int(re.sub(r"\D", "", arch)) >= 100 else knobs.nvidia.ptxas
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder) / "kernel.ptx"
+        source.write_text(ptx)
+        report = subprocess.run(
+            [tool.path, "-v", f"--gpu-name={arch}", str(source), "-o", str(Path(folder) / "kernel.cubin")],
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stderr
+    registers = max(int(number) for number in re.findall(r"Used (\d+) registers", report))
+    spills = sum(int(number) for number in re.findall(r"(\d+) bytes spill", report))
+    return registers, spills
+
+
+def _amd_resources(compiled: Any) -> tuple[int, int]:
+    """Vector registers and spilled bytes a lane, from the code object's metadata."""
+    text = compiled.asm["amdgcn"]
+    registers = max(int(number) for number in re.findall(r"\.vgpr_count:\s+(\d+)", text))
+    spills = sum(int(number) for number in re.findall(r"\.vgpr_spill_count:\s+(\d+)", text))
+    return registers, 4 * spills

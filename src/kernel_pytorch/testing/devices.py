@@ -1,0 +1,76 @@
+"""Fake devices: run selection, and what can run, as if a CPU tensor lay on another device."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+
+import torch
+
+from kernel_pytorch.hardware_abstraction import registry
+from kernel_pytorch.hardware_abstraction.device import Device
+from kernel_pytorch.hardware_abstraction.dispatch import forget_choices
+from kernel_pytorch.hardware_abstraction.op import Kernel
+
+__all__ = ["cannot_run", "interpreting", "pretend", "test_device"]
+
+
+@contextlib.contextmanager
+def pretend(device: Device | str, torch_type: str = "cpu") -> Iterator[Device]:
+    """Inside the block, tensors of this torch type are taken to lie on the given device.
+
+    Triton kernels then run in Triton's interpreter, where ``TRITON_INTERPRET=1`` was set before their import.
+
+    Example:
+        >>> import torch, kernel_pytorch as kp
+        >>> with pretend("amd/mi300x"):
+        ...     kp.explain(kp.rms_norm, torch.ones(2, 64)).kernel.name
+        'triton'
+    """
+    chosen = registry.device(device) if isinstance(device, str) else device
+    before = dict(registry._pretended)
+    registry._pretended[torch_type] = chosen
+    forget_choices()
+    try:
+        yield chosen
+    finally:
+        registry._pretended.clear()
+        registry._pretended.update(before)
+        forget_choices()
+
+
+def interpreting() -> bool:
+    """Whether Triton kernels imported in this process run in the interpreter."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def test_device(backend_name: str) -> Device:
+    """The device a backend is tested on: one that is here, else the first of its catalogue."""
+    record = registry.backend(backend_name)
+    here = [device for device in registry.devices() if device.backend == backend_name]
+    if here:
+        return here[0]
+    if record.catalogue:
+        return record.catalogue[0]
+    raise ValueError(f"backend {backend_name!r}: no device is here and its catalogue is empty; add a Device to it")
+
+
+test_device.__test__ = False  # type: ignore[attr-defined]  # pytest would take the name for a test
+
+
+def cannot_run(kernel: Kernel, device: Device, dtype: torch.dtype) -> str | None:
+    """Why a kernel cannot be executed in this process for this device, or None when it can."""
+    if device.present:
+        if kernel.language == "triton" and interpreting() and device.backend != "cpu":
+            return "TRITON_INTERPRET=1 is set; unset it to test on the device"
+        return None
+    if kernel.language == "torch":
+        return None  # plain torch operations run on the CPU as well
+    if kernel.language == "triton":
+        if not interpreting():
+            return f"needs a {device.backend} device, or TRITON_INTERPRET=1 for the interpreter"
+        if dtype not in (torch.float32, torch.float16):
+            return f"Triton's interpreter computes {str(dtype).removeprefix('torch.')} wrongly"
+        return None
+    return f"needs a {device.backend} device"

@@ -1,0 +1,17 @@
+"""Shared test set-up. Without a GPU, Triton kernels run in the interpreter."""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+HAS_GPU = torch.cuda.is_available() or (hasattr(torch, "xpu") and torch.xpu.is_available())
+if not HAS_GPU:
+    os.environ["TRITON_INTERPRET"] = "1"  # before any kernel module is imported
+
+
+@pytest.fixture(autouse=True)
+def _own_choice_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No test reads or writes the user's measured choices."""
+    monkeypatch.setenv("KERNEL_PYTORCH_CACHE", str(tmp_path / "cache"))

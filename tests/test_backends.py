@@ -1,0 +1,19 @@
+"""The backend contract on the four backends that ship: op x kernel x case x format."""
+
+from kernel_pytorch.testing import BackendContract
+
+
+class TestCpu(BackendContract):
+    backend_name = "cpu"
+
+
+class TestNvidia(BackendContract):
+    backend_name = "nvidia"
+
+
+class TestAmd(BackendContract):
+    backend_name = "amd"
+
+
+class TestIntel(BackendContract):
+    backend_name = "intel"
