@@ -205,9 +205,7 @@ def test_unknown_nvidia_capability_of_a_known_major(major: int, minor: int, like
     assert nvidia_architecture(major, minor) == expected
 
 
-@pytest.mark.parametrize(
-    ("major", "minor", "like"), [(11, 0, "sm_103"), (13, 0, "sm_120"), (20, 5, "sm_120")]
-)
+@pytest.mark.parametrize(("major", "minor", "like"), [(11, 0, "sm_103"), (13, 0, "sm_120"), (20, 5, "sm_120")])
 def test_unknown_nvidia_major_keeps_only_the_baseline(major: int, minor: int, like: str) -> None:
     found = nvidia_architecture(major, minor)
     older = ARCHITECTURES[like]

@@ -181,7 +181,7 @@ def write_record(record: Record, path: Path) -> None:
 
 
 def clean_commit(checkout: Path) -> str:
-    """The commit of a checkout without local changes; anything else is an error, for a record must be repeatable."""
+    """The commit of a checkout without local changes; anything else is an error: records must be repeatable."""
 
     def git(*arguments: str) -> str:
         try:

@@ -1,9 +1,9 @@
 """NVIDIA GPUs through CUDA."""
 
 from kernel_pytorch.evidence import evidence_directory
-from kernel_pytorch.hardware_abstraction.registry import Backend
 from kernel_pytorch.hardware_abstraction.catalogue import CATALOGUE
 from kernel_pytorch.hardware_abstraction.probe import probe_nvidia
+from kernel_pytorch.hardware_abstraction.registry import Backend
 from kernel_pytorch.ops import rms_norm
 
 BACKEND = Backend(

@@ -1,14 +1,5 @@
 """Hardware abstraction: devices as facts, backends as records, selection as a pure function."""
 
-from kernel_pytorch.hardware_abstraction.registry import (
-    ENTRY_POINT_GROUP,
-    Backend,
-    BrokenBackend,
-    backend,
-    backends,
-    broken_backends,
-    devices,
-)
 from kernel_pytorch.hardware_abstraction.catalogue import CATALOGUE
 from kernel_pytorch.hardware_abstraction.device import Device, Rates
 from kernel_pytorch.hardware_abstraction.op import (
@@ -20,7 +11,22 @@ from kernel_pytorch.hardware_abstraction.op import (
     registered_op,
     registered_ops,
 )
-from kernel_pytorch.hardware_abstraction.selection import Choice, Policy, UnsupportedCallError, Verdict, select
+from kernel_pytorch.hardware_abstraction.registry import (
+    ENTRY_POINT_GROUP,
+    Backend,
+    BrokenBackend,
+    backend,
+    backends,
+    broken_backends,
+    devices,
+)
+from kernel_pytorch.hardware_abstraction.selection import (
+    Choice,
+    Policy,
+    UnsupportedCallError,
+    Verdict,
+    select,
+)
 
 __all__ = [
     "CATALOGUE",

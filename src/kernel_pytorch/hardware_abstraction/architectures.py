@@ -41,7 +41,11 @@ class Architecture:
         """A device of this architecture; ``facts`` add to or replace what the architecture says."""
         common = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "name"}
         return Device(
-            **{**common, **facts}, name=name, arch=self.name, memory_bytes=memory_bytes, compute_units=compute_units
+            **{**common, **facts},
+            name=name,
+            arch=self.name,
+            memory_bytes=memory_bytes,
+            compute_units=compute_units,
         )
 
 
@@ -191,9 +195,7 @@ _AMD = (
         features=("mx_scale",),
     ),
     _record("gfx1100", "amd", warp_size=32, shared_kib=64, matrix=_RDNA_MATRIX, units=("wmma",)),
-    _record(
-        "gfx1201", "amd", warp_size=32, shared_kib=64, matrix=(*_RDNA_MATRIX, *_OCP_FLOAT8), units=("wmma",)
-    ),
+    _record("gfx1201", "amd", warp_size=32, shared_kib=64, matrix=(*_RDNA_MATRIX, *_OCP_FLOAT8), units=("wmma",)),
 )
 
 # Intel GPUs.

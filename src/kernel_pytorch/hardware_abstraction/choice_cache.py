@@ -101,7 +101,7 @@ def store(choice: MeasuredChoice) -> None:
         try:
             with os.fdopen(handle, "wb") as file:
                 file.write(msgspec.json.encode(choice))
-            os.replace(name, path)
+            Path(name).replace(path)
         except BaseException:
             Path(name).unlink(missing_ok=True)
             raise

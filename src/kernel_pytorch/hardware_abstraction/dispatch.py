@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -18,9 +18,9 @@ from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
 
 from kernel_pytorch.hardware_abstraction import choice_cache
-from kernel_pytorch.hardware_abstraction.registry import device_of
 from kernel_pytorch.hardware_abstraction.device import Device
 from kernel_pytorch.hardware_abstraction.op import Call, Op, Phase, TensorSpec
+from kernel_pytorch.hardware_abstraction.registry import device_of
 from kernel_pytorch.hardware_abstraction.selection import Choice, Policy, encode_policy, fitting, select
 from kernel_pytorch.hardware_abstraction.timing import median_seconds
 
@@ -126,7 +126,9 @@ def forget_choices() -> None:
     _current = _state_for(_current.policy)
 
 
-def explain(function: Callable[..., Any], *arguments: Any, device: str | Device | None = None, **keywords: Any) -> Choice:
+def explain(
+    function: Callable[..., Any], *arguments: Any, device: str | Device | None = None, **keywords: Any
+) -> Choice:
     """Which kernel a call would use, and why not each other one. Runs no kernel.
 
     Args:
@@ -202,7 +204,7 @@ class Function:
         needs_grad = needs_grad and torch.is_grad_enabled()
         run = self._runner("forward", arguments, state, needs_grad)
         if needs_grad:
-            outputs = _Differentiable.apply(self, run, state, *arguments)
+            outputs = _Differentiable.apply(self, run, state, *arguments)  # type: ignore[no-untyped-call]
             return outputs
         outputs = run(*arguments)
         return outputs
@@ -245,18 +247,13 @@ class Function:
         choice = select(call, device, state.policy, timings)
         if state.explaining:
             raise _Explained(choice)
-        run = choice.kernel.function(phase)
-
-        def bound(*values: Any) -> Any:
-            return run(device, *values)
-
-        return bound
+        return partial(choice.kernel.function(phase), device)
 
     def _measured(
         self, call: Call, device: Device, arguments: tuple[Any, ...], state: _State
     ) -> tuple[tuple[str, float], ...] | None:
         fits, _ = fitting(call, device, state.policy)
-        if len(fits) < 2 or not fits:
+        if len(fits) < 2:
             return None
         key = choice_cache.choice_key(call, device, tuple(kernel.name for kernel in fits))
         kept = choice_cache.load(key)
@@ -266,7 +263,7 @@ class Function:
             timings = {}
             for kernel in fits:
                 run = kernel.function(call.phase)
-                timings[kernel.name] = median_seconds(lambda run=run: run(device, *arguments), device)
+                timings[kernel.name] = median_seconds(partial(run, device, *arguments), device)
             kept = choice_cache.MeasuredChoice(key, timings)
             choice_cache.store(kept)
         return tuple(sorted(kept.timings.items()))
@@ -292,7 +289,7 @@ class Function:
         returns = ", ".join(["Tensor"] * len(op.outputs))
         _LIBRARY.define(f"{name}({', '.join(op.arguments)}, str policy) -> ({returns})")
         taken = [f"Tensor d{output}" for output in op.differentiable_outputs]
-        taken += [by_name[saved] if saved in by_name else f"Tensor {saved}" for saved in op.saved]
+        taken += [by_name.get(saved, f"Tensor {saved}") for saved in op.saved]
         returns = ", ".join(["Tensor"] * len(op.differentiable))
         _LIBRARY.define(f"{name}_backward({', '.join(taken)}, str policy) -> ({returns})")
 
@@ -357,7 +354,7 @@ class _Differentiable(torch.autograd.Function):
         return outputs
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, *gradients: Any) -> Any:
         function = ctx.function
         taken = tuple(gradients[i] for i in function._grad_outputs)

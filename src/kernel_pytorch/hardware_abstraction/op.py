@@ -183,6 +183,7 @@ class Op:
     flops: Callable[[Call], int]
     baselines: Mapping[str, Callable[..., Any]]
     """What a user would call without us, by name; each takes the op's arguments and is differentiable."""
+
     def __post_init__(self) -> None:
         if self.name in _REGISTERED:
             raise ValueError(f"op {self.name!r} is already registered")

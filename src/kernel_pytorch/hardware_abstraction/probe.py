@@ -49,7 +49,7 @@ def probe_nvidia() -> tuple[Device, ...]:
                 memory_bytes=properties.total_memory,
                 compute_units=properties.multi_processor_count,
                 warp_size=properties.warp_size,
-                shared_memory_bytes=properties.shared_memory_per_block_optin,
+                shared_memory_bytes=properties.shared_memory_per_block_optin,  # type: ignore[attr-defined]
                 torch_device=f"cuda:{index}",
             )
         )

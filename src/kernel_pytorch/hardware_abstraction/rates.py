@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
 from kernel_pytorch.hardware_abstraction.device import Device, Rates
@@ -26,17 +28,17 @@ def measure_rates(device: Device) -> Rates:
     copied = min(256 << 20 if on_cpu else 4 << 30, device.memory_bytes // 8)
     source = torch.empty(copied // 4, dtype=torch.float32, device=place).normal_()
     target = torch.empty_like(source)
-    bandwidth = 2 * source.nbytes / median_seconds(lambda: target.copy_(source), device, 0.2)
+    bandwidth = 2 * source.nbytes / median_seconds(partial(target.copy_, source), device, 0.2)
     del source, target
 
     size = 1024 if on_cpu else 8192
-    matmul = {}
+    matmul: dict[str, float] = {}
     for name in ("float32", "float16", "bfloat16"):
         if name not in device.formats:
             continue
         dtype = getattr(torch, name)
         left = torch.randn(size, size, device=place).to(dtype)
         right = torch.randn(size, size, device=place).to(dtype)
-        seconds = median_seconds(lambda a=left, b=right: a @ b, device, 0.2)
+        seconds = median_seconds(partial(torch.matmul, left, right), device, 0.2)
         matmul[name] = 2 * size**3 / seconds
     return Rates(bandwidth=bandwidth, matmul=matmul, source="measured")

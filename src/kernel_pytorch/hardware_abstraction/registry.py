@@ -183,10 +183,10 @@ _pretended: dict[str, Device] = {}  # torch device type -> the device tests pret
 @cache
 def _present(torch_device: torch.device) -> Device:
     # "cuda" without an index is the current device; "cpu" and "cpu:0" are the same.
-    index = torch_device.index
+    index: int | None = torch_device.index
     if index is None and torch_device.type != "cpu":
         index = torch.get_device_module(torch_device.type).current_device()
-    names = {torch_device.type, f"{torch_device.type}:{index or 0}"}
+    names = {f"{torch_device.type}:{index or 0}"} | ({"cpu"} if torch_device.type == "cpu" else set())
     for known in devices():
         if known.torch_device in names:
             return known

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from kernel_pytorch.hardware_abstraction.registry import backend
 from kernel_pytorch.hardware_abstraction.device import Device
 from kernel_pytorch.hardware_abstraction.op import Call, Kernel
+from kernel_pytorch.hardware_abstraction.registry import backend
 
 __all__ = ["Choice", "Policy", "UnsupportedCallError", "Verdict", "select"]
 
@@ -55,8 +55,10 @@ class Policy:
             name, _, value = word.partition("=")
             if name == "kernel" and value:
                 policy = replace(policy, kernel=value)
-            elif name in ("deterministic", "measure") and not value:
-                policy = replace(policy, **{name: True})
+            elif word == "deterministic":
+                policy = replace(policy, deterministic=True)
+            elif word == "measure":
+                policy = replace(policy, measure=True)
             else:
                 raise ValueError(f"policy={text!r}: cannot read {word!r}; write it with Policy.encoded")
         return policy

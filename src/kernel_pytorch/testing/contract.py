@@ -20,10 +20,10 @@ from typing import Any, ClassVar
 import torch
 
 from kernel_pytorch.hardware_abstraction import registry
-from kernel_pytorch.hardware_abstraction.registry import Backend
 from kernel_pytorch.hardware_abstraction.device import Device
 from kernel_pytorch.hardware_abstraction.dispatch import Function, function_of
 from kernel_pytorch.hardware_abstraction.op import Case, Kernel, Op, registered_op, registered_ops
+from kernel_pytorch.hardware_abstraction.registry import Backend
 from kernel_pytorch.testing.budget import compare
 from kernel_pytorch.testing.devices import cannot_run, pretend, test_device
 from kernel_pytorch.testing.poison import poisoned

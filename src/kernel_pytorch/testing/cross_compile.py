@@ -68,8 +68,9 @@ def _caught_launches() -> Iterator[list[tuple[Any, tuple[Any, ...], dict[str, An
     launches: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
     original = JITFunction.run
 
-    def catch(self: Any, *arguments: Any, grid: Any, warmup: bool, **keywords: Any) -> None:
-        launches.append((self, arguments, keywords))
+    def catch(self: Any, *arguments: Any, **keywords: Any) -> None:
+        launch = {name: value for name, value in keywords.items() if name not in ("grid", "warmup")}
+        launches.append((self, arguments, launch))
 
     JITFunction.run = catch
     try:

@@ -1,0 +1,173 @@
+"""Benchmarks: correct first, then fast. No time is reported for a kernel whose numbers were not checked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kernel_pytorch.evidence import Benchmark, Measurement, Quantiles, facts, now, versions
+from kernel_pytorch.hardware_abstraction.device import Device
+from kernel_pytorch.hardware_abstraction.dispatch import function_of
+from kernel_pytorch.hardware_abstraction.op import Case, Kernel, Op, Phase
+from kernel_pytorch.hardware_abstraction.rates import measure_rates
+from kernel_pytorch.hardware_abstraction.registry import backend
+from kernel_pytorch.hardware_abstraction.timing import quantiles, sample_seconds
+from kernel_pytorch.testing.budget import Comparison, compare
+
+__all__ = ["GateError", "Plan", "Step", "checkout", "plan", "record", "record_name", "run"]
+
+_REFERENCE_COPIES = 12  # float64 tensors alive at once while a gate runs, counted in copies of the inputs
+
+
+class GateError(RuntimeError):
+    """A kernel's numbers exceed their budget; it is not timed and nothing is recorded."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """One case in one number format."""
+
+    case: Case
+    number_format: str
+
+    def __str__(self) -> str:
+        return f"{self.case.name} {self.number_format}"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a benchmark will do: an op's cases, each with every kernel that takes it and every baseline."""
+
+    op: Op
+    device: Device
+    steps: tuple[Step, ...]
+    kernels: tuple[Kernel, ...]
+    left_out: tuple[str, ...]
+    """Cases that do not fit this device, with the reason."""
+
+
+def plan(op: Op, device: Device, cases: tuple[str, ...] = (), formats: tuple[str, ...] = ()) -> Plan:
+    """The benchmark cases of an op that fit a device; named cases are run whatever they are."""
+    if device.torch_device is None:
+        raise ValueError(f"device={device.name!r} is not here; benchmarks run on devices that are")
+    chosen = [op.case(name) for name in cases] or [case for case in op.cases if case.benchmark]
+    unknown = set(formats) - {number_format for case in chosen for number_format in case.formats}
+    if unknown:
+        raise ValueError(f"format={sorted(unknown)[0]!r}: no chosen case has it; they have {chosen[0].formats}")
+    steps, left_out = [], []
+    for case in chosen:
+        for number_format in case.formats:
+            if formats and number_format not in formats:
+                continue
+            arguments = case.arguments(getattr(torch, number_format), torch.device("meta")).values()
+            numbers = sum(value.numel() for value in arguments if isinstance(value, torch.Tensor))
+            if numbers * 8 * _REFERENCE_COPIES > device.memory_bytes:
+                left_out.append(
+                    f"{case.name} {number_format}: its float64 reference needs more memory than is here"
+                )
+            elif not device.supports(number_format):
+                left_out.append(f"{case.name} {number_format}: {device.arch} does not compute in it")
+            else:
+                steps.append(Step(case, number_format))
+    kernels = tuple(kernel for kernel in backend(device.backend).kernels if kernel.op == op.name)
+    return Plan(op, device, tuple(steps), kernels, tuple(left_out))
+
+
+def gate(op: Op, kernel: Kernel, arguments: dict[str, Any]) -> tuple[Comparison, ...]:
+    """The kernel against float64; raises GateError where a result exceeds its budget."""
+    function = function_of(op)
+    compared = compare(
+        op, lambda *values: function(*values, kernel=kernel.name), arguments, gradients=kernel.backward
+    )
+    failed = [str(comparison) for comparison in compared if not comparison.ok]
+    if failed:
+        raise GateError(f"{op.name} kernel {kernel.name!r}: {'; '.join(failed)}")
+    return compared
+
+
+def run(work: Plan, step: Step, seconds: float = 0.3) -> Iterator[Measurement]:
+    """Gate every kernel on the step, then time kernels and baselines, one measurement at a time."""
+    op, device = work.op, work.device
+    function = function_of(op)
+    where = torch.device(device.torch_device or "cpu")
+    arguments = dict(step.case.arguments(getattr(torch, step.number_format), where))
+    call = function.call("forward", tuple(arguments.values()), True)
+    subjects: list[tuple[str, Callable[..., Any], bool, Comparison | None]] = []
+    for kernel in work.kernels:
+        if kernel.refusal(call, device) is None:
+            closest = max(gate(op, kernel, arguments), key=lambda comparison: comparison.error / comparison.budget)
+            pinned = lambda *values, name=kernel.name: function(*values, kernel=name)[0]  # noqa: E731
+            subjects.append((f"kernel:{kernel.name}", pinned, kernel.backward, closest))
+    for name, baseline in op.baselines.items():
+        subjects.append((f"baseline:{name}", baseline, True, None))
+        subjects.append((f"baseline:torch.compile({name})", torch.compile(baseline, dynamic=False), True, None))
+    phases: tuple[Phase, ...] = ("forward", "backward")
+    for phase in phases:
+        for subject, call_it, trains, worst in subjects:
+            if phase == "backward" and not trains:
+                continue
+            timed = _timed(op, call_it, arguments, phase)
+            samples = sample_seconds(timed, device, seconds)
+            counted = replace(call, phase=phase)
+            yield Measurement(
+                case=step.case.name,
+                phase=phase,
+                format=step.number_format,
+                subject=subject,
+                seconds=Quantiles(*quantiles(samples)),
+                samples=len(samples),
+                traffic_bytes=op.traffic(counted),
+                flops=op.flops(counted),
+                error=worst.error if worst else None,
+                budget=worst.budget if worst else None,
+            )
+    torch._dynamo.reset()  # compiled baselines of this step must not crowd out those of the next
+
+
+def _timed(op: Op, call_it: Callable[..., Any], arguments: dict[str, Any], phase: Phase) -> Callable[[], object]:
+    """One phase of a subject as a function without arguments; every subject is called the same way."""
+    if phase == "forward":
+
+        def forward() -> object:
+            with torch.no_grad():
+                return call_it(*arguments.values())
+
+        return forward
+    values = {
+        name: value.detach().requires_grad_() if name in op.differentiable and value is not None else value
+        for name, value in arguments.items()
+    }
+    leaves = [values[name] for name in op.differentiable if values[name] is not None]
+    out = call_it(*values.values())
+    heads = out if isinstance(out, tuple) else (out,)
+    upstream = [torch.randn_like(head) for head in heads]
+    return lambda: torch.autograd.grad(heads, leaves, upstream, retain_graph=True)
+
+
+def checkout() -> Path:
+    """The project's checkout this package runs from."""
+    return Path(__file__).parents[2]
+
+
+def record_name(op: Op, device: Device) -> str:
+    slug = "-".join("".join(c if c.isalnum() else " " for c in device.name.lower()).split())
+    return f"{op.name}.{slug}.json"
+
+
+def record(work: Plan, measurements: list[Measurement], command: str, commit: str) -> Benchmark:
+    """The evidence of a finished benchmark, with the copy bandwidth measured in the same run."""
+    return Benchmark(
+        op=work.op.name,
+        device=facts(work.device),
+        versions=versions(),
+        commit=commit,
+        command=command,
+        recorded=now(),
+        copy_bandwidth=measure_rates(work.device).bandwidth,
+        sources={kernel.name: kernel.source_digest for kernel in work.kernels},
+        measurements=measurements,
+    )

@@ -1,0 +1,119 @@
+"""The ``kernel-pytorch`` command."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+import traceback
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+app = typer.Typer(
+    name="kernel-pytorch",
+    help="Fast, exact PyTorch kernels for whatever hardware is there, chosen automatically and explained.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+_debug = False
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        import kernel_pytorch
+
+        typer.echo(kernel_pytorch.__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    debug: Annotated[bool, typer.Option("--debug", help="Show the whole traceback of an error.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """[bold]kernel-pytorch[/bold]: start with [bold]kernel-pytorch tour[/bold] or [bold]doctor[/bold]."""
+    global _debug
+    _debug = debug
+
+
+@app.command(
+    epilog="Examples:  [bold]kernel-pytorch doctor[/bold]   "
+    "[bold]kernel-pytorch doctor --measure[/bold]   [bold]kernel-pytorch doctor --json | jq .devices[/bold]"
+)
+def doctor(
+    as_json: Annotated[bool, typer.Option("--json", help="Print data instead of tables.")] = False,
+    measure: Annotated[bool, typer.Option(help="Also measure bandwidth and matmul rates (seconds).")] = False,
+) -> None:
+    """Show what is here: devices, formats, the kernels that would be chosen, versions, broken plug-ins."""
+    from kernel_pytorch import diagnosis
+
+    report = diagnosis.diagnose(measure=measure)
+    if as_json:
+        typer.echo(json.dumps(report, indent=2))
+    else:
+        diagnosis.show(report)
+
+
+@app.command(epilog="Example:  [bold]kernel-pytorch tour[/bold]")
+def tour() -> None:
+    """A guided first minute: what is here, and one op's way from its definition to a measured kernel."""
+    from kernel_pytorch import guided_tour
+
+    guided_tour.run()
+
+
+@app.command(
+    epilog="Examples:  [bold]kernel-pytorch bench rms_norm[/bold]   "
+    "[bold]kernel-pytorch bench rms_norm --case 16384x4096 --format bfloat16[/bold]   "
+    "[bold]kernel-pytorch bench rms_norm --record[/bold]"
+)
+def bench(
+    op: Annotated[str, typer.Argument(help="An op of the table, such as rms_norm.")],
+    case: Annotated[list[str] | None, typer.Option(help="A case by name; may be repeated.")] = None,
+    number_format: Annotated[
+        list[str] | None, typer.Option("--format", help="A number format, such as bfloat16; may be repeated.")
+    ] = None,
+    device: Annotated[str | None, typer.Option(help="A torch device; the best one when left out.")] = None,
+    seconds: Annotated[float, typer.Option(help="Time to sample each measurement for.", min=0.01)] = 0.3,
+    record: Annotated[bool, typer.Option(help="Keep the result as evidence; needs a clean checkout.")] = False,
+    out: Annotated[Path | None, typer.Option(help="Folder for the record; benchmarks/evidence by default.")] = None,
+) -> None:
+    """Check an op's kernels against float64, then time them beside what a user would call without us."""
+    from kernel_pytorch import bench_command
+
+    bench_command.run(
+        op,
+        cases=tuple(case or ()),
+        formats=tuple(number_format or ()),
+        device=device,
+        seconds=seconds,
+        record=record,
+        out=out,
+        command=shlex.join(["kernel-pytorch", *sys.argv[1:]]),
+    )
+
+
+def main(arguments: list[str] | None = None) -> Any:
+    """Run the command line; an error is one clear line, its traceback behind ``--debug``."""
+    try:
+        return app(args=arguments, standalone_mode=True)
+    except (KeyboardInterrupt, BrokenPipeError):
+        sys.exit(130)
+    except Exception as error:
+        if _debug:
+            traceback.print_exc()
+        else:
+            text = " ".join(str(error).split()) or type(error).__name__
+            typer.secho(f"kernel-pytorch: {text}", fg="red", err=True)
+            typer.echo("Run it again as 'kernel-pytorch --debug ...' for the traceback.", err=True)
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

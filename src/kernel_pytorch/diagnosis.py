@@ -1,0 +1,119 @@
+"""``kernel-pytorch doctor``: what is here, as data and as tables."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+import kernel_pytorch as kp
+from kernel_pytorch.documentation import support_table
+from kernel_pytorch.evidence import versions
+from kernel_pytorch.hardware_abstraction.device import Device
+from kernel_pytorch.hardware_abstraction.dispatch import function_of
+from kernel_pytorch.hardware_abstraction.op import registered_ops
+from kernel_pytorch.hardware_abstraction.registry import backends, broken_backends, device
+from kernel_pytorch.hardware_abstraction.selection import UnsupportedCallError, select
+
+__all__ = ["diagnose", "show"]
+
+# Distribution -> what it is good for; what is missing is shown with the command that adds it.
+_OPTIONAL = {
+    "triton": ("GPU kernels", "pip install triton"),
+    "executorch": ("deployment to devices", "pip install 'kernel-pytorch[lowering]'"),
+}
+
+
+def diagnose(*, measure: bool = False) -> dict[str, Any]:
+    """Everything ``doctor`` knows, as plain data."""
+    found = [device(known.torch_device, measure=True) if measure else known for known in kp.devices()]
+    missing = [
+        {"package": name, "for": purpose, "install": command}
+        for name, (purpose, command) in _OPTIONAL.items()
+        if not _installed(name)
+    ]
+    missing += [
+        {"package": "torch", "for": record.title, "install": record.install_hint}
+        for record in backends()
+        if record.install_hint and not any(known.backend == record.name for known in found)
+    ]
+    return {
+        "versions": versions(),
+        "devices": [{**_plain(asdict(known)), "kernels": _choices(known)} for known in found],
+        "broken_backends": [asdict(broken) for broken in broken_backends()],
+        "support": [{**asdict(row), "status": row.status.value} for row in support_table()],
+        "install_for_more": missing,
+    }
+
+
+def _installed(distribution: str) -> bool:
+    try:
+        importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+def _plain(facts: dict[str, Any]) -> dict[str, Any]:
+    return {key: sorted(value) if isinstance(value, frozenset) else value for key, value in facts.items()}
+
+
+def _choices(known: Device) -> dict[str, str]:
+    """The kernel each op would get for an ordinary call in each format."""
+    chosen = {}
+    for op in registered_ops():
+        case = next(case for case in op.cases if case.benchmark)
+        for number_format in case.formats:
+            arguments = case.arguments(getattr(torch, number_format), torch.device("meta"))
+            call = function_of(op).call("forward", tuple(arguments.values()), True)
+            try:
+                kernel = select(call, known).kernel.name
+            except UnsupportedCallError:
+                kernel = "none"
+            chosen[f"{op.name} {number_format}"] = kernel
+    return chosen
+
+
+def show(report: dict[str, Any]) -> None:
+    """Print a report for people."""
+    console = Console()
+    console.print("[bold]Versions[/bold]  " + "  ".join(f"{k} {v}" for k, v in report["versions"].items()))
+    for facts in report["devices"]:
+        table = Table(title=f"{facts['torch_device']}: {facts['name']}", title_justify="left", show_header=False)
+        table.add_column(style="bold")
+        table.add_column()
+        table.add_row("backend", facts["backend"])
+        table.add_row("architecture", facts["arch"])
+        table.add_row("memory", f"{facts['memory_bytes'] / 2**30:.1f} GiB")
+        table.add_row("compute units", str(facts["compute_units"]))
+        table.add_row("number formats", ", ".join(facts["formats"]))
+        table.add_row("matrix units", ", ".join(facts["matrix_units"]) or "none")
+        if facts["features"]:
+            table.add_row("features", ", ".join(facts["features"]))
+        if facts["rates"]:
+            rates = facts["rates"]
+            table.add_row("bandwidth", f"{rates['bandwidth'] / 1e9:,.0f} GB/s ({rates['source']})")
+            for name, rate in rates["matmul"].items():
+                table.add_row(f"matmul {name}", f"{rate / 1e12:.2f} TFLOP/s")
+        for what, kernel in facts["kernels"].items():
+            table.add_row(what, f"kernel [green]{kernel}[/green]")
+        console.print(table)
+    table = Table(title="What is known about each kernel", title_justify="left")
+    for column in ("op", "kernel", "backend", "status", "where"):
+        table.add_column(column)
+    colours = {"measured": "green", "compiled": "cyan", "interpreted": "yellow", "untested": "red"}
+    for row in report["support"]:
+        status = f"[{colours[row['status']]}]{row['status']}[/]"
+        table.add_row(row["op"], row["kernel"], row["backend"], status, row["detail"])
+    console.print(table)
+    for broken in report["broken_backends"]:
+        console.print(f"[red bold]Broken backend {broken['name']}[/] ({broken['origin']}): {broken['error']}")
+        console.print(broken["traceback"], style="dim", markup=False, highlight=False)
+    if report["install_for_more"]:
+        console.print("[bold]For more[/bold]")
+        for row in report["install_for_more"]:
+            console.print(f"  {row['for']}: {row['install']}", highlight=False, markup=False)

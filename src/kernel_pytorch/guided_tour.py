@@ -1,0 +1,50 @@
+"""``kernel-pytorch tour``: a first minute with the framework, on whatever machine this is."""
+
+from __future__ import annotations
+
+import torch
+from rich.console import Console
+from rich.rule import Rule
+
+import kernel_pytorch as kp
+from kernel_pytorch import bench_command, benchmarking, diagnosis
+from kernel_pytorch.hardware_abstraction.op import registered_op
+
+__all__ = ["run"]
+
+
+def run() -> None:
+    console = Console()
+    console.print(Rule("1. What is here: kernel-pytorch doctor"))
+    diagnosis.show(diagnosis.diagnose())
+
+    console.print(Rule("2. One op: RMSNorm, and which kernel serves it"))
+    best = kp.device()
+    where = best.torch_device or "cpu"
+    x = torch.randn(1024, 1024, device=where, requires_grad=True)
+    weight = torch.randn(1024, device=where, requires_grad=True)
+    console.print("kp.explain(kp.rms_norm, x, weight)", style="green")
+    console.print(str(kp.explain(kp.rms_norm, x, weight)), highlight=False)
+    console.print("\nThe same call on hardware that need not be here:")
+    for name in ("nvidia/h200", "amd/mi300x"):
+        console.print(f"\nkp.explain(kp.rms_norm, x, weight, device={name!r})", style="green")
+        console.print(str(kp.explain(kp.rms_norm, x, weight, device=name)), highlight=False)
+
+    console.print(Rule("3. It trains"))
+    console.print("kp.rms_norm(x, weight).square().mean().backward()", style="green")
+    gradients = torch.autograd.grad(kp.rms_norm(x, weight).square().mean(), (x, weight))
+    console.print("gradient norms: x {:.4g}, weight {:.4g}".format(*(gradient.norm() for gradient in gradients)))
+
+    console.print(Rule("4. Correct first: every kernel against float64, then timed beside torch"))
+    op = registered_op("rms_norm")
+    case = next(case for case in op.cases if case.benchmark)
+    work = benchmarking.plan(op, best, (case.name,), ("float32",))
+    measurements = []
+    for step in work.steps:
+        with console.status(f"{step}: checking, then timing"):
+            measurements += list(benchmarking.run(work, step, 0.3))
+    console.print(bench_command.measurement_table(measurements))
+
+    console.print(Rule("Next"))
+    console.print("kernel-pytorch bench rms_norm    every benchmark case", highlight=False)
+    console.print("docs/README.md                   the documentation", highlight=False)
