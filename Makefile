@@ -1,0 +1,38 @@
+# make install   set everything up: a virtual environment in .venv and the project in it
+# make demo      set everything up and take the tour
+# make test      set everything up and run the tests
+# make check     formatting, lint, types
+# make evidence  make the records and pages that need no hardware anew
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+
+.PHONY: install demo test check evidence clean
+
+# The stamp is older than what it depends on exactly when there is something to install.
+$(VENV)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit("Python 3.10 to 3.13 is needed, this is " + sys.version.split()[0] + ": make PYTHON=python3.12 install" if not (3, 10) <= sys.version_info[:2] <= (3, 13) else 0)'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	touch $@
+
+install: $(VENV)/.installed
+
+demo: install
+	$(BIN)/kernel-pytorch tour
+
+test: install
+	$(BIN)/python -m pytest
+
+check: install
+	$(BIN)/ruff check src tests benchmarks
+	$(BIN)/ruff format --check src tests benchmarks
+	$(BIN)/mypy
+
+evidence: install
+	$(BIN)/python -m kernel_pytorch.testing.checks rms_norm --write
+	$(BIN)/python -m kernel_pytorch.documentation --write
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

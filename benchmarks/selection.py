@@ -1,0 +1,103 @@
+"""What choosing a kernel costs: a hot call through the public function against the kernel called directly.
+
+Run it with ``python benchmarks/selection.py``; add ``--record`` in a clean checkout to keep the result.
+The kernel is a stand-in that returns at once, so that the difference is the selection alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from rich.console import Console
+
+import kernel_pytorch as kp
+from kernel_pytorch.bench_command import measurement_table
+from kernel_pytorch.benchmarking import checkout
+from kernel_pytorch.evidence import (
+    Benchmark,
+    Measurement,
+    Quantiles,
+    clean_commit,
+    facts,
+    now,
+    versions,
+    write_record,
+)
+from kernel_pytorch.hardware_abstraction.dispatch import forget_choices
+from kernel_pytorch.hardware_abstraction.rates import measure_rates
+from kernel_pytorch.hardware_abstraction.registry import backend
+from kernel_pytorch.hardware_abstraction.timing import quantiles
+
+
+def sample(function: Callable[[], object], rounds: int = 200, calls: int = 500) -> list[float]:
+    """Seconds a call; each round is long enough that the clock's own cost vanishes."""
+    for _ in range(calls):
+        function()
+    times = []
+    for _ in range(rounds):
+        started = time.perf_counter()
+        for _ in range(calls):
+            function()
+        times.append((time.perf_counter() - started) / calls)
+    return times
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--record", action="store_true", help="keep the result in benchmarks/evidence")
+    arguments = parser.parse_args()
+    commit = clean_commit(checkout()) if arguments.record else ""
+    device = kp.device("cpu")
+    kernel = next(kernel for kernel in backend("cpu").kernels if kernel.op == "rms_norm")
+    x, weight = torch.randn(8, 64), torch.randn(64)
+    outputs = (torch.empty_like(x), torch.empty(8))
+
+    def stand_in(device: kp.Device, x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> object:
+        return outputs
+
+    kernel.implementation.forward = stand_in
+    forget_choices()
+    overload = torch.ops.kernel_pytorch.rms_norm.default
+    subjects = {
+        "baseline:the kernel's function": lambda: stand_in(device, x, weight, 1e-6),
+        "kernel:kp.rms_norm": lambda: kp.rms_norm(x, weight, 1e-6),
+        "kernel:torch.ops.kernel_pytorch.rms_norm": lambda: overload(x, weight, 1e-6, ""),
+    }
+    measurements = [
+        Measurement(
+            case="hot call",
+            phase="forward",
+            format="float32",
+            subject=name,
+            seconds=Quantiles(*quantiles(sample(function))),
+            samples=200,
+            traffic_bytes=0,
+            flops=0,
+        )
+        for name, function in subjects.items()
+    ]
+    console = Console()
+    console.print(measurement_table(measurements))
+    direct, ours = measurements[0].seconds.median, measurements[1].seconds.median
+    console.print(f"selection costs {(ours - direct) * 1e6:.2f} us a call")
+    if arguments.record:
+        record = Benchmark(
+            op="selection",
+            device=facts(device),
+            versions=versions(),
+            commit=commit,
+            command="python benchmarks/selection.py --record",
+            recorded=now(),
+            copy_bandwidth=measure_rates(device).bandwidth,
+            sources={},
+            measurements=measurements,
+        )
+        write_record(record, Path(__file__).parent / "evidence" / "selection.cpu.json")
+
+
+if __name__ == "__main__":
+    main()
