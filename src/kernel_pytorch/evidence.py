@@ -206,7 +206,7 @@ def versions() -> dict[str, str]:
     found = {
         "kernel_pytorch": kernel_pytorch.__version__,
         "python": platform.python_version(),
-        "torch": torch.__version__,
+        "torch": str(torch.__version__),
         "triton": triton_version(),
     }
     for name in ("cuda", "hip", "xpu"):

@@ -17,7 +17,7 @@ def sample_seconds(function: Callable[[], object], device: Device, seconds: floa
     """Run the function for about this long after a warm-up and return the time of each run, in seconds.
 
     On a GPU the second-level cache is emptied before each run, as it would be between the layers of a
-    model, and the runs are queued without waiting so that the time to launch is hidden where it would be.
+    model, and the device is kept busy while a run is queued, so that the time is the device's own.
     """
     if device.torch_device is None:
         raise ValueError(f"device={device.name!r} is not here; nothing can be timed on it")
@@ -44,12 +44,15 @@ def _sample_cpu(function: Callable[[], object], seconds: float) -> list[float]:
 def _sample_accelerator(function: Callable[[], object], torch_device: str, seconds: float) -> list[float]:
     module = torch.get_device_module(torch_device)
     cache = torch.empty(256 << 20, dtype=torch.int8, device=torch_device)  # larger than any L2 of today
+    wait = getattr(module, "_sleep", None)  # CUDA and ROCm have it
 
     def timed(count: int) -> list[float]:
         starts = [module.Event(enable_timing=True) for _ in range(count)]
         ends = [module.Event(enable_timing=True) for _ in range(count)]
         for start, end in zip(starts, ends, strict=True):
             cache.zero_()
+            if wait is not None:
+                wait(2_000_000)  # about a millisecond: long enough to queue a backward pass from Python
             start.record()
             function()
             end.record()
@@ -58,8 +61,8 @@ def _sample_accelerator(function: Callable[[], object], torch_device: str, secon
 
     timed(3)
     once = statistics.median(timed(5))
-    # Each run also empties the cache, about 0.1 ms: count it, or short kernels would run for minutes.
-    return timed(min(2000, max(10, int(seconds / (once + 1e-4)))))
+    # Each run also empties the cache and waits: count it, or short kernels would run for minutes.
+    return timed(min(2000, max(20, int(seconds / (once + 1.2e-3)))))
 
 
 def median_seconds(function: Callable[[], object], device: Device, seconds: float = 0.05) -> float:
