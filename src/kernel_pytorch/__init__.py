@@ -6,6 +6,8 @@ from kernel_pytorch.hardware_abstraction.device import Device
 from kernel_pytorch.hardware_abstraction.dispatch import explain, policy
 from kernel_pytorch.hardware_abstraction.registry import Backend, device, devices
 from kernel_pytorch.hardware_abstraction.selection import Policy, UnsupportedCallError
+from kernel_pytorch import masks
+from kernel_pytorch.ops.attention import attention
 from kernel_pytorch.ops.rms_norm import rms_norm
 
 __all__ = [
@@ -14,9 +16,11 @@ __all__ = [
     "Policy",
     "UnsupportedCallError",
     "__version__",
+    "attention",
     "device",
     "devices",
     "explain",
+    "masks",
     "policy",
     "rms_norm",
 ]

@@ -11,6 +11,7 @@ from rich.table import Table
 import kernel_pytorch as kp
 from kernel_pytorch import benchmarking
 from kernel_pytorch.evidence import Measurement, clean_commit, evidence_directory, write_record
+from kernel_pytorch.hardware_abstraction.device import Device
 from kernel_pytorch.hardware_abstraction.op import registered_op
 
 __all__ = ["measurement_table", "run"]
@@ -33,7 +34,7 @@ def run(
     folder = out or evidence_directory()
     if record and folder is None:
         raise FileNotFoundError("no folder for the record: name one with --out")
-    work = benchmarking.plan(registered_op(op_name), kp.device(device), cases, formats)
+    work = benchmarking.plan(registered_op(op_name), _present_device(device), cases, formats)
     console.print(f"[bold]{work.op.name}[/bold] on {work.device.name} ({work.device.arch})")
     for reason in work.left_out:
         console.print(f"[yellow]left out[/yellow] {reason}")
@@ -59,7 +60,20 @@ def run(
     if record and folder is not None:
         path = folder / benchmarking.record_name(work.op, work.device)
         write_record(benchmarking.record(work, measurements, command, commit), path)
-        console.print(f"recorded in {path}")
+        console.print(f"recorded in {path}", markup=False, soft_wrap=True)
+
+
+def _present_device(name: str | None) -> Device:
+    """The device by its torch name; one that is not here is an error that lists those that are."""
+    here = ", ".join(str(known.torch_device) for known in kp.devices())
+    refusal = f"device={name!r}: not here; there is {here}"
+    try:
+        found = kp.device(name)
+    except Exception as error:  # whatever torch raises names neither the argument nor what is here
+        raise ValueError(refusal) from error
+    if not found.present:
+        raise ValueError(refusal)
+    return found
 
 
 def measurement_table(measurements: list[Measurement]) -> Table:

@@ -63,7 +63,8 @@ def plan(op: Op, device: Device, cases: tuple[str, ...] = (), formats: tuple[str
         for number_format in case.formats:
             if formats and number_format not in formats:
                 continue
-            arguments = case.arguments(getattr(torch, number_format), torch.device("meta")).values()
+            checked = op.case(case.gate) if case.gate else case
+            arguments = checked.arguments(getattr(torch, number_format), torch.device("meta")).values()
             numbers = sum(value.numel() for value in arguments if isinstance(value, torch.Tensor))
             if numbers * 8 * _REFERENCE_COPIES > device.memory_bytes:
                 left_out.append(
@@ -94,12 +95,14 @@ def run(work: Plan, step: Step, seconds: float = 0.3) -> Iterator[Measurement]:
     op, device = work.op, work.device
     function = function_of(op)
     where = torch.device(device.torch_device or "cpu")
-    arguments = dict(step.case.arguments(getattr(torch, step.number_format), where))
+    dtype = getattr(torch, step.number_format)
+    arguments = dict(step.case.arguments(dtype, where))
+    checked = dict(op.case(step.case.gate).arguments(dtype, where)) if step.case.gate else arguments
     call = function.call("forward", tuple(arguments.values()), True)
     subjects: list[tuple[str, Callable[..., Any], bool, Comparison | None]] = []
     for kernel in work.kernels:
         if kernel.refusal(call, device) is None:
-            closest = max(gate(op, kernel, arguments), key=lambda comparison: comparison.error / comparison.budget)
+            closest = max(gate(op, kernel, checked), key=lambda comparison: comparison.error / comparison.budget)
             pinned = lambda *values, name=kernel.name: function(*values, kernel=name)[0]  # noqa: E731
             subjects.append((f"kernel:{kernel.name}", pinned, kernel.backward, closest))
     for name, baseline in op.baselines.items():

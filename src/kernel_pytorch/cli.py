@@ -20,6 +20,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 _debug = False
+_arguments: list[str] | None = None  # what main was given, where not the command line
 
 
 def _version(wanted: bool) -> None:
@@ -95,12 +96,14 @@ def bench(
         seconds=seconds,
         record=record,
         out=out,
-        command=shlex.join(["kernel-pytorch", *sys.argv[1:]]),
+        command=shlex.join(["kernel-pytorch", *(sys.argv[1:] if _arguments is None else _arguments)]),
     )
 
 
 def main(arguments: list[str] | None = None) -> Any:
     """Run the command line; an error is one clear line, its traceback behind ``--debug``."""
+    global _arguments
+    _arguments = arguments
     try:
         return app(args=arguments, standalone_mode=True)
     except (KeyboardInterrupt, BrokenPipeError):
@@ -110,8 +113,7 @@ def main(arguments: list[str] | None = None) -> Any:
             traceback.print_exc()
         else:
             text = " ".join(str(error).split()) or type(error).__name__
-            typer.secho(f"kernel-pytorch: {text}", fg="red", err=True)
-            typer.echo("Run it again as 'kernel-pytorch --debug ...' for the traceback.", err=True)
+            typer.secho(f"kernel-pytorch: {text} (kernel-pytorch --debug shows the traceback)", fg="red", err=True)
         sys.exit(1)
 
 

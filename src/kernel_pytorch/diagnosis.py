@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 import kernel_pytorch as kp
@@ -83,7 +84,8 @@ def show(report: dict[str, Any]) -> None:
     console = Console()
     console.print("[bold]Versions[/bold]  " + "  ".join(f"{k} {v}" for k, v in report["versions"].items()))
     for facts in report["devices"]:
-        table = Table(title=f"{facts['torch_device']}: {facts['name']}", title_justify="left", show_header=False)
+        title = escape(f"{facts['torch_device']}: {facts['name']}")
+        table = Table(title=title, title_justify="left", show_header=False)
         table.add_column(style="bold")
         table.add_column()
         table.add_row("backend", facts["backend"])
@@ -111,7 +113,8 @@ def show(report: dict[str, Any]) -> None:
         table.add_row(row["op"], row["kernel"], row["backend"], status, row["detail"])
     console.print(table)
     for broken in report["broken_backends"]:
-        console.print(f"[red bold]Broken backend {broken['name']}[/] ({broken['origin']}): {broken['error']}")
+        origin, error = escape(broken["origin"]), escape(broken["error"])
+        console.print(f"[red bold]Broken backend {escape(broken['name'])}[/] ({origin}): {error}")
         console.print(broken["traceback"], style="dim", markup=False, highlight=False)
     if report["install_for_more"]:
         console.print("[bold]For more[/bold]")

@@ -157,7 +157,7 @@ def read_record(path: Path) -> Record:
     try:
         record: Record = msgspec.json.decode(path.read_bytes(), type=Record)
         return record
-    except (OSError, msgspec.DecodeError) as error:
+    except (OSError, UnicodeDecodeError, msgspec.DecodeError) as error:
         raise EvidenceError(f"{path.name} is not a valid record: {error}") from error
 
 
@@ -193,6 +193,9 @@ def clean_commit(checkout: Path) -> str:
             raise EvidenceError(f"a record needs a git checkout of the project: {detail.strip()}") from error
         return done.stdout.strip()
 
+    top = Path(git("rev-parse", "--show-toplevel"))
+    if top != checkout.resolve():  # an installed copy inside some other repository
+        raise EvidenceError(f"a record needs a git checkout of the project: {checkout} is only a folder in {top}")
     changed = git("status", "--porcelain")
     if changed:
         raise EvidenceError(f"the tree has uncommitted changes, commit them first:\n{changed}")

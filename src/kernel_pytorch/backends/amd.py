@@ -4,14 +4,20 @@ from kernel_pytorch.evidence import evidence_directory
 from kernel_pytorch.hardware_abstraction.catalogue import CATALOGUE
 from kernel_pytorch.hardware_abstraction.probe import probe_amd
 from kernel_pytorch.hardware_abstraction.registry import Backend
-from kernel_pytorch.ops import rms_norm
+from kernel_pytorch.ops import attention, rms_norm
 
 BACKEND = Backend(
     name="amd",
     title="AMD GPUs: CDNA2 and later, RDNA3 and later",
     probe=probe_amd,
     catalogue=tuple(device for device in CATALOGUE.values() if device.backend == "amd"),
-    kernels=(rms_norm.KERNEL_TRITON, rms_norm.KERNEL_TORCH),
+    kernels=(
+        attention.KERNEL_FLASH,
+        attention.KERNEL_TRITON,
+        attention.KERNEL_TILED,
+        rms_norm.KERNEL_TRITON,
+        rms_norm.KERNEL_TORCH,
+    ),
     install_hint="a ROCm build of torch",
     evidence=evidence_directory(),
 )

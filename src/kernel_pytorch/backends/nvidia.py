@@ -4,14 +4,21 @@ from kernel_pytorch.evidence import evidence_directory
 from kernel_pytorch.hardware_abstraction.catalogue import CATALOGUE
 from kernel_pytorch.hardware_abstraction.probe import probe_nvidia
 from kernel_pytorch.hardware_abstraction.registry import Backend
-from kernel_pytorch.ops import rms_norm
+from kernel_pytorch.ops import attention, rms_norm
 
 BACKEND = Backend(
     name="nvidia",
     title="NVIDIA GPUs from Ampere (sm_80) on",
     probe=probe_nvidia,
     catalogue=tuple(device for device in CATALOGUE.values() if device.backend == "nvidia"),
-    kernels=(rms_norm.KERNEL_TRITON, rms_norm.KERNEL_TORCH),
+    kernels=(
+        attention.KERNEL_CUDNN,
+        attention.KERNEL_FLASH,
+        attention.KERNEL_TRITON,
+        attention.KERNEL_TILED,
+        rms_norm.KERNEL_TRITON,
+        rms_norm.KERNEL_TORCH,
+    ),
     install_hint="a CUDA build of torch",
     evidence=evidence_directory(),
 )

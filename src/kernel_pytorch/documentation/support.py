@@ -38,8 +38,8 @@ class Support:
     """Where that is known from: devices, architectures or cases."""
 
 
-def support_table() -> tuple[Support, ...]:
-    """Every op, kernel and backend with its status.
+def support_table(shown: tuple[Backend, ...] | None = None) -> tuple[Support, ...]:
+    """Every op, kernel and backend with its status; of all backends that load, or of those given.
 
     Example:
         >>> {row.backend for row in support_table()} >= {"cpu", "nvidia", "amd", "intel"}
@@ -47,7 +47,7 @@ def support_table() -> tuple[Support, ...]:
     """
     rows = []
     for op in registered_ops():
-        for record in backends():
+        for record in backends() if shown is None else shown:
             evidence = load_evidence(record.evidence)
             for kernel in record.kernels:
                 if kernel.op == op.name:
@@ -65,7 +65,9 @@ def _status(kernel: Kernel, backend: Backend, evidence: tuple[Record, ...]) -> t
     devices = {
         record.device.name
         for record in current
-        if isinstance(record, Benchmark) and record.device.backend == backend.name
+        if isinstance(record, Benchmark)
+        and record.device.backend == backend.name
+        and any(row.subject == f"kernel:{kernel.name}" for row in record.measurements)
     }
     if devices:
         return Status.MEASURED, ", ".join(sorted(devices))
@@ -80,17 +82,17 @@ def _status(kernel: Kernel, backend: Backend, evidence: tuple[Record, ...]) -> t
     return Status.UNTESTED, ""
 
 
-def support_markdown() -> str:
+def support_markdown(shown: tuple[Backend, ...] | None = None) -> str:
     """The table as the documentation shows it: one row per op and kernel, one column per backend."""
-    table = support_table()
+    table = support_table(shown)
     columns = list(dict.fromkeys(row.backend for row in table))
     cells = {(row.op, row.kernel, row.backend): row for row in table}
     lines = ["| Op | Kernel | " + " | ".join(columns) + " |", "|---" * (len(columns) + 2) + "|"]
     for op, kernel in dict.fromkeys((row.op, row.kernel) for row in table):
-        shown = []
+        texts = []
         for column in columns:
             row = cells.get((op, kernel, column))
             text = "" if row is None else f"**{row.status.value}**" + (f": {row.detail}" if row.detail else "")
-            shown.append(text)
-        lines.append(f"| `{op}` | `{kernel}` | " + " | ".join(shown) + " |")
+            texts.append(text)
+        lines.append(f"| `{op}` | `{kernel}` | " + " | ".join(texts) + " |")
     return "\n".join(lines) + "\n"

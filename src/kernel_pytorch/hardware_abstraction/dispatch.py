@@ -8,6 +8,7 @@ call, and reach the same kernels through the same choice; ``benchmarks/selection
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import lru_cache, partial
@@ -15,7 +16,6 @@ from typing import Any
 
 import torch
 from torch.autograd import forward_ad
-from torch.autograd.function import once_differentiable
 
 from kernel_pytorch.hardware_abstraction import choice_cache
 from kernel_pytorch.hardware_abstraction.device import Device
@@ -41,12 +41,11 @@ class _Explained(BaseException):
 class _State:
     """A policy with the choices made under it: what the hot path needs, found without hashing the policy."""
 
-    __slots__ = ("choices", "explaining", "policy")
+    __slots__ = ("choices", "policy")
 
-    def __init__(self, policy: Policy, explaining: Device | bool = False) -> None:
+    def __init__(self, policy: Policy) -> None:
         self.policy = policy
         self.choices: dict[tuple[Any, ...], Callable[..., Any]] = {}
-        self.explaining = explaining
 
 
 @lru_cache(maxsize=256)
@@ -60,6 +59,7 @@ def _state_encoded(text: str) -> _State:
 
 
 _current = _state_for(Policy())
+_asking: dict[int, Device | None] = {}  # thread inside explain() -> the device it asks about, None for the tensors'
 
 
 def _torch_demands_determinism() -> bool:
@@ -87,7 +87,7 @@ def _effective(kernel: str | None) -> _State:
         kernel=state.policy.kernel if kernel is None else kernel,
         deterministic=state.policy.deterministic or strict,
     )
-    return _State(wanted, state.explaining) if state.explaining else _state_for(wanted)
+    return _state_for(wanted)
 
 
 @contextlib.contextmanager
@@ -145,16 +145,15 @@ def explain(
     """
     from kernel_pytorch.hardware_abstraction.registry import device as find_device
 
-    global _current
-    target: Device | bool = find_device(device) if isinstance(device, str) else (device or True)
-    outer = _current
-    _current = _State(outer.policy, explaining=target)
+    # Of this thread alone: what other threads call meanwhile must run.
+    thread = threading.get_ident()
+    _asking[thread] = find_device(device) if isinstance(device, str) else device
     try:
         function(*arguments, **keywords)
     except _Explained as explained:
         return explained.choice
     finally:
-        _current = outer
+        del _asking[thread]
     name = getattr(function, "__name__", repr(function))
     raise TypeError(f"function={name}: it called no op of the table; explain takes functions such as kp.rms_norm")
 
@@ -185,23 +184,24 @@ class Function:
 
     def __call__(self, *arguments: Any, kernel: str | None = None) -> tuple[torch.Tensor, ...]:
         if torch.compiler.is_compiling():
-            outputs: tuple[torch.Tensor, ...] = self._custom_op(*arguments, _effective_encoded(kernel))
+            outputs: tuple[torch.Tensor, ...] = self._custom_op(
+                *self.encoded(arguments), _effective_encoded(kernel)
+            )
             return outputs
         state = _effective(kernel)
-        plain = (
-            torch._C._len_torch_dispatch_stack() == 0
-            and torch._C._functorch.peek_interpreter_stack() is None
-            and forward_ad._current_level < 0
-        )
+        plain = _no_modes()
         needs_grad = False
         for value in arguments:
             if isinstance(value, torch.Tensor):
-                plain = plain and type(value) in _PLAIN_TENSORS
+                plain = plain and _is_plain(value)
                 needs_grad = needs_grad or value.requires_grad
-        if not plain and not state.explaining:
-            outputs = self._custom_op(*arguments, state.policy.encoded)
-            return outputs
         needs_grad = needs_grad and torch.is_grad_enabled()
+        if _asking and threading.get_ident() in _asking:
+            raise _Explained(self._explained(arguments, state.policy, needs_grad))
+        if not plain:
+            self._refuse_tangents(arguments)
+            outputs = self._custom_op(*self.encoded(arguments), state.policy.encoded)
+            return outputs
         run = self._runner("forward", arguments, state, needs_grad)
         if needs_grad:
             outputs = _Differentiable.apply(self, run, state, *arguments)  # type: ignore[no-untyped-call]
@@ -217,8 +217,12 @@ class Function:
             if isinstance(value, torch.Tensor):
                 key += (value.shape, value.stride(), value.dtype, value.device)
             else:
-                key.append(value)
-        found = state.choices.get(tuple(key))
+                key += (type(value), value)  # True is 1 to a dict, and not to a check
+        try:
+            found = state.choices.get(tuple(key))
+        except TypeError:  # a list or an array where no list can be: the check says so, with the argument's name
+            self.call(phase, arguments, needs_grad)
+            raise
         if found is None:
             found = self._choose(phase, arguments, state, needs_grad)
             if len(state.choices) >= _MOST_CHOICES:
@@ -239,31 +243,41 @@ class Function:
         self, phase: Phase, arguments: tuple[Any, ...], state: _State, needs_grad: bool
     ) -> Callable[..., Any]:
         call = self.call(phase, arguments, needs_grad)
-        first = next(value for value in arguments if isinstance(value, torch.Tensor))
-        device = state.explaining if isinstance(state.explaining, Device) else device_of(first.device)
-        timings = None
-        if state.policy.measure and device.present:
-            timings = self._measured(call, device, arguments, state)
+        where = _place(arguments)
+        if where.type == "meta":  # shapes without numbers
+            return self.op.fake if phase == "forward" else self.op.fake_backward
+        device = device_of(where)
+        timings = self._timings(call, device, state.policy, arguments)
         choice = select(call, device, state.policy, timings)
-        if state.explaining:
-            raise _Explained(choice)
-        return partial(choice.kernel.function(phase), device)
+        return _on(where, partial(choice.kernel.function(phase), device))
 
-    def _measured(
-        self, call: Call, device: Device, arguments: tuple[Any, ...], state: _State
+    def _explained(self, arguments: tuple[Any, ...], policy: Policy, needs_grad: bool) -> Choice:
+        call = self.call("forward", arguments, needs_grad)
+        device = _asking[threading.get_ident()] or device_of(_place(arguments))
+        return select(call, device, policy, self._timings(call, device, policy, None))
+
+    def _timings(
+        self, call: Call, device: Device, policy: Policy, arguments: tuple[Any, ...] | None
     ) -> tuple[tuple[str, float], ...] | None:
-        fits, _ = fitting(call, device, state.policy)
+        """(kernel, seconds) as kept from before, or measured now on the arguments where they are given."""
+        if not policy.measure or not device.present:
+            return None
+        fits, _ = fitting(call, device, policy)
         if len(fits) < 2:
             return None
         key = choice_cache.choice_key(call, device, tuple(kernel.name for kernel in fits))
         kept = choice_cache.load(key)
         if kept is None:
+            if arguments is None:
+                return None
             if first_cuda(arguments) and torch.cuda.is_current_stream_capturing():
                 return None  # nothing can be timed inside a graph capture; the backend's order stands
             timings = {}
-            for kernel in fits:
-                run = kernel.function(call.phase)
-                timings[kernel.name] = median_seconds(partial(run, device, *arguments), device)
+            timed = _on(_place(arguments), median_seconds)
+            with torch.no_grad():  # as the kernels run later; recording a graph would be timed too
+                for kernel in fits:
+                    run = kernel.function(call.phase)
+                    timings[kernel.name] = timed(partial(run, device, *arguments), device)
             kept = choice_cache.MeasuredChoice(key, timings)
             choice_cache.store(kept)
         return tuple(sorted(kept.timings.items()))
@@ -295,20 +309,27 @@ class Function:
 
         def forward_kernel(*values: Any) -> Any:
             *rest, encoded = values
+            self._refuse_tangents(rest)
+            rest = self._decoded(rest, op.argument_names)
             return self._runner("forward", tuple(rest), _state_encoded(encoded), False)(*rest)
 
         def backward_kernel(*values: Any) -> Any:
             *rest, encoded = values
-            return self.backward(_state_encoded(encoded), tuple(rest))
+            return self.backward(_state_encoded(encoded), tuple(self._decoded(rest, op.backward_names)))
 
         _LIBRARY.impl(name, forward_kernel, "CompositeExplicitAutograd")
         _LIBRARY.impl(f"{name}_backward", backward_kernel, "CompositeExplicitAutograd")
-        torch.library.register_fake(f"kernel_pytorch::{name}", lambda *v: op.fake(*v[:-1]), lib=_LIBRARY)
+
+        def forward_fake(*values: Any) -> Any:
+            self._refuse_tangents(values)
+            return op.fake(*values[:-1])
+
+        torch.library.register_fake(f"kernel_pytorch::{name}", forward_fake, lib=_LIBRARY)
         torch.library.register_fake(
             f"kernel_pytorch::{name}_backward", lambda *v: op.fake_backward(*v[:-1]), lib=_LIBRARY
         )
         self._custom_op = getattr(torch.ops.kernel_pytorch, name).default
-        backward_op = getattr(torch.ops.kernel_pytorch, f"{name}_backward").default
+        self._backward_op = getattr(torch.ops.kernel_pytorch, f"{name}_backward").default
 
         def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
             _save(ctx, self.gather_saved(inputs[:-1], output))
@@ -318,12 +339,83 @@ class Function:
 
         def autograd_backward(ctx: Any, *gradients: Any) -> tuple[Any, ...]:
             taken = [gradients[i] for i in self._grad_outputs]
-            result = backward_op(*taken, *_restore(ctx), ctx.policy)
+            result = self._backward_op(*taken, *_restore(ctx), ctx.policy)
             return (*self.spread(result, len(op.argument_names), ctx.absent), None)
+
+        def second_derivative(ctx: Any, *gradients: Any) -> Any:
+            raise NotImplementedError(
+                f"{name} has no second derivative: leave out create_graph=True, or differentiate its formula "
+                f"in plain torch operations"
+            )
 
         torch.library.register_autograd(
             f"kernel_pytorch::{name}", autograd_backward, setup_context=setup_context, lib=_LIBRARY
         )
+        torch.library.register_autograd(f"kernel_pytorch::{name}_backward", second_derivative, lib=_LIBRARY)
+
+    def encoded(self, arguments: tuple[Any, ...], backward: bool = False) -> tuple[Any, ...]:
+        """The arguments as a graph carries them: objects of ours as tensors."""
+        if not self.op.codecs:
+            return arguments
+        names = self.op.backward_names if backward else self.op.argument_names
+        return tuple(
+            self.op.codecs[name].encode(value) if name in self.op.codecs else value
+            for name, value in zip(names, arguments, strict=True)
+        )
+
+    def _decoded(self, values: list[Any], names: tuple[str, ...]) -> list[Any]:
+        if not self.op.codecs:
+            return values
+        return [
+            self.op.codecs[name].decode(value) if name in self.op.codecs else value
+            for name, value in zip(names, values, strict=True)
+        ]
+
+    def _refuse_tangents(self, values: Any) -> None:
+        """torch would drop the tangents of forward-mode derivatives at a custom op, without a word."""
+        if forward_ad._current_level < 0:
+            return
+        for value in values:
+            if not isinstance(value, torch.Tensor):
+                continue
+            try:
+                tangent = forward_ad.unpack_dual(value, level=0).tangent
+            except RuntimeError:  # batched or fake: torch cannot tell, so there may be one
+                tangent = value
+            if tangent is not None:
+                raise NotImplementedError(
+                    f"{self.op.name} has no forward-mode derivative: use the reverse mode, as torch.autograd.grad"
+                )
+
+
+def _no_modes() -> bool:
+    """Whether nothing watches or transforms what torch runs: no dispatch mode, no torch.func, no forward mode."""
+    return (
+        torch._C._len_torch_dispatch_stack() == 0
+        and torch._C._functorch.peek_interpreter_stack() is None
+        and forward_ad._current_level < 0
+    )
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Whether a kernel may read the tensor's memory: not behind a subclass, nor in a view that negates."""
+    return type(tensor) in _PLAIN_TENSORS and not tensor.is_neg()
+
+
+def _place(arguments: tuple[Any, ...]) -> torch.device:
+    return next(value.device for value in arguments if isinstance(value, torch.Tensor))
+
+
+def _on(where: torch.device, run: Callable[..., Any]) -> Callable[..., Any]:
+    """The function with torch's current device set to this one: Triton launches there, wherever the tensors are."""
+    if where.type == "cpu" or torch.get_device_module(where.type).device_count() < 2:
+        return run
+
+    def guarded(*arguments: Any) -> Any:
+        with torch.get_device_module(where.type).device(where):
+            return run(*arguments)
+
+    return guarded
 
 
 def first_cuda(arguments: tuple[Any, ...]) -> bool:
@@ -354,9 +446,16 @@ class _Differentiable(torch.autograd.Function):
         return outputs
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *gradients: Any) -> Any:
         function = ctx.function
-        taken = tuple(gradients[i] for i in function._grad_outputs)
-        result = function.backward(ctx.state, (*taken, *_restore(ctx)))
+        taken = [gradients[i] for i in function._grad_outputs]
+        values = (*taken, *_restore(ctx))
+        # With create_graph=True the custom op goes into the graph, and refuses a second derivative there.
+        plain = not torch.is_grad_enabled() and _no_modes()
+        for gradient in taken:  # is_grads_batched=True brings batches that no mode announces
+            plain = plain and _is_plain(gradient) and not torch._C._functorch.is_legacy_batchedtensor(gradient)
+        if plain:
+            result = function.backward(ctx.state, values)
+        else:
+            result = function._backward_op(*function.encoded(values, backward=True), ctx.state.policy.encoded)
         return (None, None, None, *function.spread(result, ctx.count, ctx.absent))

@@ -6,7 +6,7 @@ import hashlib
 import importlib
 import importlib.util
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from types import ModuleType
@@ -16,7 +16,7 @@ import torch
 
 from kernel_pytorch.hardware_abstraction.device import Device
 
-__all__ = ["Call", "Case", "Kernel", "Op", "TensorSpec", "registered_op", "registered_ops"]
+__all__ = ["Call", "Case", "Codec", "Kernel", "Op", "TensorSpec", "registered_op", "registered_ops"]
 
 Phase = Literal["forward", "backward"]
 Draw = Callable[..., torch.Tensor]
@@ -92,6 +92,8 @@ class Case:
     benchmark: bool = False
     """Benchmark cases fill a device; the others are small and odd, and are what the tests run."""
     formats: tuple[str, ...] = ("float32", "float16", "bfloat16")
+    gate: str | None = None
+    """The case whose numbers are checked in this one's place, where its own are too many for float64."""
 
     def arguments(self, dtype: torch.dtype, device: torch.device, seed: int = 0) -> Mapping[str, Any]:
         """The arguments with normal random numbers; on the meta device, shapes alone.
@@ -152,6 +154,14 @@ class Kernel:
         return self.supports(call, device)
 
 
+@dataclass(frozen=True, slots=True)
+class Codec:
+    """How an argument that is not a tensor travels through a compiled or exported graph as one."""
+
+    encode: Callable[[Any], torch.Tensor]
+    decode: Callable[[torch.Tensor], Any]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Op:
     """A mathematical operation: its definition, its shape rules, its cases.
@@ -176,11 +186,18 @@ class Op:
     fake_backward: Callable[..., tuple[torch.Tensor, ...]]
     """The backward's outputs as empty tensors; takes output gradients, then ``saved``."""
     cases: tuple[Case, ...]
-    odd_case: str
-    """The small case that is compiled for every architecture besides the benchmark cases."""
+    compile_cases: tuple[str, ...]
+    """The cases that are compiled for every architecture, each in its first format."""
     traffic: Callable[[Call], int]
     """The fewest bytes the call must move: each input read once, each output written once."""
     flops: Callable[[Call], int]
+    low_precision: Callable[[torch.dtype], Callable[..., Any]] | None = None
+    """For tensors of a narrow dtype, the reference with the roundings that every kernel on matrix units makes;
+    where it is None, the reference in float32 is the yardstick of the error budget."""
+    cancelling: tuple[str, ...] = ()
+    """Results, as ``"dq"``, whose rows can be the small difference of larger terms."""
+    codecs: Mapping[str, Codec] = field(default_factory=dict)
+    """Arguments that are objects of ours: how they travel through a graph as tensors."""
     baselines: Mapping[str, Callable[..., Any]]
     """What a user would call without us, by name; each takes the op's arguments and is differentiable."""
 

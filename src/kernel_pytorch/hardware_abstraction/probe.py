@@ -105,7 +105,8 @@ def probe_intel() -> tuple[Device, ...]:
                 vendor="intel",
                 arch=_intel_arch(properties),
                 memory_bytes=properties.total_memory,
-                compute_units=int(getattr(properties, "max_compute_units", 0)),
+                # Xe cores, as in the catalogue; SYCL's own max_compute_units counts their vector engines.
+                compute_units=int(getattr(properties, "gpu_subslice_count", 0)),
                 warp_size=16 if 16 in sub_groups else int(max(sub_groups)),
                 shared_memory_bytes=int(getattr(properties, "local_mem_size", 65536)),
                 formats=frozenset(formats),
@@ -178,9 +179,16 @@ def _cpu_architecture(flags: frozenset[str]) -> Architecture:
     return ARCHITECTURES["scalar"]
 
 
+def _text_of(path: Path) -> str:
+    """A system file's text, empty where there is none or it may not be read: a CPU is here all the same."""
+    try:
+        return path.read_text()
+    except OSError:
+        return ""
+
+
 def _cpuinfo() -> str:
-    path = Path("/proc/cpuinfo")
-    return path.read_text() if path.exists() else ""
+    return _text_of(Path("/proc/cpuinfo"))
 
 
 def _cpu_flags() -> frozenset[str]:
@@ -210,7 +218,7 @@ def _cores() -> int:
     siblings = set()
     for cpu in allowed:
         path = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
-        siblings.add(path.read_text().strip() if path.exists() else str(cpu))
+        siblings.add(_text_of(path).strip() or str(cpu))
     return len(siblings)
 
 

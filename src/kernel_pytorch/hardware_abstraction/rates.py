@@ -25,20 +25,25 @@ def measure_rates(device: Device) -> Rates:
     place = torch.device(device.torch_device)
     on_cpu = place.type == "cpu"
     # Large against every cache, small against the memory.
-    copied = min(256 << 20 if on_cpu else 4 << 30, device.memory_bytes // 8)
+    copied = 256 << 20 if on_cpu else 4 << 30
+    if device.memory_bytes:  # 0 where the system does not tell
+        copied = min(copied, device.memory_bytes // 8)
     source = torch.empty(copied // 4, dtype=torch.float32, device=place).normal_()
     target = torch.empty_like(source)
     bandwidth = 2 * source.nbytes / median_seconds(partial(target.copy_, source), device, 0.2)
     del source, target
 
-    size = 1024 if on_cpu else 8192
+    sizes = (256, 1024) if on_cpu else (8192,)
     matmul: dict[str, float] = {}
     for name in ("float32", "float16", "bfloat16"):
         if name not in device.formats:
             continue
         dtype = getattr(torch, name)
-        left = torch.randn(size, size, device=place).to(dtype)
-        right = torch.randn(size, size, device=place).to(dtype)
-        seconds = median_seconds(partial(torch.matmul, left, right), device, 0.2)
-        matmul[name] = 2 * size**3 / seconds
+        for size in sizes:
+            left = torch.randn(size, size, device=place).to(dtype)
+            right = torch.randn(size, size, device=place).to(dtype)
+            seconds = median_seconds(partial(torch.matmul, left, right), device, 0.2)
+            matmul[name] = 2 * size**3 / seconds
+            if seconds > 5e-3:  # a format without fast instructions here: the larger product would take seconds
+                break
     return Rates(bandwidth=bandwidth, matmul=matmul, source="measured")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.metadata
 import traceback
@@ -137,17 +138,32 @@ def devices() -> tuple[Device, ...]:
         >>> kp.devices()[-1].backend
         'cpu'
     """
-    found: list[Device] = []
-    for record in sorted(backends(), key=lambda record: record.name == "cpu"):  # the CPU last, third parties too
+    found: dict[str, tuple[Device, ...]] = {}
+    owners: dict[str, str] = {}  # torch device -> the backend whose it is
+    for record in backends():  # ours first: a third party cannot take a torch device away from them
         try:
             probed = tuple(record.probe())
             for device in probed:
                 if device.backend != record.name:
                     raise ValueError(f"probe() returned {device.name!r} of backend {device.backend!r}")
-            found.extend(probed)
+                owner = owners.get(_torch_name(device), record.name)
+                if owner != record.name:
+                    raise ValueError(
+                        f"probe() returned {device.name!r} as torch device {device.torch_device!r}, which is "
+                        f"the {owner} backend's already; register a torch device of your own"
+                    )
+            owners |= {_torch_name(device): record.name for device in probed}
+            found[record.name] = probed
         except Exception as error:  # a vendor's probe may fail in any way; the other devices are still here
             _load().broken.append(_broken(record.name, f"{record.name}.probe", error))
-    return tuple(found)
+    last = found.pop("cpu", ())  # third parties' devices come before the CPU
+    return (*(device for probed in found.values() for device in probed), *last)
+
+
+def _torch_name(device: Device) -> str:
+    """The device's torch name with its index: "cpu" and "cpu:0" are the same."""
+    kind, _, index = str(device.torch_device).partition(":")
+    return f"{kind}:{index or 0}"
 
 
 def device(name: str | torch.device | None = None, *, measure: bool = False) -> Device:
@@ -169,7 +185,11 @@ def device(name: str | torch.device | None = None, *, measure: bool = False) -> 
         named = {known.name: known for record in backends() for known in record.catalogue}
         chosen = named[name] if name in named else catalogue_device(name)
     else:
-        chosen = device_of(torch.device(name))
+        try:
+            wanted = torch.device(name)
+        except RuntimeError:  # not a word of torch's; the catalogue's error suggests and lists
+            wanted = None
+        chosen = catalogue_device(str(name)) if wanted is None else device_of(wanted)
     if not measure:
         return chosen
     from kernel_pytorch.hardware_abstraction.rates import measure_rates
@@ -182,11 +202,7 @@ _pretended: dict[str, Device] = {}  # torch device type -> the device tests pret
 
 @cache
 def _present(torch_device: torch.device) -> Device:
-    # "cuda" without an index is the current device; "cpu" and "cpu:0" are the same.
-    index: int | None = torch_device.index
-    if index is None and torch_device.type != "cpu":
-        index = torch.get_device_module(torch_device.type).current_device()
-    names = {f"{torch_device.type}:{index or 0}"} | ({"cpu"} if torch_device.type == "cpu" else set())
+    names = {f"{torch_device.type}:{torch_device.index or 0}"} | ({"cpu"} if torch_device.type == "cpu" else set())
     for known in devices():
         if known.torch_device in names:
             return known
@@ -198,4 +214,9 @@ def device_of(torch_device: torch.device) -> Device:
     """The facts about the device that torch calls by this name."""
     if _pretended and torch_device.type in _pretended:
         return _pretended[torch_device.type]
+    index: int | None = torch_device.index
+    if index is None and torch_device.type != "cpu":  # "cuda" is the device that is current now
+        with contextlib.suppress(Exception):  # a kind this torch cannot run: the look-up says what is here
+            current = torch.get_device_module(torch_device.type).current_device()
+            torch_device = torch.device(torch_device.type, current)
     return _present(torch_device)

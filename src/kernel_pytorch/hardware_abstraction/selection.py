@@ -13,16 +13,25 @@ __all__ = ["Choice", "Policy", "UnsupportedCallError", "Verdict", "select"]
 
 
 class UnsupportedCallError(NotImplementedError):
-    """No kernel can serve the call exactly; the message gives each kernel's reason and what would work."""
+    """No kernel can serve the call exactly; the message gives each kernel's reason and what would work.
+
+    Example:
+        >>> import torch, kernel_pytorch as kp
+        >>> try:
+        ...     kp.explain(kp.rms_norm, torch.ones(2, 4, dtype=torch.float64), device="nvidia/h200", kernel="triton")
+        ... except kp.UnsupportedCallError as error:
+        ...     print("float64" in str(error))
+        True
+    """
 
 
 def encode_policy(kernel: str | None, deterministic: bool, measure: bool) -> str:
-    """A policy as text; ``Policy.decode`` reads it back."""
-    words = [] if kernel is None else [f"kernel={kernel}"]
-    if deterministic:
-        words.append("deterministic")
+    """A policy as text; ``Policy.decode`` reads it back. The kernel comes last: its name may be any text."""
+    words = ["deterministic"] if deterministic else []
     if measure:
         words.append("measure")
+    if kernel is not None:
+        words.append(f"kernel={kernel}")
     return ",".join(words)
 
 
@@ -50,12 +59,12 @@ class Policy:
 
     @staticmethod
     def decode(text: str) -> Policy:
-        policy = Policy()
-        for word in filter(None, text.split(",")):
-            name, _, value = word.partition("=")
-            if name == "kernel" and value:
-                policy = replace(policy, kernel=value)
-            elif word == "deterministic":
+        policy, rest = Policy(), text
+        while rest:
+            if rest.startswith("kernel="):
+                return replace(policy, kernel=rest.removeprefix("kernel="))
+            word, _, rest = rest.partition(",")
+            if word == "deterministic":
                 policy = replace(policy, deterministic=True)
             elif word == "measure":
                 policy = replace(policy, measure=True)
@@ -161,4 +170,6 @@ def _why(best: Kernel, fits: tuple[Kernel, ...], seconds: dict[str, float], poli
         return f"the fastest of {len(seconds)} measured here: {seconds[best.name] * 1e6:.1f} us"
     if policy.kernel is not None:
         return "pinned by the policy"
-    return "the only one that fits" if len(fits) == 1 else "the first in the backend's order that fits"
+    if len(fits) == 1:
+        return "the only one that fits"
+    return "the first in the backend's order that fits" + ("; not measured here" if policy.measure else "")

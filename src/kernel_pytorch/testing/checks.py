@@ -54,8 +54,8 @@ def compile_targets(kernel: Kernel) -> list[Device]:
 
 
 def compile_all(op: Op) -> list[Compilation]:
-    """Every Triton kernel for every architecture, on the benchmark cases and one odd case."""
-    cases = [case for case in op.cases if case.benchmark] + [op.case(op.odd_case)]
+    """Every Triton kernel for every architecture, on the op's cases for that."""
+    cases = [op.case(name) for name in op.compile_cases]
     return [
         compilation
         for kernel in triton_kernels(op)

@@ -1,0 +1,41 @@
+"""Executes the documentation: every python block of the pages named below is a test.
+
+A block that needs a GPU is preceded by ``<!--- skip: next if(not has_gpu, reason="needs a GPU") -->``.
+Blocks of one page share their names and run in order.
+"""
+
+import doctest
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from sybil import Sybil
+from sybil.parsers.myst import PythonCodeBlockParser, SkipParser
+
+HAS_GPU = torch.cuda.is_available() or (hasattr(torch, "xpu") and torch.xpu.is_available())
+if not HAS_GPU:
+    os.environ["TRITON_INTERPRET"] = "1"  # before any kernel module is imported, as in tests/conftest.py
+
+
+@pytest.fixture
+def documentation_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No page reads or writes the user's measured choices."""
+    monkeypatch.setenv("KERNEL_PYTORCH_CACHE", str(tmp_path / "cache"))
+
+
+def _names(namespace: dict[str, Any]) -> None:
+    namespace["has_gpu"] = HAS_GPU
+
+
+PAGES = Sybil(
+    parsers=[
+        PythonCodeBlockParser(doctest_optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE),
+        SkipParser(),
+    ],
+    patterns=["README.md", "CONTRIBUTING.md", "API.md", "docs/*.md", "docs/**/*.md"],
+    setup=_names,
+    fixtures=["documentation_cache"],
+)
+pytest_collect_file = PAGES.pytest()

@@ -1,0 +1,262 @@
+"""What attention attends to, as data: small expressions, composed with ``&`` and ``|``, never an N x N tensor.
+
+With i the position of a query and j of a key: ``full()``; ``causal()``: j <= i; ``window(left, right)``:
+i - left <= j <= i + right; ``sinks(n)``: j < n; ``prefix(n)``: i < n and j < n; ``documents(lengths, inner)``:
+packed sequences, each with ``inner`` at its own positions; ``blocks(table, block)``: any table of tiles. When
+there are fewer queries than keys, the last query is at the last key's position.
+
+A mask knows nothing of lengths until it is used. It travels through torch.compile and torch.export as one
+tensor of integers (``Mask.code``), so that other lengths, windows or tables are other data, not another graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.utils._pytree as pytree
+
+from kernel_pytorch.masks import code as mask_code
+from kernel_pytorch.masks.code import Node
+from kernel_pytorch.masks.layout import Layout, layout
+
+__all__ = ["Mask", "blocks", "causal", "documents", "full", "prefix", "sinks", "window"]
+
+
+class Mask:
+    """A mask expression; build one with the constructors of this module, compose with ``&`` and ``|``.
+
+    Example:
+        >>> import kernel_pytorch as kp
+        >>> kp.masks.causal() & (kp.masks.window(4096) | kp.masks.sinks(64))
+        causal() & (window(4096) | sinks(64))
+    """
+
+    __slots__ = ("__weakref__", "_node", "code")
+
+    def __init__(self, code: torch.Tensor, node: Node | None = None) -> None:
+        self.code = code
+        """The whole mask as one tensor of int64 on the CPU."""
+        self._node = node
+
+    @property
+    def node(self) -> Node:
+        if self._node is None:
+            self._node = mask_code.decode(self.code)
+        return self._node
+
+    def __and__(self, other: Mask) -> Mask:
+        return _compose(mask_code.AND, self, other)
+
+    def __or__(self, other: Mask) -> Mask:
+        return _compose(mask_code.OR, self, other)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Mask) and self.node == other.node
+
+    def __hash__(self) -> int:
+        return hash(self.node)
+
+    def __repr__(self) -> str:
+        return str(self.node)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether this is ``full()`` itself."""
+        return self.node.kind == mask_code.FULL
+
+    @property
+    def is_causal(self) -> bool:
+        """Whether this is ``causal()`` itself."""
+        return self.node.kind == mask_code.CAUSAL
+
+    def layout(self, q_len: int, kv_len: int) -> Layout:
+        """Which keys each query attends to, as intervals; kept, so that asking again costs nothing."""
+        return layout(self.node, q_len, kv_len)
+
+    def dense(self, q_len: int, kv_len: int) -> torch.Tensor:
+        """The mask as booleans of shape (batch, heads, q_len, kv_len), 1 where it is the same for all.
+
+        For small cases only: this is the N x N tensor that everything else avoids. It is made from the
+        definition of each constructor, apart from what the kernels use, so that tests can compare the two.
+
+        Example:
+            >>> import kernel_pytorch as kp
+            >>> kp.masks.causal().dense(2, 3)[0, 0].int().tolist()
+            [[1, 1, 0], [1, 1, 1]]
+        """
+        return torch.from_numpy(mask_code.dense(self.node, q_len, kv_len))
+
+    def density(self, q_len: int, kv_len: int) -> float:
+        """The share of all query-key pairs that attend.
+
+        Example:
+            >>> import kernel_pytorch as kp
+            >>> kp.masks.window(1, 1).density(4, 4)
+            0.625
+        """
+        return self.layout(q_len, kv_len).density
+
+    def show(self, q_len: int, kv_len: int | None = None, *, path: str | Path | None = None, size: int = 32) -> str:
+        """Draw the mask: as text, and as a PNG where a path is given. Works at any length.
+
+        Args:
+            size: rows and columns of the text drawing at the most; a cell is dark by its share of pairs.
+
+        Example:
+            >>> import kernel_pytorch as kp
+            >>> print(kp.masks.causal().show(4))
+            █
+            ██
+            ███
+            ████
+        """
+        from kernel_pytorch.masks.drawing import draw_png, draw_text
+
+        kv_len = q_len if kv_len is None else kv_len
+        if q_len < 1 or kv_len < 1:
+            raise ValueError(f"q_len={q_len}, kv_len={kv_len}: there is nothing to draw; use 1 or more")
+        if path is not None:
+            draw_png(self.layout(q_len, kv_len), Path(path), title=repr(self))
+        return draw_text(self.layout(q_len, kv_len), size)
+
+
+def _leaf(kind: int, *numbers: int) -> Mask:
+    if torch.compiler.is_compiling():
+        return Mask(torch.tensor([*numbers, kind, len(numbers)], dtype=torch.int64))
+    return _made(Node(kind, numbers))
+
+
+@lru_cache(maxsize=1024)
+def _made(node: Node) -> Mask:
+    """The one Mask of an expression: masks made anew in every step cost no more than a look-up."""
+    return Mask(mask_code.encode(node), node)
+
+
+@lru_cache(maxsize=256)
+def _read(code: bytes) -> Mask:
+    return _made(mask_code.decode(torch.frombuffer(bytearray(code), dtype=torch.int64)))
+
+
+def from_code(code: torch.Tensor) -> Mask:
+    """The mask that a graph carries as its code."""
+    return _read(code.numpy().tobytes())
+
+
+def _compose(kind: int, left: Mask, right: object) -> Mask:
+    if not isinstance(right, Mask):
+        raise TypeError(f"a mask composes with a mask, not with {type(right).__name__}: use kp.masks.*")
+    if torch.compiler.is_compiling():
+        # On the codes alone, so that it can be traced: no Python value depends on what is in the tensors.
+        return Mask(torch.cat([left.code, right.code, torch.tensor([kind, 0], dtype=torch.int64)]))
+    return _made(Node(kind, (), (left.node, right.node)))
+
+
+def _count(name: str, value: object, least: int = 0) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name}={value!r}: expected a whole number")
+    if value < least:
+        raise ValueError(f"{name}={value}: use {least} or more")
+    return value
+
+
+def full() -> Mask:
+    """Every query attends to every key."""
+    return _leaf(mask_code.FULL)
+
+
+def causal() -> Mask:
+    """A query attends to its own position and those before it: j <= i.
+
+    Example:
+        >>> import kernel_pytorch as kp
+        >>> kp.masks.causal().density(1000, 1000)
+        0.5005
+    """
+    return _leaf(mask_code.CAUSAL)
+
+
+def window(left: int, right: int = 0) -> Mask:
+    """A query attends to ``left`` positions before its own, its own, and ``right`` after it."""
+    return _leaf(mask_code.WINDOW, _count("left", left), _count("right", right))
+
+
+def sinks(n: int) -> Mask:
+    """Every query attends to the first n keys: j < n."""
+    return _leaf(mask_code.SINKS, _count("n", n))
+
+
+def prefix(n: int) -> Mask:
+    """The first n positions attend to each other: i < n and j < n."""
+    return _leaf(mask_code.PREFIX, _count("n", n))
+
+
+def documents(lengths: Sequence[int] | Sequence[Sequence[int]] | torch.Tensor, inner: Mask | None = None) -> Mask:
+    """Packed sequences: a query attends only within its own document, under ``inner`` at local positions.
+
+    Args:
+        lengths: the documents' lengths, which must sum to the number of keys; a list of such lists, one for
+            each entry of the batch, where they differ.
+        inner: ``full()`` when left out; not itself ``documents`` or ``blocks``.
+
+    Example:
+        >>> import kernel_pytorch as kp
+        >>> kp.masks.documents([2, 1], kp.masks.causal()).dense(3, 3)[0, 0].int().tolist()
+        [[1, 0, 0], [1, 1, 0], [0, 0, 1]]
+    """
+    rows: Any = lengths.tolist() if isinstance(lengths, torch.Tensor) else list(lengths)
+    if not rows:
+        raise ValueError("lengths=[]: name at least one document")
+    batched = [list(row) for row in rows] if isinstance(rows[0], (list, tuple)) else [rows]
+    for row in batched:
+        if not row:
+            raise ValueError(f"lengths={rows}: every entry of the batch needs at least one document")
+        for length in row:
+            _count("lengths", length)
+    if len({sum(row) for row in batched}) != 1:
+        sums = [sum(row) for row in batched]
+        raise ValueError(f"lengths sum to {sums}: every entry of the batch must sum to the same number of keys")
+    child = (inner or full()).node
+    if child.uses(mask_code.DOCUMENTS, mask_code.BLOCKS):
+        raise ValueError(
+            f"inner={child}: documents and blocks have no local positions; compose them with & instead"
+        )
+    numbers = [len(batched)]
+    for row in batched:
+        numbers += [len(row), *row]
+    return _made(Node(mask_code.DOCUMENTS, tuple(numbers), (child,)))
+
+
+def blocks(
+    table: torch.Tensor | np.ndarray[Any, Any] | tuple[torch.Tensor, torch.Tensor], block: int = 128
+) -> Mask:
+    """Any table of square tiles: query tile r attends to key tile c where ``table[..., r, c]`` is true.
+
+    Args:
+        table: booleans of shape (rows, columns), (heads, rows, columns) or (batch, heads, rows, columns); or a
+            pair (offsets, columns) in CSR form, shared by all heads.
+        block: queries and keys a tile, a multiple of 16.
+
+    Example:
+        >>> import torch, kernel_pytorch as kp
+        >>> kp.masks.blocks(torch.eye(2, dtype=torch.bool), block=16).density(32, 32)
+        0.5
+    """
+    if _count("block", block, 16) % 16:
+        raise ValueError(f"block={block}: use a multiple of 16")
+    return _made(Node(mask_code.BLOCKS, mask_code.table_numbers(table, block)))
+
+
+# Masks may be arguments of compiled and exported functions: their one leaf is the code.
+pytree.register_pytree_node(
+    Mask,
+    lambda mask: ([mask.code], None),
+    lambda leaves, _: Mask(next(iter(leaves))),
+    serialized_type_name="kernel_pytorch.masks.Mask",
+    to_dumpable_context=lambda _: "",
+    from_dumpable_context=lambda _: None,
+)

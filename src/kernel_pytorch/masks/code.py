@@ -1,0 +1,190 @@
+"""A mask expression as a tree and as one tensor of integers, and its plain definition.
+
+The code is the tree in postfix order: for each node its kind, the count of its numbers, and the numbers.
+Postfix, so that composing two masks is a concatenation: no value in the tensors has to be looked at.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+
+__all__ = ["AND", "BLOCKS", "CAUSAL", "DOCUMENTS", "FULL", "OR", "PREFIX", "SINKS", "WINDOW", "Node"]
+
+FULL, CAUSAL, WINDOW, SINKS, PREFIX, DOCUMENTS, BLOCKS, AND, OR = range(9)
+_NAMES = ("full", "causal", "window", "sinks", "prefix", "documents", "blocks", "&", "|")
+_CHILDREN = {DOCUMENTS: 1, AND: 2, OR: 2}
+
+
+@dataclass(frozen=True, eq=False)
+class Node:
+    """One node of a mask expression."""
+
+    kind: int
+    numbers: tuple[int, ...] = ()
+    children: tuple[Node, ...] = ()
+
+    @cached_property
+    def _identity(self) -> tuple[Any, ...]:
+        return (self.kind, self.numbers, tuple(child._identity for child in self.children))
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash(self._identity)  # once: block tables are long
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
+        return isinstance(other, Node) and self._hash == other._hash and self._identity == other._identity
+
+    def uses(self, *kinds: int) -> bool:
+        return self.kind in kinds or any(child.uses(*kinds) for child in self.children)
+
+    def __str__(self) -> str:
+        if self.kind in (AND, OR):
+            sides = [f"({child})" if child.kind in (AND, OR) else str(child) for child in self.children]
+            return f" {_NAMES[self.kind]} ".join(sides)
+        if self.kind == DOCUMENTS:
+            shown = [_short(row) for row in documents_of(self)]
+            return f"documents({shown[0] if len(shown) == 1 else _short(shown)}, {self.children[0]})"
+        if self.kind == BLOCKS:
+            batch, heads, rows, columns, block = self.numbers[:5]
+            kept = len(self.numbers) - 5 - batch * heads * rows
+            shape = "x".join(str(n) for n in (batch, heads) if n != 1)
+            return f"blocks({shape + ' of ' if shape else ''}{rows}x{columns}, {kept} kept, block={block})"
+        numbers = self.numbers[:1] if self.kind == WINDOW and self.numbers[1] == 0 else self.numbers
+        return f"{_NAMES[self.kind]}({', '.join(map(str, numbers))})"
+
+
+def _short(items: Any) -> str:
+    shown = [str(item) for item in items[:4]] + (["..."] if len(items) > 4 else [])
+    return f"[{', '.join(shown)}]" + (f" ({len(items)} of them)" if len(items) > 4 else "")
+
+
+def encode(node: Node) -> torch.Tensor:
+    """The tree as postfix integers."""
+
+    def walk(node: Node) -> list[np.ndarray[Any, Any]]:
+        parts = [part for child in node.children for part in walk(child)]
+        head = np.array([node.kind, len(node.numbers)], dtype=np.int64)
+        return [*parts, np.asarray(node.numbers, dtype=np.int64), head]
+
+    # Kind and count come last, so that the code is read from its end.
+    return torch.from_numpy(np.concatenate(walk(node)))
+
+
+def decode(code: torch.Tensor) -> Node:
+    """The tree of a code; a code that is not one is an error."""
+    numbers = code.numpy()
+
+    def walk(end: int) -> tuple[Node, int]:
+        if end < 2:
+            raise ValueError("the mask's code is cut short: make masks with kp.masks")
+        kind, count = int(numbers[end - 2]), int(numbers[end - 1])
+        if not 0 <= kind < len(_NAMES) or not 0 <= count <= end - 2:
+            raise ValueError(f"the mask's code holds an unknown node ({kind}, {count}): make masks with kp.masks")
+        start = end - 2 - count
+        own = tuple(numbers[start : end - 2].tolist())
+        children: list[Node] = []
+        for _ in range(_CHILDREN.get(kind, 0)):
+            child, start = walk(start)
+            children.insert(0, child)
+        return Node(kind, own, tuple(children)), start
+
+    node, start = walk(len(numbers))
+    if start != 0:
+        raise ValueError("the mask's code has numbers left over: make masks with kp.masks")
+    return node
+
+
+def documents_of(node: Node) -> list[tuple[int, ...]]:
+    """The lengths in a documents node, one tuple for each entry of the batch."""
+    rows, position = [], 1
+    for _ in range(node.numbers[0]):
+        count = node.numbers[position]
+        rows.append(node.numbers[position + 1 : position + 1 + count])
+        position += 1 + count
+    return rows
+
+
+def table_numbers(table: Any, block: int) -> tuple[int, ...]:
+    """A block table as (batch, heads, rows, columns, block, row counts, column indices)."""
+    if isinstance(table, tuple):
+        if len(table) != 2:
+            raise ValueError(f"table is a tuple of {len(table)}: CSR form is (offsets, columns)")
+        offsets, columns = (np.asarray(part).astype(np.int64) for part in table)
+        if offsets.ndim != 1 or columns.ndim != 1 or len(offsets) < 2:
+            raise ValueError("table in CSR form needs one-dimensional offsets (at least two) and columns")
+        counts = np.diff(offsets)
+        if offsets[0] != 0 or offsets[-1] != len(columns) or (counts < 0).any():
+            raise ValueError("table's offsets must rise from 0 to the number of columns")
+        rows = np.repeat(np.arange(len(counts)), counts)
+        if len(columns) and columns.min() < 0:
+            raise ValueError(f"table's columns hold {columns.min()}: indices are 0 or more")
+        pairs = np.unique(rows * (1 << 32) + columns)
+        counts = np.bincount(pairs >> 32, minlength=len(counts))
+        columns = pairs & ((1 << 32) - 1)
+        # CSR does not say how wide the table is; the last key block is checked when lengths are known.
+        return (1, 1, len(counts), -1, block, *counts.tolist(), *columns.tolist())
+    array = table.detach().cpu().numpy() if isinstance(table, torch.Tensor) else np.asarray(table)
+    if array.dtype != np.bool_:
+        raise TypeError(f"table has dtype {array.dtype}: use booleans, or (offsets, columns) in CSR form")
+    if not 2 <= array.ndim <= 4 or 0 in array.shape:
+        raise ValueError(
+            f"table has shape {list(array.shape)}: use (rows, columns) with heads and batch before them"
+        )
+    array = array.reshape((1,) * (4 - array.ndim) + array.shape)
+    batch, heads, rows, columns = array.shape
+    counts = array.sum(axis=-1).reshape(-1)
+    return (batch, heads, rows, columns, block, *counts.tolist(), *np.nonzero(array)[3].tolist())
+
+
+def dense(node: Node, q_len: int, kv_len: int) -> np.ndarray[Any, Any]:
+    """The definition, pair by pair, as booleans of shape (batch, heads, q_len, kv_len)."""
+    i = np.arange(kv_len - q_len, kv_len).reshape(1, 1, -1, 1)
+    j = np.arange(kv_len).reshape(1, 1, 1, -1)
+    pairs = _pairs(node, i, j)
+    return np.array(np.broadcast_to(pairs, np.broadcast_shapes(pairs.shape, (1, 1, q_len, kv_len))))
+
+
+def _pairs(node: Node, i: Any, j: Any) -> Any:
+    if node.kind == FULL:
+        return (i == i) & (j == j)
+    if node.kind == CAUSAL:
+        return j <= i
+    if node.kind == WINDOW:
+        return (i - node.numbers[0] <= j) & (j <= i + node.numbers[1])
+    if node.kind == SINKS:
+        return (j < node.numbers[0]) & (i == i)
+    if node.kind == PREFIX:
+        return (i < node.numbers[0]) & (j < node.numbers[0])
+    if node.kind == AND:
+        return _pairs(node.children[0], i, j) & _pairs(node.children[1], i, j)
+    if node.kind == OR:
+        return _pairs(node.children[0], i, j) | _pairs(node.children[1], i, j)
+    if node.kind == DOCUMENTS:
+        batch = []
+        for lengths in documents_of(node):
+            owner = np.repeat(np.arange(len(lengths)), lengths)
+            start = np.repeat(np.concatenate([[0], np.cumsum(lengths)[:-1]]), lengths)
+            # Positions before the first key belong to no document; a query there attends to nothing.
+            known = (i >= 0) & (j >= 0)
+            row, column = np.where(i >= 0, i, 0), np.where(j >= 0, j, 0)
+            inside = (owner[row] == owner[column]) & known
+            batch.append(inside & _pairs(node.children[0], i - start[row], j - start[column]))
+        return np.concatenate(batch, axis=0)
+    batch_count, heads, rows, columns, block = node.numbers[:5]
+    counts = np.array(node.numbers[5 : 5 + batch_count * heads * rows])
+    kept = np.array(node.numbers[5 + batch_count * heads * rows :], dtype=np.int64)
+    table = np.zeros((batch_count * heads * rows, max(columns, -(-j.shape[-1] // block))), dtype=bool)
+    table[np.repeat(np.arange(len(counts)), counts), kept] = True
+    table = table.reshape(batch_count, heads, rows, -1)
+    q_len = i.shape[2]
+    return table[:, :, (np.arange(q_len) // block)[:, None], (j.reshape(-1) // block)[None, :]]

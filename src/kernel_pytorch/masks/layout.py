@@ -1,0 +1,551 @@
+"""Where a mask lets queries attend: intervals of keys for each query, and tiles for the kernels to walk.
+
+Every mask without a block table is, for each query, a union of a few intervals of keys. ``Layout`` keeps them
+as ``first`` and ``last`` (exclusive), shape (batch, slots, q_len): O(q_len), whatever the mask. A tile of
+queries x keys is then *full* (every pair attends), *partial* (a kernel compares keys with the intervals of
+its slots) or left out. Block tables are constant within a tile, so a mask with tables has one set of slots
+for each combination of table entries: a tile names its set.
+
+Shapes: D batch entries of the intervals, S slots, Q queries, T tiles of queries.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+
+from kernel_pytorch.masks import code as mask_code
+from kernel_pytorch.masks.code import Node
+
+__all__ = ["Layout", "Plan", "Walk", "layout"]
+
+Array = np.ndarray[Any, Any]
+
+
+@dataclass(frozen=True)
+class Walk:
+    """For each row of tiles, the tiles to visit: a span of full ones, other full ones, and partial ones.
+
+    A row is (batch, head, tile of queries), or of keys in the transposed walk; batch and head are 1 where the
+    mask is the same for all.
+    """
+
+    span: torch.Tensor
+    """(rows, 2): first and last (exclusive) tile of the longest run of full tiles."""
+    full_offsets: torch.Tensor
+    full: torch.Tensor
+    """Full tiles outside the span; row r has those from full_offsets[r] to full_offsets[r + 1]."""
+    partial_offsets: torch.Tensor
+    partial: torch.Tensor
+    slots: torch.Tensor
+    """(partial tiles, 2): first and last (exclusive) slot whose intervals a partial tile compares with."""
+
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        return (self.span, self.full_offsets, self.full, self.partial_offsets, self.partial, self.slots)
+
+    @property
+    def tiles(self) -> int:
+        """How many tiles are visited."""
+        return int((self.span[:, 1] - self.span[:, 0]).sum()) + len(self.full) + len(self.partial)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A mask cut into tiles, on one device: what a kernel needs of it."""
+
+    tile: int
+    batch: int
+    heads: int
+    first: torch.Tensor
+    last: torch.Tensor
+    """(D, S, Q) int32: the intervals of keys."""
+    by_query: Walk
+    by_key: Walk
+
+
+@dataclass(frozen=True, eq=False)
+class Layout:
+    """A mask at given lengths."""
+
+    node: Node
+    q_len: int
+    kv_len: int
+    first: Array
+    last: Array
+    variants: tuple[tuple[int, int], ...]
+    """Slots of each combination of block-table entries, numbered with the first table as the lowest bit."""
+    tables: tuple[Node, ...]
+    _plans: dict[Any, Plan] = field(default_factory=dict)
+
+    @property
+    def batch(self) -> int:
+        return max([self.first.shape[0], *(table.numbers[0] for table in self.tables)])
+
+    @property
+    def heads(self) -> int:
+        return max([1, *(table.numbers[1] for table in self.tables)])
+
+    @cached_property
+    def finest_block(self) -> int:
+        """The largest power of two that divides the block of every table; 128 where there are none."""
+        block = 128
+        for table in self.tables:
+            block = int(np.gcd(block, table.numbers[4]))
+        return block
+
+    @cached_property
+    def density(self) -> float:
+        pairs = self.q_len * self.kv_len
+        if pairs == 0:
+            return 0.0
+        if not self.tables:
+            return float((self.last - self.first).astype(np.int64).sum() / (pairs * self.first.shape[0]))
+        attended = 0
+        tile = self.finest_block
+        walk = self.plan(tile).by_query
+        for full, row_tile, key_tile, slots, rows in _visited(walk, self, tile):
+            queries = min(tile, self.q_len - row_tile * tile)
+            keys = min(tile, self.kv_len - key_tile * tile)
+            if full:
+                attended += queries * keys
+            else:
+                query = slice(row_tile * tile, row_tile * tile + queries)
+                low, high = key_tile * tile, key_tile * tile + keys
+                batch = rows if self.first.shape[0] > 1 else 0
+                first = self.first[batch, slots[0] : slots[1], query].clip(low, high)
+                last = self.last[batch, slots[0] : slots[1], query].clip(low, high)
+                attended += int((last - first).clip(0).sum())
+        return attended / (pairs * self.batch * self.heads)
+
+    def intervals_of(self, query: int) -> list[tuple[int, int]]:
+        """The keys one query of the first batch entry and head attends to, as [first, last) intervals."""
+        if not self.tables:
+            rows = zip(self.first[0, :, query].tolist(), self.last[0, :, query].tolist(), strict=True)
+            return [(first, last) for first, last in rows if last > first]
+        tile = self.finest_block
+        walk, row = self.plan(tile).by_query, query // tile
+        found = [tuple(n * tile for n in walk.span[row].tolist())]
+        full = walk.full[walk.full_offsets[row] : walk.full_offsets[row + 1]].tolist()
+        found += [(n * tile, (n + 1) * tile) for n in full]
+        for at in range(int(walk.partial_offsets[row]), int(walk.partial_offsets[row + 1])):
+            low, high = int(walk.partial[at]) * tile, (int(walk.partial[at]) + 1) * tile
+            for slot in range(*walk.slots[at].tolist()):
+                first, last = int(self.first[0, slot, query]), int(self.last[0, slot, query])
+                found.append((max(low, first), min(high, last)))
+        return [(first, min(last, self.kv_len)) for first, last in found if last > first]
+
+    def plan(self, tile: int, device: torch.device | str = "cpu") -> Plan:
+        """The tiles for kernels that walk tiles of this size; kept for the next call."""
+        if self.finest_block % tile and self.tables:
+            raise ValueError(f"tile={tile}: it must divide the tables' blocks, so divide {self.finest_block}")
+        key = (tile, str(device))
+        found = self._plans.get(key)
+        if found is None:
+            found = _plan(self, tile) if str(device) == "cpu" else _move(self.plan(tile), device)
+            self._plans[key] = found
+        return found
+
+
+def _move(plan: Plan, device: torch.device | str) -> Plan:
+    def walk(walk: Walk) -> Walk:
+        return Walk(*(tensor.to(device) for tensor in walk.tensors()))
+
+    return Plan(
+        plan.tile,
+        plan.batch,
+        plan.heads,
+        plan.first.to(device),
+        plan.last.to(device),
+        walk(plan.by_query),
+        walk(plan.by_key),
+    )
+
+
+@lru_cache(maxsize=64)
+def layout(node: Node, q_len: int, kv_len: int) -> Layout:
+    """The mask at these lengths; a mask that does not fit them is an error that says why."""
+    tables = tuple(_tables(node))
+    for table in tables:
+        rows, columns, block = table.numbers[2:5]
+        wanted = (-(-q_len // block), -(-kv_len // block))
+        needed = max(table.numbers[5 + table.numbers[0] * table.numbers[1] * rows :], default=0) + 1
+        if rows != wanted[0] or (columns != wanted[1] if columns >= 0 else needed > wanted[1]):
+            shown = f"{rows}x{columns if columns >= 0 else needed}"
+            raise ValueError(
+                f"table has {shown} tiles of {block}: {q_len} queries and {kv_len} keys need {wanted[0]}x{wanted[1]}"
+            )
+    if len(tables) > 4:
+        raise ValueError(f"mask has {len(tables)} block tables: combine them into at most 4")
+    sets = []
+    for number in range(1 << len(tables)):
+        constants = {id(table): bool(number >> bit & 1) for bit, table in enumerate(tables)}
+        sets.append(_all_intervals(node, q_len, kv_len, constants))
+    batch = max(first.shape[0] for first, _ in sets)
+    sizes = [first.shape[1] for first, _ in sets]
+    ends = np.cumsum(sizes).tolist()
+
+    def stacked(which: int) -> Array:
+        if len(sets) == 1:
+            return sets[0][which]
+        parts = [np.broadcast_to(pair[which], (batch, *pair[which].shape[1:])) for pair in sets]
+        return np.concatenate(parts, axis=1)
+
+    variants = tuple((end - size, end) for end, size in zip(ends, sizes, strict=True))
+    found = Layout(node, q_len, kv_len, stacked(0), stacked(1), variants, tables)
+    batches = {n for n in (found.first.shape[0], *(table.numbers[0] for table in tables)) if n != 1}
+    heads = {table.numbers[1] for table in tables} - {1}
+    if len(batches) > 1 or len(heads) > 1:
+        raise ValueError(f"mask mixes batches {sorted(batches)} or heads {sorted(heads)}: use one size, or 1")
+    return found
+
+
+def _tables(node: Node) -> Iterator[Node]:
+    if node.kind == mask_code.BLOCKS:
+        yield node
+    for child in node.children:
+        yield from _tables(child)
+
+
+_QUERIES_A_PIECE = 1 << 15  # what is computed on the way stays in the cache
+
+
+def _all_intervals(node: Node, q_len: int, kv_len: int, constants: dict[int, bool]) -> tuple[Array, Array]:
+    """The merged intervals of all queries, worked out piece by piece."""
+    pieces = []
+    for begin in range(0, max(q_len, 1), _QUERIES_A_PIECE):
+        end = min(q_len, begin + _QUERIES_A_PIECE)
+        position = np.arange(begin + kv_len - q_len, end + kv_len - q_len, dtype=np.int32)[None, :]
+        length = np.full_like(position, kv_len)
+        pieces.append(_merged(*_intervals(node, position, length, constants)))
+    slots = max(first.shape[1] for first, _ in pieces)
+    shape = (pieces[0][0].shape[0], slots, q_len)
+    first, last = np.zeros(shape, dtype=np.int32), np.zeros(shape, dtype=np.int32)
+    for number, (piece_first, piece_last) in enumerate(pieces):
+        begin = number * _QUERIES_A_PIECE
+        where = (slice(None), slice(piece_first.shape[1]), slice(begin, begin + piece_first.shape[2]))
+        first[where], last[where] = piece_first, piece_last
+    return first, last
+
+
+def _intervals(node: Node, position: Array, length: Array, constants: dict[int, bool]) -> tuple[Array, Array]:
+    """The intervals (first, last) of shape (D, S, Q), perhaps empty or overlapping, of queries at ``position``
+    in sequences of ``length`` keys."""
+    kind, numbers = node.kind, node.numbers
+    zero = np.zeros_like(position)
+    if kind == mask_code.AND:
+        (a_first, a_last), (b_first, b_last) = (
+            _intervals(child, position, length, constants) for child in node.children
+        )
+        first = np.maximum(a_first[:, :, None], b_first[:, None])
+        last = np.minimum(a_last[:, :, None], b_last[:, None])
+        return first.reshape(len(first), -1, first.shape[-1]), last.reshape(len(last), -1, last.shape[-1])
+    if kind == mask_code.OR:
+        sides = [_intervals(child, position, length, constants) for child in node.children]
+        batch = max(len(side[0]) for side in sides)
+        firsts, lasts = zip(*sides, strict=True)
+        wide = [[np.broadcast_to(a, (batch, *a.shape[1:])) for a in part] for part in (firsts, lasts)]
+        return np.concatenate(wide[0], axis=1), np.concatenate(wide[1], axis=1)
+    if kind == mask_code.DOCUMENTS:
+        return _document_intervals(node, position, length, constants)
+    if kind == mask_code.BLOCKS:
+        first, last = zero, (length if constants[id(node)] else zero)
+    elif kind == mask_code.FULL:
+        first, last = zero, length
+    elif kind == mask_code.CAUSAL:
+        first, last = zero, position + 1
+    elif kind == mask_code.WINDOW:
+        first, last = position - np.int32(min(numbers[0], 2**30)), position + np.int32(min(numbers[1], 2**30) + 1)
+    elif kind == mask_code.SINKS:
+        first, last = zero, np.full_like(position, min(numbers[0], 2**30))
+    else:
+        limit = np.int32(min(numbers[0], 2**30))
+        first, last = zero, np.where(position < limit, limit, 0).astype(np.int32)
+    return np.maximum(first, 0)[:, None], np.minimum(last, length)[:, None]
+
+
+def _document_intervals(
+    node: Node, position: Array, length: Array, constants: dict[int, bool]
+) -> tuple[Array, Array]:
+    rows = mask_code.documents_of(node)
+    kv_len = int(length.flat[0]) if length.size else sum(rows[0])
+    if sum(rows[0]) != kv_len:
+        raise ValueError(
+            f"lengths sum to {sum(rows[0])}: there are {kv_len} keys, and documents must cover them all"
+        )
+    starts, lengths = [], []
+    for row in rows:
+        counts = np.array(row, dtype=np.int32)
+        begins = np.cumsum(counts, dtype=np.int32) - counts
+        # The last document that begins at or before the position; a query before the first key is in none.
+        own = np.maximum(np.searchsorted(begins, position[0], side="right") - 1, 0)
+        starts.append(begins[own])
+        lengths.append(np.where(position[0] >= 0, counts[own], 0).astype(np.int32))
+    start, size = np.stack(starts), np.stack(lengths)
+    first, last = _intervals(node.children[0], position - start, size, constants)
+    return first + start[:, None], last + start[:, None]
+
+
+def _merged(first: Array, last: Array) -> tuple[Array, Array]:
+    """Disjoint, sorted intervals; empty ones are (0, 0) and come last, slots nobody uses are dropped."""
+    empty = last <= first
+    slots = first.shape[1]
+    if slots == 1:
+        return np.where(empty, 0, first).astype(np.int32), np.where(empty, 0, last).astype(np.int32)
+    big = np.int32(2**31 - 1)
+    first, last = np.where(empty, big, first), np.where(empty, big, last)
+    order = np.argsort(first, axis=1, kind="stable") if slots > 2 else None
+    if order is not None:
+        first, last = np.take_along_axis(first, order, axis=1), np.take_along_axis(last, order, axis=1)
+    else:
+        swap = first[:, :1] > first[:, 1:]
+        first = np.where(swap, first[:, ::-1], first)
+        last = np.where(swap, last[:, ::-1], last)
+    firsts, lasts = [first[:, 0]], [last[:, 0]]
+    pending: list[tuple[Array, Array]] = [(first[:, s], last[:, s]) for s in range(1, slots)]
+    for begin, end in pending:
+        joins = (begin <= lasts[-1]) & (begin < big)
+        # What joins grows the interval before it and leaves an empty slot behind.
+        grown = np.where(joins, np.maximum(lasts[-1], end), lasts[-1])
+        lasts[-1] = grown
+        firsts.append(np.where(joins, firsts[-1], begin))
+        lasts.append(np.where(joins, grown, end))
+        # The merged interval moves on to the newer slot, so that later ones compare with it.
+        firsts[-2] = np.where(joins, big, firsts[-2])
+        lasts[-2] = np.where(joins, big, lasts[-2])
+    first, last = np.stack(firsts, axis=1), np.stack(lasts, axis=1)
+    if slots > 2:
+        order = np.argsort(first, axis=1, kind="stable")
+        first, last = np.take_along_axis(first, order, axis=1), np.take_along_axis(last, order, axis=1)
+    else:
+        swap = first[:, :1] > first[:, 1:]
+        first = np.where(swap, first[:, ::-1], first)
+        last = np.where(swap, last[:, ::-1], last)
+    empty = first == big
+    used = max(1, int((~empty).any(axis=(0, 2)).sum()))
+    return (
+        np.where(empty, 0, first)[:, :used].astype(np.int32),
+        np.where(empty, 0, last)[:, :used].astype(np.int32),
+    )
+
+
+@dataclass(frozen=True)
+class _Spans:
+    """For each batch entry, slot and tile row: tiles that may hold a pair, and tiles in which all attend."""
+
+    may_first: Array
+    may_last: Array
+    all_first: Array
+    all_last: Array
+
+
+def _spans(first: Array, last: Array, tile: int) -> _Spans:
+    """Spans of (D, S, T); the may-spans of a row are disjoint, each tile belonging to the first that has it."""
+    queries = first.shape[-1]
+    tiles = -(-queries // tile)
+    starts = np.arange(tiles) * tile
+    empty = last <= first
+
+    def reduced(function: Any, values: Array) -> Array:
+        return function.reduceat(values, starts, axis=-1) if tiles else values[..., :0]
+
+    low = reduced(np.minimum, np.where(empty, np.int32(2**31 - 1), first))
+    high = reduced(np.maximum, np.where(empty, 0, last))
+    used = high > 0
+    may_first = np.where(used, low // tile, 0)
+    may_last = np.where(used, -(-high // tile), 0)
+    whole = ~reduced(np.logical_or, empty)
+    all_first = np.where(whole, -(-reduced(np.maximum, first) // tile), 0)
+    all_last = np.where(whole, reduced(np.minimum, last) // tile, 0)
+    for slot in range(1, first.shape[1]):
+        taken = may_last[:, :slot].max(axis=1)
+        may_first[:, slot] = np.maximum(may_first[:, slot], taken)
+        may_last[:, slot] = np.maximum(may_last[:, slot], may_first[:, slot])
+    all_first = np.clip(all_first, may_first, may_last)
+    all_last = np.clip(all_last, all_first, may_last)
+    return _Spans(may_first, may_last, all_first, all_last)
+
+
+def _expand(first: Array, last: Array) -> tuple[Array, Array]:
+    """Every integer of every range [first, last): (index of the range, integer)."""
+    counts = np.maximum(last - first, 0).astype(np.int64)
+    owner = np.repeat(np.arange(len(counts)), counts)
+    inside = np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts)
+    return owner, first[owner].astype(np.int64) + inside
+
+
+def _plan(known: Layout, tile: int) -> Plan:
+    rows, columns = -(-known.q_len // tile), -(-known.kv_len // tile)
+    if known.tables:
+        row, column, partial, slots = _tiles_with_tables(known, tile, rows)
+        span = np.zeros((known.batch * known.heads * rows, 2), dtype=np.int64)
+    else:
+        spans = _spans(known.first, known.last, tile)
+        span, row, column, partial = _tiles_of_spans(spans, rows)
+        slots = np.full(len(row), 0)
+    heads_batch = known.batch * known.heads
+    by_query = _walk(span, row, column, partial, slots, known.variants, heads_batch * rows)
+    span_t, row_t, column_t, partial_t, slots_t = _transposed(
+        span, row, column, partial, slots, heads_batch, rows, columns
+    )
+    by_key = _walk(span_t, row_t, column_t, partial_t, slots_t, known.variants, heads_batch * columns)
+    first, last = torch.from_numpy(known.first), torch.from_numpy(known.last)
+    return Plan(tile, known.batch, known.heads, first, last, by_query, by_key)
+
+
+def _tiles_of_spans(spans: _Spans, rows: int) -> tuple[Array, Array, Array, Array]:
+    """The longest all-span of each row, and every other tile as (row, column, is it partial)."""
+    lengths = spans.all_last - spans.all_first
+    best = lengths.argmax(axis=1)[:, None]
+    span = np.stack(
+        [np.take_along_axis(a, best, axis=1)[:, 0] for a in (spans.all_first, spans.all_last)], axis=-1
+    ).reshape(-1, 2)
+    chosen = np.arange(lengths.shape[1])[None, :, None] == best
+    pieces = [
+        (spans.may_first, spans.all_first, True),
+        (np.where(chosen, 0, spans.all_first), np.where(chosen, 0, spans.all_last), False),
+        (spans.all_last, spans.may_last, True),
+    ]
+    # (D, S, T) -> the row of each range is (D, T), whatever its slot.
+    owner = np.broadcast_to(
+        (np.arange(lengths.shape[0])[:, None, None] * rows + np.arange(rows)[None, None, :]), lengths.shape
+    ).reshape(-1)
+    found = [(*_expand(first.reshape(-1), last.reshape(-1)), partial) for first, last, partial in pieces]
+    row = np.concatenate([owner[index] for index, _, _ in found])
+    column = np.concatenate([column for _, column, _ in found])
+    partial = np.concatenate([np.full(len(column), flag) for _, column, flag in found])
+    return span.astype(np.int64), row, column, partial
+
+
+def _tiles_with_tables(known: Layout, tile: int, rows: int) -> tuple[Array, Array, Array, Array]:
+    """Tiles as (row, column, is it partial, variant), where block tables take part."""
+    columns = -(-known.kv_len // tile)
+    width = columns + 1
+    keys = []
+    for table in known.tables:
+        batch, heads, table_rows, _, block = table.numbers[:5]
+        counts = np.array(table.numbers[5 : 5 + batch * heads * table_rows], dtype=np.int64)
+        kept = np.array(table.numbers[5 + batch * heads * table_rows :], dtype=np.int64)
+        owner = np.repeat(np.arange(len(counts)), counts)
+        fine = block // tile
+        row_in, column_in = np.divmod(np.arange(fine * fine), fine)
+        t = ((owner % table_rows)[:, None] * fine + row_in).reshape(-1)
+        n = (kept[:, None] * fine + column_in).reshape(-1)
+        b, h = np.divmod(np.repeat(owner // table_rows, fine * fine), heads)
+        inside = (t < rows) & (n < columns)
+        t, n, b, h = t[inside], n[inside], b[inside], h[inside]
+        repeated = []
+        for batch_entry in range(known.batch) if batch == 1 else [None]:
+            for head in range(known.heads) if heads == 1 else [None]:
+                entry = b if batch_entry is None else np.full_like(b, batch_entry)
+                which = h if head is None else np.full_like(h, head)
+                repeated.append(((entry * known.heads + which) * rows + t) * width + n)
+        keys.append(np.sort(np.concatenate(repeated)))
+    spans = [_spans(known.first[:, a:b], known.last[:, a:b], tile) for a, b in known.variants]
+    in_tables = np.unique(np.concatenate(keys))
+    number = sum(
+        np.isin(in_tables, key, assume_unique=True).astype(np.int64) << bit for bit, key in enumerate(keys)
+    )
+    found = []
+    for variant, span in enumerate(spans):
+        if variant == 0:
+            # No table holds the tile: every tile of the spans that is in none.
+            main, row, column, partial = _tiles_of_spans(span, rows)
+            owner, inner = _expand(main[:, 0], main[:, 1])
+            row, column = np.concatenate([row, owner]), np.concatenate([column, inner])
+            partial = np.concatenate([partial, np.zeros(len(owner), dtype=bool)])
+            entries = np.arange(known.batch * known.heads)
+            source = entries // known.heads if known.first.shape[0] > 1 else np.zeros_like(entries)
+            own = [row // rows == entry for entry in range(known.first.shape[0])] if len(row) else []
+            for entry in entries if len(row) else []:
+                picked = own[source[entry]]
+                key = (entry * rows + row[picked] % rows) * width + column[picked]
+                free = ~np.isin(key, in_tables)
+                found.append((key[free], partial[picked][free], variant))
+        else:
+            key = in_tables[number == variant]
+            entry, t, n = key // width // rows, key // width % rows, key % width
+            d = entry // known.heads if known.first.shape[0] > 1 else np.zeros_like(entry)
+            may = np.zeros(len(key), dtype=bool)
+            every = np.zeros(len(key), dtype=bool)
+            for slot in range(span.may_first.shape[1]):
+                may |= (n >= span.may_first[d, slot, t]) & (n < span.may_last[d, slot, t])
+                every |= (n >= span.all_first[d, slot, t]) & (n < span.all_last[d, slot, t])
+            found.append((key[may], ~every[may], variant))
+    key = np.concatenate([key for key, _, _ in found])
+    partial = np.concatenate([flag for _, flag, _ in found])
+    variant = np.concatenate([np.full(len(key), v) for key, _, v in found])
+    return key // width, key % width, partial, variant
+
+
+def _transposed(
+    span: Array, row: Array, column: Array, partial: Array, slots: Array, entries: int, rows: int, columns: int
+) -> tuple[Array, Array, Array, Array, Array]:
+    """The same tiles by column: spans stay spans where their ends only grow, else they are written out."""
+    by_entry = span.reshape(entries, rows, 2)
+    # An empty span may lie anywhere: put it where it does not disturb the order.
+    ends = np.maximum.accumulate(by_entry[..., 1], axis=1) if rows else by_entry[..., 1]
+    starts = np.where(by_entry[..., 0] == by_entry[..., 1], ends, by_entry[..., 0])
+    span_t = np.zeros((entries, columns, 2), dtype=np.int64)
+    if rows and (ends == np.where(starts == ends, ends, by_entry[..., 1])).all() and (np.diff(starts) >= 0).all():
+        for entry in range(entries):
+            span_t[entry, :, 0] = np.searchsorted(ends[entry], np.arange(columns), side="right")
+            span_t[entry, :, 1] = np.searchsorted(starts[entry], np.arange(columns), side="right")
+        span_t[..., 1] = np.maximum(span_t[..., 0], span_t[..., 1])
+    else:
+        owner, inner = _expand(span[:, 0], span[:, 1])
+        row, column = np.concatenate([row, owner]), np.concatenate([column, inner])
+        partial = np.concatenate([partial, np.zeros(len(owner), dtype=bool)])
+        slots = np.concatenate([slots, np.zeros(len(owner), dtype=np.int64)])
+    entry = row // max(rows, 1)
+    return span_t.reshape(-1, 2), entry * columns + column, row % max(rows, 1), partial, slots
+
+
+def _walk(
+    span: Array,
+    row: Array,
+    column: Array,
+    partial: Array,
+    variant: Array,
+    variants: tuple[tuple[int, int], ...],
+    rows: int,
+) -> Walk:
+    order = np.lexsort((column, row))
+    row, column, partial, variant = row[order], column[order], partial[order], variant[order]
+
+    def offsets(owner: Array) -> torch.Tensor:
+        return torch.from_numpy(
+            np.concatenate([[0], np.cumsum(np.bincount(owner, minlength=rows))]).astype(np.int32)
+        )
+
+    def numbers(values: Array) -> torch.Tensor:
+        return torch.from_numpy(np.ascontiguousarray(values).astype(np.int32))
+
+    slots = np.array(variants)[variant[partial]].reshape(-1, 2)
+    return Walk(
+        span=numbers(span),
+        full_offsets=offsets(row[~partial]),
+        full=numbers(column[~partial]),
+        partial_offsets=offsets(row[partial]),
+        partial=numbers(column[partial]),
+        slots=numbers(slots),
+    )
+
+
+def _visited(walk: Walk, known: Layout, tile: int) -> Iterator[tuple[bool, int, int, tuple[int, int], int]]:
+    """Each visited tile: (is it full, tile of queries, tile of keys, its slots, batch entry)."""
+    rows = -(-known.q_len // tile)
+    for r in range(len(walk.span)):
+        entry, t = divmod(r, max(rows, 1))
+        batch = entry // known.heads
+        for n in range(int(walk.span[r, 0]), int(walk.span[r, 1])):
+            yield True, t, n, (0, 0), batch
+        for index in range(int(walk.full_offsets[r]), int(walk.full_offsets[r + 1])):
+            yield True, t, int(walk.full[index]), (0, 0), batch
+        for index in range(int(walk.partial_offsets[r]), int(walk.partial_offsets[r + 1])):
+            a, b = walk.slots[index].tolist()
+            yield False, t, int(walk.partial[index]), (a, b), batch

@@ -1,0 +1,46 @@
+"""PyTorch's flash attention for processors, by its own operators, which return the log-sum-exp and take it back.
+
+In float32 (float64 for float64) whatever the tensors are: its narrow formats take a coarse exponential, which the
+log-sum-exp shows, and are no faster."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from kernel_pytorch.hardware_abstraction.device import Device
+from kernel_pytorch.ops.attention.definition import lse_dtype
+from kernel_pytorch.ops.attention.torch_heads import repeated, summed
+
+if TYPE_CHECKING:
+    from kernel_pytorch.masks import Mask
+
+
+def forward(
+    device: Device, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask, scale: float, lse_grad: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    k, v = repeated(q, k, v)
+    wide = [x.to(lse_dtype(q.dtype)) for x in (q, k, v)]
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*wide, 0.0, mask.is_causal, scale=scale)
+    return out.to(q.dtype).contiguous(), lse.contiguous()
+
+
+def backward(
+    device: Device,
+    dout: torch.Tensor,
+    dlse: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    mask: Mask,
+    scale: float,
+    lse_grad: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    k_all, v_all = repeated(q, k, v)
+    dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        *(x.to(lse.dtype) for x in (dout, q, k_all, v_all, out)), lse, 0.0, mask.is_causal, scale=scale
+    )
+    return dq.to(q.dtype).contiguous(), summed(dk, k), summed(dv, v)

@@ -1,0 +1,59 @@
+"""cuDNN's attention, by PyTorch's own operators for it, which return the log-sum-exp and take it back."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from kernel_pytorch.hardware_abstraction.device import Device
+from kernel_pytorch.ops.attention.torch_heads import repeated, summed
+
+if TYPE_CHECKING:
+    from kernel_pytorch.masks import Mask
+
+
+def forward(
+    device: Device, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask, scale: float, lse_grad: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    k, v = repeated(q, k, v)
+    found = torch.ops.aten._scaled_dot_product_cudnn_attention(
+        q, k, v, None, True, 0.0, mask.is_causal, False, scale=scale
+    )
+    return found[0].contiguous(), found[1].reshape(q.shape[:3])
+
+
+def backward(
+    device: Device,
+    dout: torch.Tensor,
+    dlse: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    mask: Mask,
+    scale: float,
+    lse_grad: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    k_all, v_all = repeated(q, k, v)
+    unused = torch.zeros((), dtype=torch.int64, device=q.device)  # seed and offset of a dropout there is not
+    dq, dk, dv = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
+        dout,
+        q,
+        k_all,
+        v_all,
+        out,
+        lse.unsqueeze(-1),
+        unused,
+        unused,
+        None,
+        None,
+        None,
+        q.shape[2],
+        k.shape[2],
+        0.0,
+        mask.is_causal,
+        scale=scale,
+    )
+    return dq.contiguous(), summed(dk, k), summed(dv, v)

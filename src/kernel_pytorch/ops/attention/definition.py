@@ -1,0 +1,315 @@
+"""Attention: out = softmax(q k^T * scale, over the keys the mask lets through) v. The definition and its cases.
+
+Shapes: B batch, H query heads, G key and value heads (H a multiple of G), Q queries, K keys, D head dimension,
+E value head dimension. ``lse`` is the logarithm of the sum of exponentials of each query's scaled scores, in
+float32 (float64 for float64): -inf, with zeros in ``out`` and in all gradients, where a query attends to nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from kernel_pytorch.hardware_abstraction.op import Call, Case, Codec, Draw, Op, TensorSpec
+
+if TYPE_CHECKING:
+    from kernel_pytorch.masks import Mask
+
+__all__ = ["ATTENTION", "lse_dtype"]
+
+_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+
+
+def lse_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def reference(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask, scale: float, lse_grad: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The definition, computed in q's own precision, with every score in memory."""
+    out, lse = _dense(q, k, v, mask, scale, lambda p: p, lambda s: s)
+    return out, (lse if lse_grad else lse.detach())
+
+
+def low_precision(
+    storage: torch.dtype,
+) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
+    """The definition as a kernel on matrix units runs it: probabilities and score gradients in the tensors' dtype."""
+
+    def run(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask, scale: float, lse_grad: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        out, lse = _dense(
+            q,
+            k,
+            v,
+            mask,
+            scale,
+            lambda p: _Rounded.apply(p, storage, None),
+            lambda s: _Rounded.apply(s, None, storage),
+        )
+        return out, (lse if lse_grad else lse.detach())
+
+    return run
+
+
+class _Rounded(torch.autograd.Function):
+    """Rounds a value on the way forward, or its gradient on the way back, to a narrower format."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, forward: torch.dtype | None, backward: torch.dtype | None
+    ) -> torch.Tensor:
+        ctx.backward_dtype = backward
+        return x.clone() if forward is None else x.to(forward).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        narrow = ctx.backward_dtype
+        return (gradient if narrow is None else gradient.to(narrow).to(gradient.dtype)), None, None
+
+
+def _dense(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask, scale: float, on_p: Any, on_s: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    groups = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
+    keep = mask.dense(q.shape[2], k.shape[2]).to(q.device)
+    scores = on_s(q @ k.transpose(-1, -2) * scale)
+    attends = keep.any(dim=-1, keepdim=True) & torch.ones_like(scores[..., :1], dtype=torch.bool)
+    # Rows without a key would give NaN, also backwards: they take part with plain scores and are cut off after.
+    safe = torch.where(keep | ~attends, scores, -math.inf)
+    lse = torch.logsumexp(safe, dim=-1)
+    p = on_p(torch.exp(safe - lse.unsqueeze(-1)) * (keep & attends))
+    return p @ v, torch.where(attends.squeeze(-1), lse, -math.inf)
+
+
+def check(call: Call) -> None:
+    from kernel_pytorch.masks import Mask
+
+    q, k, v, mask, scale = (call[name] for name in ("q", "k", "v", "mask", "scale"))
+    for name, spec in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(spec, TensorSpec):
+            raise TypeError(f"{name}={spec!r}: expected a tensor")
+        if len(spec.shape) != 4:
+            raise ValueError(f"{name} has shape {list(spec.shape)}: use (batch, heads, length, head_dim)")
+        if spec.dtype not in _DTYPES:
+            raise TypeError(f"{name} has dtype {spec.format}: use float64, float32, float16 or bfloat16")
+        if spec.dtype != q.dtype:
+            raise TypeError(f"{name} has dtype {spec.format} and q {q.format}: use one dtype")
+        if spec.device != q.device:
+            raise ValueError(f"{name} is on {spec.device} and q on {q.device}: move one with .to()")
+    if not isinstance(mask, Mask):
+        raise TypeError(f"mask={mask!r}: expected a mask of kp.masks, such as kp.masks.causal()")
+    for name, spec in (("k", k), ("v", v)):
+        if spec.shape[0] != q.shape[0]:
+            raise ValueError(f"{name} has batch {spec.shape[0]} and q {q.shape[0]}: they must be equal")
+    if k.shape[1] != v.shape[1] or k.shape[2] != v.shape[2]:
+        raise ValueError(
+            f"k has {k.shape[1]} heads of length {k.shape[2]} and v {v.shape[1]} of {v.shape[2]}: they must be equal"
+        )
+    if k.shape[3] != q.shape[3]:
+        raise ValueError(f"k has head_dim {k.shape[3]} and q {q.shape[3]}: they must be equal")
+    if 0 in (q.shape[1], k.shape[1], q.shape[3], v.shape[3]):
+        raise ValueError("q, k and v need at least one head and one number a head")
+    if q.shape[1] % k.shape[1]:
+        raise ValueError(
+            f"q has {q.shape[1]} heads and k {k.shape[1]}: the number of q heads must be a multiple of k's"
+        )
+    if isinstance(scale, bool) or not isinstance(scale, (int, float)) or not math.isfinite(scale):
+        raise ValueError(f"scale={scale!r}: use a finite number, such as head_dim ** -0.5")
+    known = mask.layout(q.shape[2], k.shape[2])
+    if known.batch not in (1, q.shape[0]):
+        raise ValueError(f"mask is for a batch of {known.batch} and q has {q.shape[0]}: they must be equal")
+    if known.heads not in (1, q.shape[1]):
+        raise ValueError(
+            f"mask is for {known.heads} heads and q has {q.shape[1]}: give a table for each q head or one"
+        )
+
+
+def fake(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any, scale: float, lse_grad: bool
+) -> tuple[torch.Tensor, ...]:
+    return q.new_empty((*q.shape[:3], v.shape[3])), q.new_empty(q.shape[:3], dtype=lse_dtype(q.dtype))
+
+
+def fake_backward(
+    dout: torch.Tensor,
+    dlse: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *rest: Any,
+) -> tuple[torch.Tensor, ...]:
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+def _attended(call: Call) -> float:
+    """Query-key pairs that attend, over all heads and the batch."""
+    q: TensorSpec = call["q"]
+    k: TensorSpec = call["k"]
+    density: float = call["mask"].density(q.shape[2], k.shape[2])
+    return density * math.prod(q.shape[:3]) * k.shape[2]
+
+
+def traffic(call: Call) -> int:
+    q, k, v = (call[name] for name in ("q", "k", "v"))
+    sizes = [math.prod(spec.shape) * spec.dtype.itemsize for spec in (q, k, v)]
+    out = math.prod(q.shape[:3]) * v.shape[3] * q.dtype.itemsize
+    lse = math.prod(q.shape[:3]) * lse_dtype(q.dtype).itemsize
+    return sum(sizes) + out + lse if call.phase == "forward" else 2 * sum(sizes) + 2 * out + lse
+
+
+def flops(call: Call) -> int:
+    """Two multiply-adds a pair and head dimension forward, five backward, on attended pairs alone."""
+    q, v = call["q"], call["v"]
+    pair = 2 * (q.shape[3] + v.shape[3]) if call.phase == "forward" else 2 * (3 * q.shape[3] + 2 * v.shape[3])
+    return int(_attended(call) * pair)
+
+
+def sdpa(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask, scale: float, lse_grad: bool
+) -> torch.Tensor:
+    """What a user would call without us: causal and full as flags, every other mask as a dense boolean."""
+    flag = mask.is_causal and q.shape[2] == k.shape[2]
+    dense = None if flag or mask.is_full else mask.dense(q.shape[2], k.shape[2]).to(q.device)
+    return torch.nn.functional.scaled_dot_product_attention(
+        q, k, v, attn_mask=dense, is_causal=flag, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+    )
+
+
+def _case(
+    name: str,
+    mask: Callable[[], Mask],
+    shape: tuple[int, int, int, int, int, int],
+    *,
+    value_dim: int | None = None,
+    change: Callable[[torch.Tensor], torch.Tensor] = lambda x: x,
+    lse_grad: bool = False,
+    scale: float | None = None,
+    gate: str | None = None,
+    formats: tuple[str, ...] = ("float32", "float16", "bfloat16"),
+) -> Case:
+    batch, heads, kv_heads, q_len, kv_len, dim = shape
+
+    def make(dtype: torch.dtype, device: torch.device, draw: Draw) -> Mapping[str, Any]:
+        return {
+            "q": change(draw(batch, heads, q_len, dim).to(dtype)),
+            "k": change(draw(batch, kv_heads, kv_len, dim).to(dtype)),
+            "v": change(draw(batch, kv_heads, kv_len, value_dim or dim).to(dtype)),
+            "mask": mask(),
+            "scale": dim**-0.5 if scale is None else scale,
+            "lse_grad": lse_grad,
+        }
+
+    return Case(name, make, benchmark=gate is not None, formats=formats, gate=gate)
+
+
+def _masks() -> Any:
+    from kernel_pytorch import masks
+
+    return masks
+
+
+def _table(*shape: int, share: float, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.rand(*shape, generator=generator) < share
+
+
+def _transposed_heads(x: torch.Tensor) -> torch.Tensor:
+    """As a projection leaves them: (batch, length, heads, dim) in memory."""
+    return x.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def _far_from_zero(x: torch.Tensor) -> torch.Tensor:
+    """One large number a row, the same in all: scores beyond what float16 holds, that differ by ordinary amounts."""
+    x[..., 0] = 320
+    return x
+
+
+CASES = (
+    _case("full", lambda: _masks().full(), (1, 2, 2, 64, 64, 32)),
+    _case("causal", lambda: _masks().causal(), (2, 2, 2, 129, 129, 64)),
+    _case("one-query", lambda: _masks().causal(), (1, 2, 1, 1, 77, 64)),
+    _case("more-keys", lambda: _masks().causal(), (1, 2, 2, 17, 127, 32)),
+    _case("more-queries", lambda: _masks().causal(), (1, 1, 1, 127, 17, 32)),
+    _case("grouped", lambda: _masks().causal() & _masks().window(30), (1, 4, 2, 100, 100, 64)),
+    _case("multi-query", lambda: _masks().window(20, 10), (2, 3, 1, 65, 65, 80)),
+    _case("value-dim", lambda: _masks().causal(), (1, 2, 2, 50, 50, 96), value_dim=32),
+    _case(
+        "window-and-sinks",
+        lambda: _masks().causal() & (_masks().window(40) | _masks().sinks(5)),
+        (1, 2, 2, 200, 200, 32),
+    ),
+    _case("prefix", lambda: _masks().causal() | _masks().prefix(70), (1, 1, 1, 130, 130, 32)),
+    _case(
+        "documents",
+        lambda: _masks().documents([[50, 1, 79], [130]], _masks().causal()),
+        (2, 2, 2, 130, 130, 64),
+        lse_grad=True,
+    ),
+    _case("table", lambda: _masks().blocks(_table(5, 5, share=0.5), block=32), (1, 2, 2, 150, 150, 64)),
+    _case(
+        "table-per-head",
+        lambda: _masks().causal() & _masks().blocks(_table(4, 9, 9, share=0.4), block=16),
+        (1, 4, 2, 140, 140, 32),
+    ),
+    _case(
+        "nothing", lambda: _masks().blocks(_table(3, 3, share=0.0), block=32), (1, 2, 2, 70, 70, 32), lse_grad=True
+    ),
+    _case("large-scores", lambda: _masks().causal(), (1, 1, 1, 70, 70, 64), change=_far_from_zero),
+    _case("projected", lambda: _masks().causal(), (2, 2, 2, 90, 90, 64), change=_transposed_heads),
+    _case("wide", lambda: _masks().causal(), (1, 1, 1, 66, 66, 256)),
+    _case(
+        "window-4k-d64",
+        lambda: _masks().causal() & _masks().window(205),
+        (1, 8, 8, 4096, 4096, 64),
+        gate="grouped",
+        formats=("float32", "bfloat16"),
+    ),
+    *(
+        _case(
+            f"{name}-16k-d{dim}",
+            mask,
+            (1, 2048 // dim, 2048 // dim, 16384, 16384, dim),
+            gate=gate,
+            formats=("bfloat16",),
+        )
+        for dim in (64, 128)
+        for name, mask, gate in (
+            ("full", lambda: _masks().full(), "full"),
+            ("causal", lambda: _masks().causal(), "causal"),
+            (
+                "window-and-sinks",
+                lambda: _masks().causal() & (_masks().window(1024) | _masks().sinks(64)),
+                "window-and-sinks",
+            ),
+            ("table-10", lambda: _masks().blocks(_table(128, 128, share=0.1)), "table"),
+        )
+    ),
+)
+
+ATTENTION = Op(
+    name="attention",
+    arguments=("Tensor q", "Tensor k", "Tensor v", "Tensor mask", "float scale", "bool lse_grad"),
+    outputs=("out", "lse"),
+    differentiable=("q", "k", "v"),
+    differentiable_outputs=("out", "lse"),
+    saved=("q", "k", "v", "out", "lse", "mask", "scale", "lse_grad"),
+    reference=reference,
+    low_precision=low_precision,
+    cancelling=("dq", "dk"),
+    codecs={"mask": Codec(encode=lambda mask: mask.code, decode=lambda code: _masks().from_code(code))},
+    check=check,
+    fake=fake,
+    fake_backward=fake_backward,
+    cases=CASES,
+    compile_cases=("value-dim", "window-and-sinks-16k-d128"),
+    traffic=traffic,
+    flops=flops,
+    baselines={"scaled_dot_product_attention": sdpa},
+)

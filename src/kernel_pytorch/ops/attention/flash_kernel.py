@@ -1,0 +1,56 @@
+"""PyTorch's own flash attention for GPUs, by its operators, which return the log-sum-exp and take it back."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from kernel_pytorch.hardware_abstraction.device import Device
+from kernel_pytorch.ops.attention.torch_heads import repeated, summed
+
+if TYPE_CHECKING:
+    from kernel_pytorch.masks import Mask
+
+
+def forward(
+    device: Device, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask, scale: float, lse_grad: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    k, v = repeated(q, k, v)
+    found = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, mask.is_causal, False, scale=scale)
+    return found[0].contiguous(), found[1].contiguous()
+
+
+def backward(
+    device: Device,
+    dout: torch.Tensor,
+    dlse: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    mask: Mask,
+    scale: float,
+    lse_grad: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    k_all, v_all = repeated(q, k, v)
+    unused = torch.zeros(2, dtype=torch.uint64, device=q.device)  # seed and offset of a dropout there is not
+    dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_backward(
+        dout,
+        q,
+        k_all,
+        v_all,
+        out,
+        lse,
+        None,
+        None,
+        q.shape[2],
+        k.shape[2],
+        0.0,
+        mask.is_causal,
+        unused,
+        unused,
+        scale=scale,
+    )
+    return dq.contiguous(), summed(dk, k), summed(dv, v)

@@ -1,0 +1,261 @@
+"""Attention in plain torch operations, tile by tile: trains on any device and skips what the mask leaves out.
+
+A tile of queries meets its keys in pieces: neighbouring tiles of keys become one piece, scattered ones are
+gathered. Scores of one piece are all that is ever in memory. All heads are multiplied at once where they share
+the mask. Arithmetic and partial results are in float32 (float64 for float64).
+
+Shapes: B batch, G key heads, R = query heads of a group x queries of a tile, P keys of a piece.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from kernel_pytorch.hardware_abstraction.device import Device
+from kernel_pytorch.ops.attention.definition import lse_dtype
+from kernel_pytorch.masks.layout import Layout, Plan
+
+if TYPE_CHECKING:
+    from kernel_pytorch.masks import Mask
+
+_KEYS_A_PIECE = 1024  # scores of a piece fit the second-level cache of a core
+
+
+@dataclass(frozen=True)
+class _Piece:
+    keys: slice | torch.Tensor
+    """A range of keys, or the indices of scattered ones."""
+    bias: torch.Tensor | None
+    """(R, P): 0 where a pair attends, -inf where not; None where every pair does."""
+    nothing: torch.Tensor | None
+    """(R, 1) booleans: the rows that attend to no key of the piece; None where there are none."""
+
+
+@dataclass(frozen=True)
+class _Work:
+    """One tile of queries of the batch entries and heads that share a mask."""
+
+    batch: slice
+    heads: slice
+    kv_heads: slice
+    queries: slice
+    row: int
+    entry: int
+
+
+def _work(plan: Plan, known: Layout, batch: int, heads: int, group: int) -> Iterator[_Work]:
+    rows = -(-known.q_len // plan.tile)
+    for b in range(plan.batch):
+        for h in range(plan.heads):
+            entries = slice(b, b + 1) if plan.batch > 1 else slice(0, batch)
+            own = slice(h, h + 1) if plan.heads > 1 else slice(0, heads)
+            keys = slice(h // group, h // group + 1) if plan.heads > 1 else slice(0, heads // group)
+            for t in range(rows):
+                queries = slice(t * plan.tile, min(known.q_len, (t + 1) * plan.tile))
+                yield _Work(entries, own, keys, queries, (b * plan.heads + h) * rows + t, b)
+
+
+class _Cutter:
+    """Cuts the keys that tiles of queries meet into pieces; masks that repeat along the sequence are made once."""
+
+    def __init__(self, plan: Plan, known: Layout, group: int, like: torch.Tensor) -> None:
+        self.plan, self.known, self.group, self.like = plan, known, group, like
+        self.walk = [tensor.tolist() for tensor in plan.by_query.tensors()]
+        self.made: dict[Any, tuple[torch.Tensor, torch.Tensor | None]] = {}
+
+    def pieces(self, work: _Work) -> Iterator[_Piece]:
+        span, full_offsets, full, partial_offsets, listed, slots = self.walk
+        tile, row = self.plan.tile, work.row
+        partial = {listed[at]: slots[at] for at in range(partial_offsets[row], partial_offsets[row + 1])}
+        columns = sorted([*range(*span[row]), *full[full_offsets[row] : full_offsets[row + 1]], *partial])
+        most = max(1, _KEYS_A_PIECE // tile)
+        for at in range(0, len(columns), most):
+            chosen = columns[at : at + most]
+            ranges = [(n * tile, min(self.known.kv_len, (n + 1) * tile)) for n in chosen]
+            keys: slice | torch.Tensor = slice(ranges[0][0], ranges[-1][1])
+            if chosen[-1] - chosen[0] != len(chosen) - 1:
+                keys = torch.cat([torch.arange(first, last) for first, last in ranges]).to(self.like.device)
+            if any(n in partial for n in chosen):
+                yield _Piece(keys, *self._bias(work, keys, chosen, ranges, partial))
+            else:
+                yield _Piece(keys, None, None)
+
+    def _bias(
+        self,
+        work: _Work,
+        keys: Any,
+        chosen: list[int],
+        ranges: list[tuple[int, int]],
+        partial: dict[int, list[int]],
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        if self.known.tables or not isinstance(keys, slice):
+            return self._finished(_allowed(self.plan, work, chosen, ranges, partial))
+        batch = work.entry if self.plan.first.shape[0] > 1 else 0
+        width = keys.stop - keys.start
+        first = (self.plan.first[batch, :, work.queries] - keys.start).clamp_(0, width)
+        last = (self.plan.last[batch, :, work.queries] - keys.start).clamp_(0, width)
+        pattern = (width, first.numpy().tobytes(), last.numpy().tobytes())
+        if pattern not in self.made:
+            key = torch.arange(width, dtype=torch.int32)
+            allowed = ((key >= first.unsqueeze(-1)) & (key < last.unsqueeze(-1))).any(dim=0)
+            if len(self.made) >= 64:
+                self.made.clear()
+            self.made[pattern] = self._finished(allowed)
+        return self.made[pattern]
+
+    def _finished(self, allowed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        bias = torch.zeros(allowed.shape, dtype=self.like.dtype).masked_fill_(~allowed, -math.inf)
+        empty = ~allowed.any(dim=1, keepdim=True)
+        nothing = None
+        if bool(empty.any()):
+            # A row without a key takes part with all of them, which is no NaN, and is cut off after.
+            bias.masked_fill_(empty, 0.0)
+            nothing = empty.repeat(self.group, 1).to(self.like.device)
+        return bias.repeat(self.group, 1).to(self.like.device), nothing
+
+
+def _allowed(
+    plan: Plan,
+    work: _Work,
+    chosen: list[int],
+    ranges: list[tuple[int, int]],
+    partial: dict[int, list[int]],
+) -> torch.Tensor:
+    """(queries, keys) booleans; each tile compares with its own slots, which block tables make differ."""
+    queries = work.queries
+    batch = work.entry if plan.first.shape[0] > 1 else 0
+    allowed = torch.ones(
+        queries.stop - queries.start, sum(last - first for first, last in ranges), dtype=torch.bool
+    )
+    at = 0
+    for n, (low, high) in zip(chosen, ranges, strict=True):
+        if n in partial:
+            slots = slice(*partial[n])
+            first = plan.first[batch, slots, queries, None]
+            last = plan.last[batch, slots, queries, None]
+            key = torch.arange(low, high, dtype=torch.int32)
+            allowed[:, at : at + high - low] = ((key >= first) & (key < last)).any(dim=0)
+        at += high - low
+    return allowed
+
+
+def _grouped(x: torch.Tensor, work: _Work) -> torch.Tensor:
+    """The tile's rows as (B * G, R, numbers): the query heads that share keys stand below each other."""
+    tile = x[work.batch, work.heads, work.queries]
+    kv_heads = work.kv_heads.stop - work.kv_heads.start
+    rows = tile.shape[1] // kv_heads * tile.shape[2]
+    return tile.reshape(tile.shape[0] * kv_heads, rows, *tile.shape[3:])
+
+
+def _pick(x: torch.Tensor, work: _Work, keys: slice | torch.Tensor) -> torch.Tensor:
+    """The piece's keys or values as (B * G, P, numbers)."""
+    own = x[work.batch, work.kv_heads]
+    picked = own[:, :, keys] if isinstance(keys, slice) else own.index_select(2, keys)
+    return picked.flatten(0, 1)
+
+
+def _scores(q_tile: torch.Tensor, k_piece: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    k_t = k_piece.transpose(1, 2)
+    if bias is None:
+        return torch.bmm(q_tile, k_t)
+    return torch.baddbmm(bias.expand(q_tile.shape[0], *bias.shape), q_tile, k_t)
+
+
+def forward(
+    device: Device, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask, scale: float, lse_grad: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    wide = lse_dtype(q.dtype)
+    batch, heads, q_len, _ = q.shape
+    group = heads // k.shape[1]
+    known = mask.layout(q_len, k.shape[2])
+    plan = known.plan(known.finest_block)
+    out = torch.empty((batch, heads, q_len, v.shape[3]), dtype=q.dtype, device=q.device)
+    lse = torch.empty((batch, heads, q_len), dtype=wide, device=q.device)
+    q_wide, k_wide, v_wide = q.to(wide), k.to(wide), v.to(wide)
+    cutter = _Cutter(plan, known, group if plan.heads == 1 else 1, q_wide)
+    for work in _work(plan, known, batch, heads, group):
+        q_tile = _grouped(q_wide, work) * scale
+        acc: torch.Tensor | None = None
+        sums = torch.empty(0)
+        for piece in cutter.pieces(work):
+            scores = _scores(q_tile, _pick(k_wide, work, piece.keys), piece.bias)
+            p = torch.softmax(scores, dim=-1)
+            part = torch.bmm(p, _pick(v_wide, work, piece.keys))
+            # The largest probability is exp(largest score - lse): two maxima instead of another exponential pass.
+            part_sums = scores.amax(dim=-1, keepdim=True) - p.amax(dim=-1, keepdim=True).log_()
+            if piece.nothing is not None:
+                part.masked_fill_(piece.nothing, 0.0)
+                part_sums.masked_fill_(piece.nothing, -math.inf)
+            if acc is None:
+                acc, sums = part, part_sums
+                continue
+            both = torch.logaddexp(sums, part_sums)
+            safe = both.masked_fill(both == -math.inf, 0.0)
+            acc = acc.mul_((sums - safe).exp_()).add_(part.mul_((part_sums - safe).exp_()))
+            sums = both
+        if acc is None:
+            out[work.batch, work.heads, work.queries] = 0.0
+            lse[work.batch, work.heads, work.queries] = -math.inf
+            continue
+        shape = (-1, work.heads.stop - work.heads.start, work.queries.stop - work.queries.start)
+        out[work.batch, work.heads, work.queries] = acc.reshape(*shape, v.shape[3])
+        lse[work.batch, work.heads, work.queries] = sums.reshape(shape)
+    return out, lse
+
+
+def backward(
+    device: Device,
+    dout: torch.Tensor,
+    dlse: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    mask: Mask,
+    scale: float,
+    lse_grad: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    wide = lse.dtype
+    batch, heads, q_len, _ = q.shape
+    group = heads // k.shape[1]
+    known = mask.layout(q_len, k.shape[2])
+    plan = known.plan(known.finest_block)
+    q_wide, k_wide, v_wide, dout_wide = q.to(wide), k.to(wide), v.to(wide), dout.to(wide)
+    delta = (out.to(wide) * dout_wide).sum(dim=-1)
+    if lse_grad:
+        delta = delta - dlse
+    # exp(score - inf) is 0: a query that attends to nothing gives nothing, instead of NaN.
+    lse_safe = lse.masked_fill(lse == -math.inf, math.inf)
+    dq, dk, dv = (torch.zeros(x.shape, dtype=wide, device=x.device) for x in (q, k, v))
+    cutter = _Cutter(plan, known, group if plan.heads == 1 else 1, q_wide)
+    for work in _work(plan, known, batch, heads, group):
+        q_tile, dout_tile = _grouped(q_wide, work) * scale, _grouped(dout_wide, work)
+        lse_tile, delta_tile = _grouped(lse_safe, work).unsqueeze(-1), _grouped(delta, work).unsqueeze(-1)
+        dq_tile = torch.zeros_like(q_tile)
+        for piece in cutter.pieces(work):
+            k_piece, v_piece = _pick(k_wide, work, piece.keys), _pick(v_wide, work, piece.keys)
+            p = _scores(q_tile, k_piece, piece.bias).sub_(lse_tile).exp_()
+            if piece.nothing is not None:
+                p.masked_fill_(piece.nothing, 0.0)
+            _add(dv, work, piece.keys, torch.bmm(p.transpose(1, 2), dout_tile))
+            ds = torch.bmm(dout_tile, v_piece.transpose(1, 2)).sub_(delta_tile).mul_(p)
+            dq_tile.baddbmm_(ds, k_piece)
+            _add(dk, work, piece.keys, torch.bmm(ds.transpose(1, 2), q_tile))
+        shape = (-1, work.heads.stop - work.heads.start, work.queries.stop - work.queries.start, q.shape[3])
+        dq[work.batch, work.heads, work.queries] = dq_tile.mul_(scale).reshape(shape)
+    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+
+
+def _add(total: torch.Tensor, work: _Work, keys: slice | torch.Tensor, part: torch.Tensor) -> None:
+    own = total[work.batch, work.kv_heads]
+    part = part.reshape(*own.shape[:2], *part.shape[1:])
+    if isinstance(keys, slice):
+        own[:, :, keys] += part
+    else:
+        own.index_add_(2, keys, part)

@@ -1,0 +1,517 @@
+"""Attention in Triton, one source for NVIDIA, AMD and Intel: dense and block-sparse, forward and backward.
+
+A program owns a tile of queries (forward, dq) or of keys (dk, dv) and walks over the tiles its mask names: a
+span of full tiles, other full tiles, and partial ones, where it compares keys with the intervals of each query.
+What the mask leaves out is never read. Every sum is kept in float32 and owned by one program, so nothing is
+added atomically and the backward gives the same bits each time.
+
+Shapes: B batch, H query heads, G key heads, M queries, N keys, D head dimension, E value head dimension.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import triton
+import triton.language as tl
+
+from kernel_pytorch.hardware_abstraction.device import Device
+from kernel_pytorch.ops.attention.definition import lse_dtype
+from kernel_pytorch.masks.layout import Plan, Walk
+
+if TYPE_CHECKING:
+    from kernel_pytorch.masks import Mask
+
+_LOG2_E = math.log2(math.e)
+
+
+@dataclass(frozen=True)
+class Tile:
+    """How a kernel is cut: numbers that change the speed and never the result."""
+
+    queries: int
+    keys: int
+    warps: int
+    stages: int
+
+
+def tiles(dim: int, itemsize: int, device: Device) -> tuple[Tile, Tile, Tile]:
+    """The cuts of the forward, of dq, and of dk and dv, for the wider of the two head dimensions."""
+    wide = triton.next_power_of_2(dim)
+    if itemsize == 4:  # no matrix unit multiplies float32 exactly: small tiles, or the registers spill
+        small = Tile(32, 32, 4, 1) if wide > 64 else Tile(64, 32, 4, 1)
+        return small, small, Tile(32, 32, 4, 1) if wide > 64 else Tile(32, 64, 4, 1)
+    if wide > 128:
+        return Tile(64, 32, 4, 2), Tile(64, 32, 8, 1), Tile(32, 64, 8, 1)
+    if "wgmma" in device.matrix_units or "tcgen05" in device.matrix_units:
+        if wide > 64:
+            return Tile(128, 64, 8, 3), Tile(128, 64, 8, 2), Tile(64, 128, 8, 2)
+        return Tile(128, 64, 4, 3), Tile(128, 64, 8, 3), Tile(64, 128, 8, 3)
+    if device.backend == "amd" and "mfma" not in device.matrix_units:
+        return Tile(64, 32, 4, 1), Tile(64, 32, 4, 1), Tile(32, 64, 4, 1)
+    return Tile(128, 32, 4, 2), Tile(64, 32, 4, 1), Tile(32, 64, 4, 1)
+
+
+@triton.jit
+def _allowed(first_M, last_M, slot, slot_end, slot_stride, m, m_inside, n, KEYS_FIRST: tl.constexpr):
+    """Whether key n is in one of query m's intervals; (queries, keys), or (keys, queries) where KEYS_FIRST."""
+    if KEYS_FIRST:
+        allowed = (n[:, None] < 0) & (m[None, :] < 0)
+    else:
+        allowed = (m[:, None] < 0) & (n[None, :] < 0)
+    for s in range(slot, slot_end):
+        first = tl.load(first_M + s * slot_stride + m, mask=m_inside, other=0)
+        last = tl.load(last_M + s * slot_stride + m, mask=m_inside, other=0)
+        if KEYS_FIRST:
+            allowed = allowed | ((n[:, None] >= first[None, :]) & (n[:, None] < last[None, :]))
+        else:
+            allowed = allowed | ((n[None, :] >= first[:, None]) & (n[None, :] < last[:, None]))
+    return allowed
+
+
+@triton.jit
+def _load_rows(base, stride, rows, inside, columns, DIM: tl.constexpr, CHECK: tl.constexpr):
+    """Rows of a matrix as (rows, columns): past the end of the head dimension, and of the rows where CHECK, zeros."""
+    pointers = base + rows[:, None] * stride + columns[None, :]
+    if CHECK:
+        return tl.load(pointers, mask=inside[:, None] & (columns < DIM)[None, :], other=0.0)
+    if columns.shape[0] != DIM:
+        return tl.load(pointers, mask=(columns < DIM)[None, :], other=0.0)
+    return tl.load(pointers)
+
+
+@triton.jit
+def _dot(a, b, PRECISE: tl.constexpr):
+    """A product in float32; PRECISE keeps matrix units from rounding float32 operands."""
+    if PRECISE:
+        return tl.dot(a, b, input_precision="ieee")
+    return tl.dot(a, b)
+
+
+@triton.jit
+def _forward_step(
+    acc,
+    top,
+    total,
+    q,
+    k_ND,
+    v_NE,
+    k_stride,
+    v_stride,
+    start,
+    kv_len,
+    scale,
+    first_M,
+    last_M,
+    slot,
+    slot_end,
+    slot_stride,
+    m,
+    m_inside,
+    MASKED: tl.constexpr,
+    D: tl.constexpr,
+    E: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    PRECISE: tl.constexpr,
+):
+    n = start + tl.arange(0, BLOCK_N)
+    inside = n < kv_len
+    k = _load_rows(k_ND, k_stride, n, inside, tl.arange(0, BLOCK_D), D, MASKED)
+    scores = _dot(q, tl.trans(k), PRECISE) * scale
+    if MASKED:
+        allowed = _allowed(first_M, last_M, slot, slot_end, slot_stride, m, m_inside, n, False)
+        scores = tl.where(allowed, scores, -float("inf"))
+    new_top = tl.maximum(top, tl.max(scores, axis=1))
+    if MASKED:
+        # A query that has met no key yet has no maximum; zero keeps the exponentials zero instead of NaN.
+        base = tl.where(new_top == -float("inf"), 0.0, new_top)
+    else:
+        base = new_top
+    p = tl.exp2(scores - base[:, None])
+    shrink = tl.exp2(top - base)
+    v = _load_rows(v_NE, v_stride, n, inside, tl.arange(0, BLOCK_E), E, MASKED)
+    acc = acc * shrink[:, None] + _dot(p.to(v.dtype), v, PRECISE)
+    total = total * shrink + tl.sum(p, axis=1)
+    return acc, new_top, total
+
+
+@triton.jit
+def _forward(
+    q_BHMD,
+    k_BGND,
+    v_BGNE,
+    out_BHME,
+    lse_BHM,
+    first_DSM,
+    last_DSM,
+    span,
+    full_offsets,
+    full,
+    partial_offsets,
+    partial,
+    slots,
+    heads,
+    group,
+    q_len,
+    kv_len,
+    scale,
+    q_b,
+    q_h,
+    q_m,
+    k_b,
+    k_h,
+    k_n,
+    v_b,
+    v_h,
+    v_n,
+    mask_b,
+    mask_h,
+    first_b,
+    D: tl.constexpr,
+    E: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    TILE: tl.constexpr,
+    PRECISE: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    # Later queries of a causal mask have more keys: the longest work first.
+    tile_m = tl.num_programs(0) - 1 - tl.program_id(0)
+    b = (tl.program_id(1) // heads).to(tl.int64)
+    h = (tl.program_id(1) % heads).to(tl.int64)
+    m = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
+    m_inside = m < q_len
+    k_ND = k_BGND + b * k_b + (h // group) * k_h
+    v_NE = v_BGNE + b * v_b + (h // group) * v_h
+    q = _load_rows(q_BHMD + b * q_b + h * q_h, q_m, m, m_inside, tl.arange(0, BLOCK_D), D, True)
+    first_M = first_DSM + b * first_b
+    last_M = last_DSM + b * first_b
+
+    acc = tl.zeros((BLOCK_M, BLOCK_E), dtype=tl.float32)
+    top = tl.full((BLOCK_M,), -float("inf"), dtype=tl.float32)
+    total = tl.zeros((BLOCK_M,), dtype=tl.float32)
+    SUB: tl.constexpr = TILE // BLOCK_N
+    row = b * mask_b + h * mask_h + tile_m * BLOCK_M // TILE
+    for index in tl.range(tl.load(span + 2 * row) * SUB, tl.load(span + 2 * row + 1) * SUB, num_stages=STAGES):
+        acc, top, total = _forward_step(
+            acc, top, total, q, k_ND, v_NE, k_n, v_n, index * BLOCK_N, kv_len, scale,
+            first_M, last_M, 0, 0, q_len, m, m_inside, False, D, E, BLOCK_D, BLOCK_E, BLOCK_N, PRECISE,
+        )  # fmt: skip
+    listed = tl.load(full_offsets + row)
+    for index in tl.range(0, (tl.load(full_offsets + row + 1) - listed) * SUB, num_stages=STAGES):
+        start = tl.load(full + listed + index // SUB) * TILE + (index % SUB) * BLOCK_N
+        acc, top, total = _forward_step(
+            acc, top, total, q, k_ND, v_NE, k_n, v_n, start, kv_len, scale,
+            first_M, last_M, 0, 0, q_len, m, m_inside, False, D, E, BLOCK_D, BLOCK_E, BLOCK_N, PRECISE,
+        )  # fmt: skip
+    listed = tl.load(partial_offsets + row)
+    for index in tl.range(0, (tl.load(partial_offsets + row + 1) - listed) * SUB, num_stages=STAGES):
+        at = listed + index // SUB
+        start = tl.load(partial + at) * TILE + (index % SUB) * BLOCK_N
+        acc, top, total = _forward_step(
+            acc, top, total, q, k_ND, v_NE, k_n, v_n, start, kv_len, scale,
+            first_M, last_M, tl.load(slots + 2 * at), tl.load(slots + 2 * at + 1), q_len, m, m_inside,
+            True, D, E, BLOCK_D, BLOCK_E, BLOCK_N, PRECISE,
+        )  # fmt: skip
+
+    nothing = total == 0.0
+    out = acc / tl.where(nothing, 1.0, total)[:, None]
+    lse = tl.where(nothing, -float("inf"), (top + tl.log2(tl.where(nothing, 1.0, total))) / 1.4426950408889634)
+    row_out = (b * heads + h) * q_len + m
+    e = tl.arange(0, BLOCK_E)
+    tl.store(
+        out_BHME + row_out[:, None] * E + e[None, :],
+        out.to(out_BHME.dtype.element_ty),
+        mask=m_inside[:, None] & (e < E)[None, :],
+    )
+    tl.store(lse_BHM + row_out, lse, mask=m_inside)
+
+
+@triton.jit
+def _delta(
+    out_BHME, dout_BHME, dlse_BHM, delta_BHM, heads, q_len, dout_b, dout_h, dout_m, dlse_b, dlse_h, dlse_m,
+    HAS_DLSE: tl.constexpr, E: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    """What each query's softmax takes from every score gradient: sum(out * dout) - dlse."""
+    m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    b = (tl.program_id(1) // heads).to(tl.int64)
+    h = (tl.program_id(1) % heads).to(tl.int64)
+    inside = m < q_len
+    row = (b * heads + h) * q_len + m
+    e = tl.arange(0, BLOCK_E)
+    out = _load_rows(out_BHME, E, row, inside, e, E, True).to(tl.float32)
+    dout = _load_rows(dout_BHME + b * dout_b + h * dout_h, dout_m, m, inside, e, E, True).to(tl.float32)
+    delta = tl.sum(out * dout, axis=1)
+    if HAS_DLSE:
+        delta -= tl.load(dlse_BHM + b * dlse_b + h * dlse_h + m * dlse_m, mask=inside, other=0.0)
+    tl.store(delta_BHM + row, delta, mask=inside)
+
+
+@triton.jit
+def _dq_step(
+    dq, q, dout, lse, delta, k_ND, v_NE, k_stride, v_stride, start, kv_len, scale,
+    first_M, last_M, slot, slot_end, slot_stride, m, m_inside, MASKED: tl.constexpr, D: tl.constexpr,
+    E: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_N: tl.constexpr, PRECISE: tl.constexpr,
+):  # fmt: skip
+    n = start + tl.arange(0, BLOCK_N)
+    inside = n < kv_len
+    k = _load_rows(k_ND, k_stride, n, inside, tl.arange(0, BLOCK_D), D, MASKED)
+    v = _load_rows(v_NE, v_stride, n, inside, tl.arange(0, BLOCK_E), E, MASKED)
+    p = tl.exp2(_dot(q, tl.trans(k), PRECISE) * scale - lse[:, None])
+    if MASKED:
+        allowed = _allowed(first_M, last_M, slot, slot_end, slot_stride, m, m_inside, n, False)
+        p = tl.where(allowed, p, 0.0)
+    ds = p * (_dot(dout, tl.trans(v), PRECISE) - delta[:, None])
+    return dq + _dot(ds.to(k.dtype), k, PRECISE)
+
+
+@triton.jit
+def _dq(
+    q_BHMD, k_BGND, v_BGNE, dout_BHME, lse_BHM, delta_BHM, dq_BHMD, first_DSM, last_DSM,
+    span, full_offsets, full, partial_offsets, partial, slots,
+    heads, group, q_len, kv_len, scale, scale_log2,
+    q_b, q_h, q_m, k_b, k_h, k_n, v_b, v_h, v_n, dout_b, dout_h, dout_m, mask_b, mask_h, first_b,
+    D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, TILE: tl.constexpr, PRECISE: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    tile_m = tl.num_programs(0) - 1 - tl.program_id(0)
+    b = (tl.program_id(1) // heads).to(tl.int64)
+    h = (tl.program_id(1) % heads).to(tl.int64)
+    m = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
+    m_inside = m < q_len
+    k_ND = k_BGND + b * k_b + (h // group) * k_h
+    v_NE = v_BGNE + b * v_b + (h // group) * v_h
+    d, e = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_E)
+    q = _load_rows(q_BHMD + b * q_b + h * q_h, q_m, m, m_inside, d, D, True)
+    dout = _load_rows(dout_BHME + b * dout_b + h * dout_h, dout_m, m, m_inside, e, E, True)
+    row_out = (b * heads + h) * q_len + m
+    lse = tl.load(lse_BHM + row_out, mask=m_inside, other=float("inf"))
+    # Where a query attends to nothing its lse is -inf; +inf makes every probability zero instead of NaN.
+    lse = tl.where(lse == -float("inf"), float("inf"), lse * 1.4426950408889634)
+    delta = tl.load(delta_BHM + row_out, mask=m_inside, other=0.0)
+    first_M = first_DSM + b * first_b
+    last_M = last_DSM + b * first_b
+    dq = tl.zeros((BLOCK_M, BLOCK_D), dtype=tl.float32)
+    SUB: tl.constexpr = TILE // BLOCK_N
+    row = b * mask_b + h * mask_h + tile_m * BLOCK_M // TILE
+    for index in tl.range(tl.load(span + 2 * row) * SUB, tl.load(span + 2 * row + 1) * SUB, num_stages=STAGES):
+        dq = _dq_step(
+            dq, q, dout, lse, delta, k_ND, v_NE, k_n, v_n, index * BLOCK_N, kv_len, scale_log2,
+            first_M, last_M, 0, 0, q_len, m, m_inside, False, D, E, BLOCK_D, BLOCK_E, BLOCK_N, PRECISE,
+        )  # fmt: skip
+    listed = tl.load(full_offsets + row)
+    for index in tl.range(0, (tl.load(full_offsets + row + 1) - listed) * SUB, num_stages=STAGES):
+        start = tl.load(full + listed + index // SUB) * TILE + (index % SUB) * BLOCK_N
+        dq = _dq_step(
+            dq, q, dout, lse, delta, k_ND, v_NE, k_n, v_n, start, kv_len, scale_log2,
+            first_M, last_M, 0, 0, q_len, m, m_inside, False, D, E, BLOCK_D, BLOCK_E, BLOCK_N, PRECISE,
+        )  # fmt: skip
+    listed = tl.load(partial_offsets + row)
+    for index in tl.range(0, (tl.load(partial_offsets + row + 1) - listed) * SUB, num_stages=STAGES):
+        at = listed + index // SUB
+        start = tl.load(partial + at) * TILE + (index % SUB) * BLOCK_N
+        dq = _dq_step(
+            dq, q, dout, lse, delta, k_ND, v_NE, k_n, v_n, start, kv_len, scale_log2,
+            first_M, last_M, tl.load(slots + 2 * at), tl.load(slots + 2 * at + 1), q_len, m, m_inside,
+            True, D, E, BLOCK_D, BLOCK_E, BLOCK_N, PRECISE,
+        )  # fmt: skip
+    tl.store(
+        dq_BHMD + row_out[:, None] * D + d[None, :],
+        (dq * scale).to(dq_BHMD.dtype.element_ty),
+        mask=m_inside[:, None] & (d < D)[None, :],
+    )
+
+
+@triton.jit
+def _dkdv_step(
+    dk, dv, k, v, q_MD, dout_ME, lse_M, delta_M, q_stride, dout_stride, start, q_len, scale,
+    first_M, last_M, slot, slot_end, slot_stride, n, MASKED: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, PRECISE: tl.constexpr,
+):  # fmt: skip
+    m = start + tl.arange(0, BLOCK_M)
+    inside = m < q_len
+    q = _load_rows(q_MD, q_stride, m, inside, tl.arange(0, BLOCK_D), D, True)
+    lse = tl.load(lse_M + m, mask=inside, other=float("inf"))
+    lse = tl.where(lse == -float("inf"), float("inf"), lse * 1.4426950408889634)
+    p = tl.exp2(_dot(k, tl.trans(q), PRECISE) * scale - lse[None, :])
+    if MASKED:
+        allowed = _allowed(first_M, last_M, slot, slot_end, slot_stride, m, inside, n, True)
+        p = tl.where(allowed, p, 0.0)
+    dout = _load_rows(dout_ME, dout_stride, m, inside, tl.arange(0, BLOCK_E), E, True)
+    dv += _dot(p.to(dout.dtype), dout, PRECISE)
+    delta = tl.load(delta_M + m, mask=inside, other=0.0)
+    ds = p * (_dot(v, tl.trans(dout), PRECISE) - delta[None, :])
+    dk += _dot(ds.to(q.dtype), q, PRECISE)
+    return dk, dv
+
+
+@triton.jit
+def _dkdv(
+    q_BHMD, k_BGND, v_BGNE, dout_BHME, lse_BHM, delta_BHM, dk_BGND, dv_BGNE, first_DSM, last_DSM,
+    span, full_offsets, full, partial_offsets, partial, slots,
+    heads, group, q_len, kv_len, scale, scale_log2,
+    q_b, q_h, q_m, k_b, k_h, k_n, v_b, v_h, v_n, dout_b, dout_h, dout_m, mask_b, mask_h, first_b,
+    D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, TILE: tl.constexpr, PRECISE: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    kv_heads = heads // group
+    tile_n = tl.program_id(0)
+    b = (tl.program_id(1) // kv_heads).to(tl.int64)
+    g = (tl.program_id(1) % kv_heads).to(tl.int64)
+    n = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    n_inside = n < kv_len
+    d, e = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_E)
+    k = _load_rows(k_BGND + b * k_b + g * k_h, k_n, n, n_inside, d, D, True)
+    v = _load_rows(v_BGNE + b * v_b + g * v_h, v_n, n, n_inside, e, E, True)
+    dk = tl.zeros((BLOCK_N, BLOCK_D), dtype=tl.float32)
+    dv = tl.zeros((BLOCK_N, BLOCK_E), dtype=tl.float32)
+    first_M = first_DSM + b * first_b
+    last_M = last_DSM + b * first_b
+    SUB: tl.constexpr = TILE // BLOCK_M
+    # The query heads of a group add to the same keys: one program takes them in turn.
+    for member in range(0, group):
+        h = g * group + member
+        q_MD = q_BHMD + b * q_b + h * q_h
+        dout_ME = dout_BHME + b * dout_b + h * dout_h
+        lse_M = lse_BHM + (b * heads + h) * q_len
+        delta_M = delta_BHM + (b * heads + h) * q_len
+        row = b * mask_b + h * mask_h + tile_n * BLOCK_N // TILE
+        for index in tl.range(tl.load(span + 2 * row) * SUB, tl.load(span + 2 * row + 1) * SUB, num_stages=STAGES):
+            dk, dv = _dkdv_step(
+                dk, dv, k, v, q_MD, dout_ME, lse_M, delta_M, q_m, dout_m, index * BLOCK_M, q_len, scale_log2,
+                first_M, last_M, 0, 0, q_len, n, False, D, E, BLOCK_D, BLOCK_E, BLOCK_M, PRECISE,
+            )  # fmt: skip
+        listed = tl.load(full_offsets + row)
+        for index in tl.range(0, (tl.load(full_offsets + row + 1) - listed) * SUB, num_stages=STAGES):
+            start = tl.load(full + listed + index // SUB) * TILE + (index % SUB) * BLOCK_M
+            dk, dv = _dkdv_step(
+                dk, dv, k, v, q_MD, dout_ME, lse_M, delta_M, q_m, dout_m, start, q_len, scale_log2,
+                first_M, last_M, 0, 0, q_len, n, False, D, E, BLOCK_D, BLOCK_E, BLOCK_M, PRECISE,
+            )  # fmt: skip
+        listed = tl.load(partial_offsets + row)
+        for index in tl.range(0, (tl.load(partial_offsets + row + 1) - listed) * SUB, num_stages=STAGES):
+            at = listed + index // SUB
+            start = tl.load(partial + at) * TILE + (index % SUB) * BLOCK_M
+            dk, dv = _dkdv_step(
+                dk, dv, k, v, q_MD, dout_ME, lse_M, delta_M, q_m, dout_m, start, q_len, scale_log2,
+                first_M, last_M, tl.load(slots + 2 * at), tl.load(slots + 2 * at + 1), q_len, n,
+                True, D, E, BLOCK_D, BLOCK_E, BLOCK_M, PRECISE,
+            )  # fmt: skip
+    row_out = (b * kv_heads + g) * kv_len + n
+    tl.store(
+        dk_BGND + row_out[:, None] * D + d[None, :],
+        (dk * scale).to(dk_BGND.dtype.element_ty),
+        mask=n_inside[:, None] & (d < D)[None, :],
+    )
+    tl.store(
+        dv_BGNE + row_out[:, None] * E + e[None, :],
+        dv.to(dv_BGNE.dtype.element_ty),
+        mask=n_inside[:, None] & (e < E)[None, :],
+    )
+
+
+def _rows(x: torch.Tensor) -> torch.Tensor:
+    """x with adjacent numbers in each row, copied only where its strides do not give that."""
+    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+
+
+def _prepared(mask: Mask, q: torch.Tensor, k: torch.Tensor) -> Plan:
+    known = mask.layout(q.shape[2], k.shape[2])
+    return known.plan(known.finest_block, q.device)
+
+
+def _mask_arguments(plan: Plan, walk: Walk, rows: int) -> tuple[tuple[torch.Tensor, ...], tuple[int, int, int]]:
+    """The walk's tensors, and the strides from a batch entry and a head to their rows and intervals."""
+    mask_b = plan.heads * rows if plan.batch > 1 else 0
+    mask_h = rows if plan.heads > 1 else 0
+    first_b = plan.first.stride(0) if plan.first.shape[0] > 1 else 0
+    return (plan.first, plan.last, *walk.tensors()), (mask_b, mask_h, first_b)
+
+
+def _common(q: torch.Tensor, v: torch.Tensor, plan: Plan, tile: Tile) -> dict[str, Any]:
+    """The compile-time arguments; a mask of small blocks shrinks the tiles to fit."""
+    return {
+        "D": q.shape[3],
+        "E": v.shape[3],
+        "BLOCK_D": max(16, triton.next_power_of_2(q.shape[3])),
+        "BLOCK_E": max(16, triton.next_power_of_2(v.shape[3])),
+        "BLOCK_M": min(tile.queries, plan.tile),
+        "BLOCK_N": min(tile.keys, plan.tile),
+        "TILE": plan.tile,
+        "PRECISE": q.dtype == torch.float32,
+        "STAGES": tile.stages,
+        "num_warps": tile.warps,
+    }
+
+
+def forward(
+    device: Device, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask, scale: float, lse_grad: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    q, k, v = _rows(q), _rows(k), _rows(v)
+    batch, heads, q_len, _ = q.shape
+    kv_heads, kv_len = k.shape[1:3]
+    out = torch.empty((batch, heads, q_len, v.shape[3]), dtype=q.dtype, device=q.device)
+    lse = torch.empty((batch, heads, q_len), dtype=lse_dtype(q.dtype), device=q.device)
+    if out.numel() == 0:
+        return out, lse
+    if kv_len == 0:
+        return out.zero_(), lse.fill_(-math.inf)
+    plan = _prepared(mask, q, k)
+    tile = tiles(max(q.shape[3], v.shape[3]), q.element_size(), device)[0]
+    constants = _common(q, v, plan, tile)
+    tensors, strides = _mask_arguments(plan, plan.by_query, -(-q_len // plan.tile))
+    if scale < 0:  # the kernel's running maximum wants a positive scale
+        q, scale = -q, -scale
+    _forward[(triton.cdiv(q_len, constants["BLOCK_M"]), batch * heads)](
+        q, k, v, out, lse, *tensors, heads, heads // kv_heads, q_len, kv_len, scale * _LOG2_E,
+        *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *strides, **constants,
+    )  # fmt: skip
+    return out, lse
+
+
+def backward(
+    device: Device,
+    dout: torch.Tensor,
+    dlse: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    mask: Mask,
+    scale: float,
+    lse_grad: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    q, k, v, dout = _rows(q), _rows(k), _rows(v), _rows(dout)
+    batch, heads, q_len, _ = q.shape
+    kv_heads, kv_len = k.shape[1:3]
+    dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+    if q_len == 0 or kv_len == 0 or batch == 0:
+        return dq.zero_(), dk.zero_(), dv.zero_()
+    plan = _prepared(mask, q, k)
+    _, dq_tile, dkdv_tile = tiles(max(q.shape[3], v.shape[3]), q.element_size(), device)
+    delta = torch.empty_like(lse)
+    shared = _common(q, v, plan, dq_tile)
+    _delta[(triton.cdiv(q_len, 64), batch * heads)](
+        out.contiguous(), dout, dlse, delta, heads, q_len, *dout.stride()[:3], *dlse.stride(),
+        HAS_DLSE=lse_grad, E=shared["E"], BLOCK_E=shared["BLOCK_E"], BLOCK_M=64,
+    )  # fmt: skip
+    strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *dout.stride()[:3])
+    numbers = (heads, heads // kv_heads, q_len, kv_len, scale, scale * _LOG2_E)
+    tensors, mask_strides = _mask_arguments(plan, plan.by_query, -(-q_len // plan.tile))
+    _dq[(triton.cdiv(q_len, shared["BLOCK_M"]), batch * heads)](
+        q, k, v, dout, lse, delta, dq, *tensors, *numbers, *strides, *mask_strides, **shared
+    )
+    constants = _common(q, v, plan, dkdv_tile)
+    tensors, mask_strides = _mask_arguments(plan, plan.by_key, -(-kv_len // plan.tile))
+    _dkdv[(triton.cdiv(kv_len, constants["BLOCK_N"]), batch * kv_heads)](
+        q, k, v, dout, lse, delta, dk, dv, *tensors, *numbers, *strides, *mask_strides, **constants
+    )
+    return dq, dk, dv
