@@ -22,7 +22,7 @@ import torch
 from kernel_pytorch.masks import code as mask_code
 from kernel_pytorch.masks.code import Node
 
-__all__ = ["Layout", "Plan", "Walk", "layout"]
+__all__ = ["Layout", "Walk", "layout"]
 
 Array = np.ndarray[Any, Any]
 
@@ -43,7 +43,7 @@ class Walk:
     partial_offsets: torch.Tensor
     partial: torch.Tensor
     slots: torch.Tensor
-    """(partial tiles, 2): first and last (exclusive) slot whose intervals a partial tile compares with."""
+    """The first slot whose intervals a partial tile compares with; it compares with ``Layout.slots`` of them."""
 
     def tensors(self) -> tuple[torch.Tensor, ...]:
         return (self.span, self.full_offsets, self.full, self.partial_offsets, self.partial, self.slots)
@@ -52,20 +52,6 @@ class Walk:
     def tiles(self) -> int:
         """How many tiles are visited."""
         return int((self.span[:, 1] - self.span[:, 0]).sum()) + len(self.full) + len(self.partial)
-
-
-@dataclass(frozen=True)
-class Plan:
-    """A mask cut into tiles, on one device: what a kernel needs of it."""
-
-    tile: int
-    batch: int
-    heads: int
-    first: torch.Tensor
-    last: torch.Tensor
-    """(D, S, Q) int32: the intervals of keys."""
-    by_query: Walk
-    by_key: Walk
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,10 +63,10 @@ class Layout:
     kv_len: int
     first: Array
     last: Array
-    variants: tuple[tuple[int, int], ...]
-    """Slots of each combination of block-table entries, numbered with the first table as the lowest bit."""
+    slots: int
+    """Slots of each combination of block-table entries; combinations have the first table as the lowest bit."""
     tables: tuple[Node, ...]
-    _plans: dict[Any, Plan] = field(default_factory=dict)
+    _kept: dict[Any, Any] = field(default_factory=dict)
 
     @property
     def batch(self) -> int:
@@ -107,18 +93,15 @@ class Layout:
             return float((self.last - self.first).astype(np.int64).sum() / (pairs * self.first.shape[0]))
         attended = 0
         tile = self.finest_block
-        walk = self.plan(tile).by_query
-        for full, row_tile, key_tile, slots, rows in _visited(walk, self, tile):
-            queries = min(tile, self.q_len - row_tile * tile)
-            keys = min(tile, self.kv_len - key_tile * tile)
+        walk = self.walk(tile, tile)
+        for full, t, n, slot, batch in _visited(walk, self, tile):
+            queries = slice(t * tile, min(self.q_len, (t + 1) * tile))
+            low, high = n * tile, min(self.kv_len, (n + 1) * tile)
             if full:
-                attended += queries * keys
+                attended += (queries.stop - queries.start) * (high - low)
             else:
-                query = slice(row_tile * tile, row_tile * tile + queries)
-                low, high = key_tile * tile, key_tile * tile + keys
-                batch = rows if self.first.shape[0] > 1 else 0
-                first = self.first[batch, slots[0] : slots[1], query].clip(low, high)
-                last = self.last[batch, slots[0] : slots[1], query].clip(low, high)
+                own = (batch if self.first.shape[0] > 1 else 0, slice(slot, slot + self.slots), queries)
+                first, last = self.first[own].clip(low, high), self.last[own].clip(low, high)
                 attended += int((last - first).clip(0).sum())
         return attended / (pairs * self.batch * self.heads)
 
@@ -128,42 +111,46 @@ class Layout:
             rows = zip(self.first[0, :, query].tolist(), self.last[0, :, query].tolist(), strict=True)
             return [(first, last) for first, last in rows if last > first]
         tile = self.finest_block
-        walk, row = self.plan(tile).by_query, query // tile
-        found = [tuple(n * tile for n in walk.span[row].tolist())]
+        walk, row = self.walk(tile, tile), query // tile
         full = walk.full[walk.full_offsets[row] : walk.full_offsets[row + 1]].tolist()
+        found = [(walk.span[row, 0].item() * tile, walk.span[row, 1].item() * tile)]
         found += [(n * tile, (n + 1) * tile) for n in full]
         for at in range(int(walk.partial_offsets[row]), int(walk.partial_offsets[row + 1])):
             low, high = int(walk.partial[at]) * tile, (int(walk.partial[at]) + 1) * tile
-            for slot in range(*walk.slots[at].tolist()):
+            for slot in range(int(walk.slots[at]), int(walk.slots[at]) + self.slots):
                 first, last = int(self.first[0, slot, query]), int(self.last[0, slot, query])
                 found.append((max(low, first), min(high, last)))
-        return [(first, min(last, self.kv_len)) for first, last in found if last > first]
+        return [(int(first), int(min(last, self.kv_len))) for first, last in found if last > first]
 
-    def plan(self, tile: int, device: torch.device | str = "cpu") -> Plan:
-        """The tiles for kernels that walk tiles of this size; kept for the next call."""
-        if self.finest_block % tile and self.tables:
-            raise ValueError(f"tile={tile}: it must divide the tables' blocks, so divide {self.finest_block}")
-        key = (tile, str(device))
-        found = self._plans.get(key)
-        if found is None:
-            found = _plan(self, tile) if str(device) == "cpu" else _move(self.plan(tile), device)
-            self._plans[key] = found
+    def intervals(self, device: torch.device | str = "cpu") -> tuple[torch.Tensor, torch.Tensor]:
+        """The intervals (first, last) of shape (D, S, Q) on a device; kept for the next call."""
+        key = ("intervals", str(device))
+        if key not in self._kept:
+            self._kept[key] = tuple(torch.from_numpy(part).to(device) for part in (self.first, self.last))
+        found: tuple[torch.Tensor, torch.Tensor] = self._kept[key]
         return found
 
+    def walk(self, queries: int, keys: int, *, by_key: bool = False, device: torch.device | str = "cpu") -> Walk:
+        """The tiles of queries x keys that a kernel visits, for each tile of queries, or of keys where ``by_key``.
 
-def _move(plan: Plan, device: torch.device | str) -> Plan:
-    def walk(walk: Walk) -> Walk:
-        return Walk(*(tensor.to(device) for tensor in walk.tensors()))
-
-    return Plan(
-        plan.tile,
-        plan.batch,
-        plan.heads,
-        plan.first.to(device),
-        plan.last.to(device),
-        walk(plan.by_query),
-        walk(plan.by_key),
-    )
+        Kept for the next call. Tiles must divide the blocks of the mask's tables, where it has any.
+        """
+        key = (queries, keys, by_key, str(device))
+        if key in self._kept:
+            kept: Walk = self._kept[key]
+            return kept
+        if str(device) != "cpu":
+            there = self.walk(queries, keys, by_key=by_key)
+            found = Walk(*(tensor.to(device) for tensor in there.tensors()))
+        else:
+            for name, tile in (("queries", queries), ("keys", keys)):
+                if self.tables and self.finest_block % tile:
+                    raise ValueError(
+                        f"{name}={tile}: it must divide the blocks of the tables, so {self.finest_block}"
+                    )
+            found = _walk_of(self, queries, keys, by_key)
+        self._kept[key] = found
+        return found
 
 
 @lru_cache(maxsize=64)
@@ -186,17 +173,18 @@ def layout(node: Node, q_len: int, kv_len: int) -> Layout:
         constants = {id(table): bool(number >> bit & 1) for bit, table in enumerate(tables)}
         sets.append(_all_intervals(node, q_len, kv_len, constants))
     batch = max(first.shape[0] for first, _ in sets)
-    sizes = [first.shape[1] for first, _ in sets]
-    ends = np.cumsum(sizes).tolist()
+    slots = max(first.shape[1] for first, _ in sets)
 
     def stacked(which: int) -> Array:
         if len(sets) == 1:
             return sets[0][which]
-        parts = [np.broadcast_to(pair[which], (batch, *pair[which].shape[1:])) for pair in sets]
-        return np.concatenate(parts, axis=1)
+        # Every combination gets as many slots as the longest: what is added is empty.
+        every = np.zeros((batch, len(sets) * slots, q_len), dtype=np.int32)
+        for number, pair in enumerate(sets):
+            every[:, number * slots : number * slots + pair[which].shape[1]] = pair[which]
+        return every
 
-    variants = tuple((end - size, end) for end, size in zip(ends, sizes, strict=True))
-    found = Layout(node, q_len, kv_len, stacked(0), stacked(1), variants, tables)
+    found = Layout(node, q_len, kv_len, stacked(0), stacked(1), slots, tables)
     batches = {n for n in (found.first.shape[0], *(table.numbers[0] for table in tables)) if n != 1}
     heads = {table.numbers[1] for table in tables} - {1}
     if len(batches) > 1 or len(heads) > 1:
@@ -343,11 +331,10 @@ class _Spans:
     all_last: Array
 
 
-def _spans(first: Array, last: Array, tile: int) -> _Spans:
+def _spans(first: Array, last: Array, queries: int, tile: int) -> _Spans:
     """Spans of (D, S, T); the may-spans of a row are disjoint, each tile belonging to the first that has it."""
-    queries = first.shape[-1]
-    tiles = -(-queries // tile)
-    starts = np.arange(tiles) * tile
+    tiles = -(-first.shape[-1] // queries)
+    starts = np.arange(tiles) * queries
     empty = last <= first
 
     def reduced(function: Any, values: Array) -> Array:
@@ -378,23 +365,20 @@ def _expand(first: Array, last: Array) -> tuple[Array, Array]:
     return owner, first[owner].astype(np.int64) + inside
 
 
-def _plan(known: Layout, tile: int) -> Plan:
-    rows, columns = -(-known.q_len // tile), -(-known.kv_len // tile)
+def _walk_of(known: Layout, queries: int, keys: int, by_key: bool) -> Walk:
+    rows, columns = -(-known.q_len // queries), -(-known.kv_len // keys)
+    entries = known.batch * known.heads
     if known.tables:
-        row, column, partial, slots = _tiles_with_tables(known, tile, rows)
-        span = np.zeros((known.batch * known.heads * rows, 2), dtype=np.int64)
+        row, column, partial, variant = _tiles_with_tables(known, queries, keys)
+        span = np.zeros((entries * rows, 2), dtype=np.int64)
     else:
-        spans = _spans(known.first, known.last, tile)
-        span, row, column, partial = _tiles_of_spans(spans, rows)
-        slots = np.full(len(row), 0)
-    heads_batch = known.batch * known.heads
-    by_query = _walk(span, row, column, partial, slots, known.variants, heads_batch * rows)
-    span_t, row_t, column_t, partial_t, slots_t = _transposed(
-        span, row, column, partial, slots, heads_batch, rows, columns
-    )
-    by_key = _walk(span_t, row_t, column_t, partial_t, slots_t, known.variants, heads_batch * columns)
-    first, last = torch.from_numpy(known.first), torch.from_numpy(known.last)
-    return Plan(tile, known.batch, known.heads, first, last, by_query, by_key)
+        span, row, column, partial = _tiles_of_spans(_spans(known.first, known.last, queries, keys), rows)
+        variant = np.zeros(len(row), dtype=np.int64)
+    if by_key:
+        span, row, column, partial, variant = _transposed(
+            span, row, column, partial, variant, entries, rows, columns
+        )
+    return _sorted_walk(span, row, column, partial, variant * known.slots, len(span))
 
 
 def _tiles_of_spans(spans: _Spans, rows: int) -> tuple[Array, Array, Array, Array]:
@@ -421,21 +405,21 @@ def _tiles_of_spans(spans: _Spans, rows: int) -> tuple[Array, Array, Array, Arra
     return span.astype(np.int64), row, column, partial
 
 
-def _tiles_with_tables(known: Layout, tile: int, rows: int) -> tuple[Array, Array, Array, Array]:
+def _tiles_with_tables(known: Layout, queries: int, keys: int) -> tuple[Array, Array, Array, Array]:
     """Tiles as (row, column, is it partial, variant), where block tables take part."""
-    columns = -(-known.kv_len // tile)
+    rows, columns = -(-known.q_len // queries), -(-known.kv_len // keys)
     width = columns + 1
-    keys = []
+    held = []
     for table in known.tables:
         batch, heads, table_rows, _, block = table.numbers[:5]
         counts = np.array(table.numbers[5 : 5 + batch * heads * table_rows], dtype=np.int64)
         kept = np.array(table.numbers[5 + batch * heads * table_rows :], dtype=np.int64)
         owner = np.repeat(np.arange(len(counts)), counts)
-        fine = block // tile
-        row_in, column_in = np.divmod(np.arange(fine * fine), fine)
-        t = ((owner % table_rows)[:, None] * fine + row_in).reshape(-1)
-        n = (kept[:, None] * fine + column_in).reshape(-1)
-        b, h = np.divmod(np.repeat(owner // table_rows, fine * fine), heads)
+        tall, wide = block // queries, block // keys  # tiles of a block
+        row_in, column_in = np.divmod(np.arange(tall * wide), wide)
+        t = ((owner % table_rows)[:, None] * tall + row_in).reshape(-1)
+        n = (kept[:, None] * wide + column_in).reshape(-1)
+        b, h = np.divmod(np.repeat(owner // table_rows, tall * wide), heads)
         inside = (t < rows) & (n < columns)
         t, n, b, h = t[inside], n[inside], b[inside], h[inside]
         repeated = []
@@ -444,11 +428,12 @@ def _tiles_with_tables(known: Layout, tile: int, rows: int) -> tuple[Array, Arra
                 entry = b if batch_entry is None else np.full_like(b, batch_entry)
                 which = h if head is None else np.full_like(h, head)
                 repeated.append(((entry * known.heads + which) * rows + t) * width + n)
-        keys.append(np.sort(np.concatenate(repeated)))
-    spans = [_spans(known.first[:, a:b], known.last[:, a:b], tile) for a, b in known.variants]
-    in_tables = np.unique(np.concatenate(keys))
+        held.append(np.sort(np.concatenate(repeated)))
+    sets = [slice(n * known.slots, (n + 1) * known.slots) for n in range(1 << len(known.tables))]
+    spans = [_spans(known.first[:, own], known.last[:, own], queries, keys) for own in sets]
+    in_tables = np.unique(np.concatenate(held))
     number = sum(
-        np.isin(in_tables, key, assume_unique=True).astype(np.int64) << bit for bit, key in enumerate(keys)
+        np.isin(in_tables, key, assume_unique=True).astype(np.int64) << bit for bit, key in enumerate(held)
     )
     found = []
     for variant, span in enumerate(spans):
@@ -505,17 +490,9 @@ def _transposed(
     return span_t.reshape(-1, 2), entry * columns + column, row % max(rows, 1), partial, slots
 
 
-def _walk(
-    span: Array,
-    row: Array,
-    column: Array,
-    partial: Array,
-    variant: Array,
-    variants: tuple[tuple[int, int], ...],
-    rows: int,
-) -> Walk:
+def _sorted_walk(span: Array, row: Array, column: Array, partial: Array, slot: Array, rows: int) -> Walk:
     order = np.lexsort((column, row))
-    row, column, partial, variant = row[order], column[order], partial[order], variant[order]
+    row, column, partial, slot = row[order], column[order], partial[order], slot[order]
 
     def offsets(owner: Array) -> torch.Tensor:
         return torch.from_numpy(
@@ -525,27 +502,25 @@ def _walk(
     def numbers(values: Array) -> torch.Tensor:
         return torch.from_numpy(np.ascontiguousarray(values).astype(np.int32))
 
-    slots = np.array(variants)[variant[partial]].reshape(-1, 2)
     return Walk(
         span=numbers(span),
         full_offsets=offsets(row[~partial]),
         full=numbers(column[~partial]),
         partial_offsets=offsets(row[partial]),
         partial=numbers(column[partial]),
-        slots=numbers(slots),
+        slots=numbers(slot[partial]),
     )
 
 
-def _visited(walk: Walk, known: Layout, tile: int) -> Iterator[tuple[bool, int, int, tuple[int, int], int]]:
-    """Each visited tile: (is it full, tile of queries, tile of keys, its slots, batch entry)."""
+def _visited(walk: Walk, known: Layout, tile: int) -> Iterator[tuple[bool, int, int, int, int]]:
+    """Each visited tile: (is it full, tile of queries, tile of keys, its first slot, batch entry)."""
     rows = -(-known.q_len // tile)
     for r in range(len(walk.span)):
         entry, t = divmod(r, max(rows, 1))
         batch = entry // known.heads
         for n in range(int(walk.span[r, 0]), int(walk.span[r, 1])):
-            yield True, t, n, (0, 0), batch
+            yield True, t, n, 0, batch
         for index in range(int(walk.full_offsets[r]), int(walk.full_offsets[r + 1])):
-            yield True, t, int(walk.full[index]), (0, 0), batch
+            yield True, t, int(walk.full[index]), 0, batch
         for index in range(int(walk.partial_offsets[r]), int(walk.partial_offsets[r + 1])):
-            a, b = walk.slots[index].tolist()
-            yield False, t, int(walk.partial[index]), (a, b), batch
+            yield False, t, int(walk.partial[index]), int(walk.slots[index]), batch

@@ -18,7 +18,7 @@ import torch
 
 from kernel_pytorch.hardware_abstraction.device import Device
 from kernel_pytorch.ops.attention.definition import lse_dtype
-from kernel_pytorch.masks.layout import Layout, Plan
+from kernel_pytorch.masks.layout import Layout
 
 if TYPE_CHECKING:
     from kernel_pytorch.masks import Mask
@@ -48,29 +48,31 @@ class _Work:
     entry: int
 
 
-def _work(plan: Plan, known: Layout, batch: int, heads: int, group: int) -> Iterator[_Work]:
-    rows = -(-known.q_len // plan.tile)
-    for b in range(plan.batch):
-        for h in range(plan.heads):
-            entries = slice(b, b + 1) if plan.batch > 1 else slice(0, batch)
-            own = slice(h, h + 1) if plan.heads > 1 else slice(0, heads)
-            keys = slice(h // group, h // group + 1) if plan.heads > 1 else slice(0, heads // group)
+def _work(known: Layout, batch: int, heads: int, group: int) -> Iterator[_Work]:
+    tile = known.finest_block
+    rows = -(-known.q_len // tile)
+    for b in range(known.batch):
+        for h in range(known.heads):
+            entries = slice(b, b + 1) if known.batch > 1 else slice(0, batch)
+            own = slice(h, h + 1) if known.heads > 1 else slice(0, heads)
+            keys = slice(h // group, h // group + 1) if known.heads > 1 else slice(0, heads // group)
             for t in range(rows):
-                queries = slice(t * plan.tile, min(known.q_len, (t + 1) * plan.tile))
-                yield _Work(entries, own, keys, queries, (b * plan.heads + h) * rows + t, b)
+                queries = slice(t * tile, min(known.q_len, (t + 1) * tile))
+                yield _Work(entries, own, keys, queries, (b * known.heads + h) * rows + t, b)
 
 
 class _Cutter:
     """Cuts the keys that tiles of queries meet into pieces; masks that repeat along the sequence are made once."""
 
-    def __init__(self, plan: Plan, known: Layout, group: int, like: torch.Tensor) -> None:
-        self.plan, self.known, self.group, self.like = plan, known, group, like
-        self.walk = [tensor.tolist() for tensor in plan.by_query.tensors()]
+    def __init__(self, known: Layout, group: int, like: torch.Tensor) -> None:
+        self.known, self.group, self.like = known, group if known.heads == 1 else 1, like
+        self.first, self.last = known.intervals()
+        self.walk = [tensor.tolist() for tensor in known.walk(known.finest_block, known.finest_block).tensors()]
         self.made: dict[Any, tuple[torch.Tensor, torch.Tensor | None]] = {}
 
     def pieces(self, work: _Work) -> Iterator[_Piece]:
         span, full_offsets, full, partial_offsets, listed, slots = self.walk
-        tile, row = self.plan.tile, work.row
+        tile, row = self.known.finest_block, work.row
         partial = {listed[at]: slots[at] for at in range(partial_offsets[row], partial_offsets[row + 1])}
         columns = sorted([*range(*span[row]), *full[full_offsets[row] : full_offsets[row + 1]], *partial])
         most = max(1, _KEYS_A_PIECE // tile)
@@ -91,14 +93,14 @@ class _Cutter:
         keys: Any,
         chosen: list[int],
         ranges: list[tuple[int, int]],
-        partial: dict[int, list[int]],
+        partial: dict[int, int],
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         if self.known.tables or not isinstance(keys, slice):
-            return self._finished(_allowed(self.plan, work, chosen, ranges, partial))
-        batch = work.entry if self.plan.first.shape[0] > 1 else 0
+            return self._finished(self._allowed(work, chosen, ranges, partial))
+        batch = work.entry if self.first.shape[0] > 1 else 0
         width = keys.stop - keys.start
-        first = (self.plan.first[batch, :, work.queries] - keys.start).clamp_(0, width)
-        last = (self.plan.last[batch, :, work.queries] - keys.start).clamp_(0, width)
+        first = (self.first[batch, :, work.queries] - keys.start).clamp_(0, width)
+        last = (self.last[batch, :, work.queries] - keys.start).clamp_(0, width)
         pattern = (width, first.numpy().tobytes(), last.numpy().tobytes())
         if pattern not in self.made:
             key = torch.arange(width, dtype=torch.int32)
@@ -107,6 +109,25 @@ class _Cutter:
                 self.made.clear()
             self.made[pattern] = self._finished(allowed)
         return self.made[pattern]
+
+    def _allowed(
+        self, work: _Work, chosen: list[int], ranges: list[tuple[int, int]], partial: dict[int, int]
+    ) -> torch.Tensor:
+        """(queries, keys) booleans; each tile compares with its own slots, which block tables make differ."""
+        queries = work.queries
+        batch = work.entry if self.first.shape[0] > 1 else 0
+        width = sum(last - first for first, last in ranges)
+        allowed = torch.ones(queries.stop - queries.start, width, dtype=torch.bool)
+        at = 0
+        for n, (low, high) in zip(chosen, ranges, strict=True):
+            if n in partial:
+                slots = slice(partial[n], partial[n] + self.known.slots)
+                first = self.first[batch, slots, queries, None]
+                last = self.last[batch, slots, queries, None]
+                key = torch.arange(low, high, dtype=torch.int32)
+                allowed[:, at : at + high - low] = ((key >= first) & (key < last)).any(dim=0)
+            at += high - low
+        return allowed
 
     def _finished(self, allowed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         bias = torch.zeros(allowed.shape, dtype=self.like.dtype).masked_fill_(~allowed, -math.inf)
@@ -117,31 +138,6 @@ class _Cutter:
             bias.masked_fill_(empty, 0.0)
             nothing = empty.repeat(self.group, 1).to(self.like.device)
         return bias.repeat(self.group, 1).to(self.like.device), nothing
-
-
-def _allowed(
-    plan: Plan,
-    work: _Work,
-    chosen: list[int],
-    ranges: list[tuple[int, int]],
-    partial: dict[int, list[int]],
-) -> torch.Tensor:
-    """(queries, keys) booleans; each tile compares with its own slots, which block tables make differ."""
-    queries = work.queries
-    batch = work.entry if plan.first.shape[0] > 1 else 0
-    allowed = torch.ones(
-        queries.stop - queries.start, sum(last - first for first, last in ranges), dtype=torch.bool
-    )
-    at = 0
-    for n, (low, high) in zip(chosen, ranges, strict=True):
-        if n in partial:
-            slots = slice(*partial[n])
-            first = plan.first[batch, slots, queries, None]
-            last = plan.last[batch, slots, queries, None]
-            key = torch.arange(low, high, dtype=torch.int32)
-            allowed[:, at : at + high - low] = ((key >= first) & (key < last)).any(dim=0)
-        at += high - low
-    return allowed
 
 
 def _grouped(x: torch.Tensor, work: _Work) -> torch.Tensor:
@@ -173,12 +169,11 @@ def forward(
     batch, heads, q_len, _ = q.shape
     group = heads // k.shape[1]
     known = mask.layout(q_len, k.shape[2])
-    plan = known.plan(known.finest_block)
     out = torch.empty((batch, heads, q_len, v.shape[3]), dtype=q.dtype, device=q.device)
     lse = torch.empty((batch, heads, q_len), dtype=wide, device=q.device)
     q_wide, k_wide, v_wide = q.to(wide), k.to(wide), v.to(wide)
-    cutter = _Cutter(plan, known, group if plan.heads == 1 else 1, q_wide)
-    for work in _work(plan, known, batch, heads, group):
+    cutter = _Cutter(known, group, q_wide)
+    for work in _work(known, batch, heads, group):
         q_tile = _grouped(q_wide, work) * scale
         acc: torch.Tensor | None = None
         sums = torch.empty(0)
@@ -225,7 +220,6 @@ def backward(
     batch, heads, q_len, _ = q.shape
     group = heads // k.shape[1]
     known = mask.layout(q_len, k.shape[2])
-    plan = known.plan(known.finest_block)
     q_wide, k_wide, v_wide, dout_wide = q.to(wide), k.to(wide), v.to(wide), dout.to(wide)
     delta = (out.to(wide) * dout_wide).sum(dim=-1)
     if lse_grad:
@@ -233,8 +227,8 @@ def backward(
     # exp(score - inf) is 0: a query that attends to nothing gives nothing, instead of NaN.
     lse_safe = lse.masked_fill(lse == -math.inf, math.inf)
     dq, dk, dv = (torch.zeros(x.shape, dtype=wide, device=x.device) for x in (q, k, v))
-    cutter = _Cutter(plan, known, group if plan.heads == 1 else 1, q_wide)
-    for work in _work(plan, known, batch, heads, group):
+    cutter = _Cutter(known, group, q_wide)
+    for work in _work(known, batch, heads, group):
         q_tile, dout_tile = _grouped(q_wide, work) * scale, _grouped(dout_wide, work)
         lse_tile, delta_tile = _grouped(lse_safe, work).unsqueeze(-1), _grouped(delta, work).unsqueeze(-1)
         dq_tile = torch.zeros_like(q_tile)

@@ -11,7 +11,7 @@ Shapes: B batch, H query heads, G key heads, M queries, N keys, D head dimension
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,7 +20,7 @@ import triton.language as tl
 
 from kernel_pytorch.hardware_abstraction.device import Device
 from kernel_pytorch.ops.attention.definition import lse_dtype
-from kernel_pytorch.masks.layout import Plan, Walk
+from kernel_pytorch.masks.layout import Layout
 
 if TYPE_CHECKING:
     from kernel_pytorch.masks import Mask
@@ -48,23 +48,23 @@ def tiles(dim: int, itemsize: int, device: Device) -> tuple[Tile, Tile, Tile]:
         return Tile(64, 32, 4, 2), Tile(64, 32, 8, 1), Tile(32, 64, 8, 1)
     if "wgmma" in device.matrix_units or "tcgen05" in device.matrix_units:
         if wide > 64:
-            return Tile(128, 64, 8, 3), Tile(128, 64, 8, 2), Tile(64, 128, 8, 2)
-        return Tile(128, 64, 4, 3), Tile(128, 64, 8, 3), Tile(64, 128, 8, 3)
+            return Tile(64, 64, 4, 3), Tile(128, 64, 8, 3), Tile(64, 64, 4, 2)
+        return Tile(64, 64, 4, 3), Tile(64, 64, 4, 3), Tile(64, 64, 4, 3)
     if device.backend == "amd" and "mfma" not in device.matrix_units:
         return Tile(64, 32, 4, 1), Tile(64, 32, 4, 1), Tile(32, 64, 4, 1)
     return Tile(128, 32, 4, 2), Tile(64, 32, 4, 1), Tile(32, 64, 4, 1)
 
 
 @triton.jit
-def _allowed(first_M, last_M, slot, slot_end, slot_stride, m, m_inside, n, KEYS_FIRST: tl.constexpr):
+def _allowed(first_M, last_M, slot, slot_stride, m, m_inside, n, SLOTS: tl.constexpr, KEYS_FIRST: tl.constexpr):
     """Whether key n is in one of query m's intervals; (queries, keys), or (keys, queries) where KEYS_FIRST."""
     if KEYS_FIRST:
         allowed = (n[:, None] < 0) & (m[None, :] < 0)
     else:
         allowed = (m[:, None] < 0) & (n[None, :] < 0)
-    for s in range(slot, slot_end):
-        first = tl.load(first_M + s * slot_stride + m, mask=m_inside, other=0)
-        last = tl.load(last_M + s * slot_stride + m, mask=m_inside, other=0)
+    for s in tl.static_range(SLOTS):
+        first = tl.load(first_M + (slot + s) * slot_stride + m, mask=m_inside, other=0)
+        last = tl.load(last_M + (slot + s) * slot_stride + m, mask=m_inside, other=0)
         if KEYS_FIRST:
             allowed = allowed | ((n[:, None] >= first[None, :]) & (n[:, None] < last[None, :]))
         else:
@@ -107,7 +107,6 @@ def _forward_step(
     first_M,
     last_M,
     slot,
-    slot_end,
     slot_stride,
     m,
     m_inside,
@@ -118,21 +117,22 @@ def _forward_step(
     BLOCK_E: tl.constexpr,
     BLOCK_N: tl.constexpr,
     PRECISE: tl.constexpr,
+    SLOTS: tl.constexpr,
 ):
     n = start + tl.arange(0, BLOCK_N)
     inside = n < kv_len
     k = _load_rows(k_ND, k_stride, n, inside, tl.arange(0, BLOCK_D), D, MASKED)
-    scores = _dot(q, tl.trans(k), PRECISE) * scale
+    scores = _dot(q, tl.trans(k), PRECISE)
     if MASKED:
-        allowed = _allowed(first_M, last_M, slot, slot_end, slot_stride, m, m_inside, n, False)
+        allowed = _allowed(first_M, last_M, slot, slot_stride, m, m_inside, n, SLOTS, False)
         scores = tl.where(allowed, scores, -float("inf"))
-    new_top = tl.maximum(top, tl.max(scores, axis=1))
+    new_top = tl.maximum(top, tl.max(scores, axis=1) * scale)
     if MASKED:
         # A query that has met no key yet has no maximum; zero keeps the exponentials zero instead of NaN.
         base = tl.where(new_top == -float("inf"), 0.0, new_top)
     else:
         base = new_top
-    p = tl.exp2(scores - base[:, None])
+    p = tl.exp2(scores * scale - base[:, None])
     shrink = tl.exp2(top - base)
     v = _load_rows(v_NE, v_stride, n, inside, tl.arange(0, BLOCK_E), E, MASKED)
     acc = acc * shrink[:, None] + _dot(p.to(v.dtype), v, PRECISE)
@@ -178,8 +178,8 @@ def _forward(
     BLOCK_E: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    TILE: tl.constexpr,
     PRECISE: tl.constexpr,
+    SLOTS: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     # Later queries of a causal mask have more keys: the longest work first.
@@ -197,28 +197,26 @@ def _forward(
     acc = tl.zeros((BLOCK_M, BLOCK_E), dtype=tl.float32)
     top = tl.full((BLOCK_M,), -float("inf"), dtype=tl.float32)
     total = tl.zeros((BLOCK_M,), dtype=tl.float32)
-    SUB: tl.constexpr = TILE // BLOCK_N
-    row = b * mask_b + h * mask_h + tile_m * BLOCK_M // TILE
-    for index in tl.range(tl.load(span + 2 * row) * SUB, tl.load(span + 2 * row + 1) * SUB, num_stages=STAGES):
+    row = b * mask_b + h * mask_h + tile_m
+    for index in tl.range(tl.load(span + 2 * row), tl.load(span + 2 * row + 1), num_stages=STAGES):
         acc, top, total = _forward_step(
             acc, top, total, q, k_ND, v_NE, k_n, v_n, index * BLOCK_N, kv_len, scale,
-            first_M, last_M, 0, 0, q_len, m, m_inside, False, D, E, BLOCK_D, BLOCK_E, BLOCK_N, PRECISE,
+            first_M, last_M, 0, q_len, m, m_inside, False, D, E, BLOCK_D, BLOCK_E, BLOCK_N, PRECISE, SLOTS,
         )  # fmt: skip
     listed = tl.load(full_offsets + row)
-    for index in tl.range(0, (tl.load(full_offsets + row + 1) - listed) * SUB, num_stages=STAGES):
-        start = tl.load(full + listed + index // SUB) * TILE + (index % SUB) * BLOCK_N
+    for index in tl.range(listed, tl.load(full_offsets + row + 1), num_stages=STAGES):
+        start = tl.load(full + index) * BLOCK_N
         acc, top, total = _forward_step(
             acc, top, total, q, k_ND, v_NE, k_n, v_n, start, kv_len, scale,
-            first_M, last_M, 0, 0, q_len, m, m_inside, False, D, E, BLOCK_D, BLOCK_E, BLOCK_N, PRECISE,
+            first_M, last_M, 0, q_len, m, m_inside, False, D, E, BLOCK_D, BLOCK_E, BLOCK_N, PRECISE, SLOTS,
         )  # fmt: skip
     listed = tl.load(partial_offsets + row)
-    for index in tl.range(0, (tl.load(partial_offsets + row + 1) - listed) * SUB, num_stages=STAGES):
-        at = listed + index // SUB
-        start = tl.load(partial + at) * TILE + (index % SUB) * BLOCK_N
+    for index in tl.range(listed, tl.load(partial_offsets + row + 1), num_stages=STAGES):
+        start = tl.load(partial + index) * BLOCK_N
         acc, top, total = _forward_step(
             acc, top, total, q, k_ND, v_NE, k_n, v_n, start, kv_len, scale,
-            first_M, last_M, tl.load(slots + 2 * at), tl.load(slots + 2 * at + 1), q_len, m, m_inside,
-            True, D, E, BLOCK_D, BLOCK_E, BLOCK_N, PRECISE,
+            first_M, last_M, tl.load(slots + index), q_len, m, m_inside,
+            True, D, E, BLOCK_D, BLOCK_E, BLOCK_N, PRECISE, SLOTS,
         )  # fmt: skip
 
     nothing = total == 0.0
@@ -257,8 +255,9 @@ def _delta(
 @triton.jit
 def _dq_step(
     dq, q, dout, lse, delta, k_ND, v_NE, k_stride, v_stride, start, kv_len, scale,
-    first_M, last_M, slot, slot_end, slot_stride, m, m_inside, MASKED: tl.constexpr, D: tl.constexpr,
+    first_M, last_M, slot, slot_stride, m, m_inside, MASKED: tl.constexpr, D: tl.constexpr,
     E: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_N: tl.constexpr, PRECISE: tl.constexpr,
+    SLOTS: tl.constexpr,
 ):  # fmt: skip
     n = start + tl.arange(0, BLOCK_N)
     inside = n < kv_len
@@ -266,7 +265,7 @@ def _dq_step(
     v = _load_rows(v_NE, v_stride, n, inside, tl.arange(0, BLOCK_E), E, MASKED)
     p = tl.exp2(_dot(q, tl.trans(k), PRECISE) * scale - lse[:, None])
     if MASKED:
-        allowed = _allowed(first_M, last_M, slot, slot_end, slot_stride, m, m_inside, n, False)
+        allowed = _allowed(first_M, last_M, slot, slot_stride, m, m_inside, n, SLOTS, False)
         p = tl.where(allowed, p, 0.0)
     ds = p * (_dot(dout, tl.trans(v), PRECISE) - delta[:, None])
     return dq + _dot(ds.to(k.dtype), k, PRECISE)
@@ -279,7 +278,7 @@ def _dq(
     heads, group, q_len, kv_len, scale, scale_log2,
     q_b, q_h, q_m, k_b, k_h, k_n, v_b, v_h, v_n, dout_b, dout_h, dout_m, mask_b, mask_h, first_b,
     D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, TILE: tl.constexpr, PRECISE: tl.constexpr, STAGES: tl.constexpr,
+    BLOCK_N: tl.constexpr, PRECISE: tl.constexpr, SLOTS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     tile_m = tl.num_programs(0) - 1 - tl.program_id(0)
     b = (tl.program_id(1) // heads).to(tl.int64)
@@ -299,28 +298,26 @@ def _dq(
     first_M = first_DSM + b * first_b
     last_M = last_DSM + b * first_b
     dq = tl.zeros((BLOCK_M, BLOCK_D), dtype=tl.float32)
-    SUB: tl.constexpr = TILE // BLOCK_N
-    row = b * mask_b + h * mask_h + tile_m * BLOCK_M // TILE
-    for index in tl.range(tl.load(span + 2 * row) * SUB, tl.load(span + 2 * row + 1) * SUB, num_stages=STAGES):
+    row = b * mask_b + h * mask_h + tile_m
+    for index in tl.range(tl.load(span + 2 * row), tl.load(span + 2 * row + 1), num_stages=STAGES):
         dq = _dq_step(
             dq, q, dout, lse, delta, k_ND, v_NE, k_n, v_n, index * BLOCK_N, kv_len, scale_log2,
-            first_M, last_M, 0, 0, q_len, m, m_inside, False, D, E, BLOCK_D, BLOCK_E, BLOCK_N, PRECISE,
+            first_M, last_M, 0, q_len, m, m_inside, False, D, E, BLOCK_D, BLOCK_E, BLOCK_N, PRECISE, SLOTS,
         )  # fmt: skip
     listed = tl.load(full_offsets + row)
-    for index in tl.range(0, (tl.load(full_offsets + row + 1) - listed) * SUB, num_stages=STAGES):
-        start = tl.load(full + listed + index // SUB) * TILE + (index % SUB) * BLOCK_N
+    for index in tl.range(listed, tl.load(full_offsets + row + 1), num_stages=STAGES):
+        start = tl.load(full + index) * BLOCK_N
         dq = _dq_step(
             dq, q, dout, lse, delta, k_ND, v_NE, k_n, v_n, start, kv_len, scale_log2,
-            first_M, last_M, 0, 0, q_len, m, m_inside, False, D, E, BLOCK_D, BLOCK_E, BLOCK_N, PRECISE,
+            first_M, last_M, 0, q_len, m, m_inside, False, D, E, BLOCK_D, BLOCK_E, BLOCK_N, PRECISE, SLOTS,
         )  # fmt: skip
     listed = tl.load(partial_offsets + row)
-    for index in tl.range(0, (tl.load(partial_offsets + row + 1) - listed) * SUB, num_stages=STAGES):
-        at = listed + index // SUB
-        start = tl.load(partial + at) * TILE + (index % SUB) * BLOCK_N
+    for index in tl.range(listed, tl.load(partial_offsets + row + 1), num_stages=STAGES):
+        start = tl.load(partial + index) * BLOCK_N
         dq = _dq_step(
             dq, q, dout, lse, delta, k_ND, v_NE, k_n, v_n, start, kv_len, scale_log2,
-            first_M, last_M, tl.load(slots + 2 * at), tl.load(slots + 2 * at + 1), q_len, m, m_inside,
-            True, D, E, BLOCK_D, BLOCK_E, BLOCK_N, PRECISE,
+            first_M, last_M, tl.load(slots + index), q_len, m, m_inside,
+            True, D, E, BLOCK_D, BLOCK_E, BLOCK_N, PRECISE, SLOTS,
         )  # fmt: skip
     tl.store(
         dq_BHMD + row_out[:, None] * D + d[None, :],
@@ -332,8 +329,9 @@ def _dq(
 @triton.jit
 def _dkdv_step(
     dk, dv, k, v, q_MD, dout_ME, lse_M, delta_M, q_stride, dout_stride, start, q_len, scale,
-    first_M, last_M, slot, slot_end, slot_stride, n, MASKED: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
+    first_M, last_M, slot, slot_stride, n, MASKED: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, PRECISE: tl.constexpr,
+    SLOTS: tl.constexpr,
 ):  # fmt: skip
     m = start + tl.arange(0, BLOCK_M)
     inside = m < q_len
@@ -342,7 +340,7 @@ def _dkdv_step(
     lse = tl.where(lse == -float("inf"), float("inf"), lse * 1.4426950408889634)
     p = tl.exp2(_dot(k, tl.trans(q), PRECISE) * scale - lse[None, :])
     if MASKED:
-        allowed = _allowed(first_M, last_M, slot, slot_end, slot_stride, m, inside, n, True)
+        allowed = _allowed(first_M, last_M, slot, slot_stride, m, inside, n, SLOTS, True)
         p = tl.where(allowed, p, 0.0)
     dout = _load_rows(dout_ME, dout_stride, m, inside, tl.arange(0, BLOCK_E), E, True)
     dv += _dot(p.to(dout.dtype), dout, PRECISE)
@@ -359,7 +357,7 @@ def _dkdv(
     heads, group, q_len, kv_len, scale, scale_log2,
     q_b, q_h, q_m, k_b, k_h, k_n, v_b, v_h, v_n, dout_b, dout_h, dout_m, mask_b, mask_h, first_b,
     D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, TILE: tl.constexpr, PRECISE: tl.constexpr, STAGES: tl.constexpr,
+    BLOCK_N: tl.constexpr, PRECISE: tl.constexpr, SLOTS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     kv_heads = heads // group
     tile_n = tl.program_id(0)
@@ -374,7 +372,6 @@ def _dkdv(
     dv = tl.zeros((BLOCK_N, BLOCK_E), dtype=tl.float32)
     first_M = first_DSM + b * first_b
     last_M = last_DSM + b * first_b
-    SUB: tl.constexpr = TILE // BLOCK_M
     # The query heads of a group add to the same keys: one program takes them in turn.
     for member in range(0, group):
         h = g * group + member
@@ -382,27 +379,26 @@ def _dkdv(
         dout_ME = dout_BHME + b * dout_b + h * dout_h
         lse_M = lse_BHM + (b * heads + h) * q_len
         delta_M = delta_BHM + (b * heads + h) * q_len
-        row = b * mask_b + h * mask_h + tile_n * BLOCK_N // TILE
-        for index in tl.range(tl.load(span + 2 * row) * SUB, tl.load(span + 2 * row + 1) * SUB, num_stages=STAGES):
+        row = b * mask_b + h * mask_h + tile_n
+        for index in tl.range(tl.load(span + 2 * row), tl.load(span + 2 * row + 1), num_stages=STAGES):
             dk, dv = _dkdv_step(
                 dk, dv, k, v, q_MD, dout_ME, lse_M, delta_M, q_m, dout_m, index * BLOCK_M, q_len, scale_log2,
-                first_M, last_M, 0, 0, q_len, n, False, D, E, BLOCK_D, BLOCK_E, BLOCK_M, PRECISE,
+                first_M, last_M, 0, q_len, n, False, D, E, BLOCK_D, BLOCK_E, BLOCK_M, PRECISE, SLOTS,
             )  # fmt: skip
         listed = tl.load(full_offsets + row)
-        for index in tl.range(0, (tl.load(full_offsets + row + 1) - listed) * SUB, num_stages=STAGES):
-            start = tl.load(full + listed + index // SUB) * TILE + (index % SUB) * BLOCK_M
+        for index in tl.range(listed, tl.load(full_offsets + row + 1), num_stages=STAGES):
+            start = tl.load(full + index) * BLOCK_M
             dk, dv = _dkdv_step(
                 dk, dv, k, v, q_MD, dout_ME, lse_M, delta_M, q_m, dout_m, start, q_len, scale_log2,
-                first_M, last_M, 0, 0, q_len, n, False, D, E, BLOCK_D, BLOCK_E, BLOCK_M, PRECISE,
+                first_M, last_M, 0, q_len, n, False, D, E, BLOCK_D, BLOCK_E, BLOCK_M, PRECISE, SLOTS,
             )  # fmt: skip
         listed = tl.load(partial_offsets + row)
-        for index in tl.range(0, (tl.load(partial_offsets + row + 1) - listed) * SUB, num_stages=STAGES):
-            at = listed + index // SUB
-            start = tl.load(partial + at) * TILE + (index % SUB) * BLOCK_M
+        for index in tl.range(listed, tl.load(partial_offsets + row + 1), num_stages=STAGES):
+            start = tl.load(partial + index) * BLOCK_M
             dk, dv = _dkdv_step(
                 dk, dv, k, v, q_MD, dout_ME, lse_M, delta_M, q_m, dout_m, start, q_len, scale_log2,
-                first_M, last_M, tl.load(slots + 2 * at), tl.load(slots + 2 * at + 1), q_len, n,
-                True, D, E, BLOCK_D, BLOCK_E, BLOCK_M, PRECISE,
+                first_M, last_M, tl.load(slots + index), q_len, n,
+                True, D, E, BLOCK_D, BLOCK_E, BLOCK_M, PRECISE, SLOTS,
             )  # fmt: skip
     row_out = (b * kv_heads + g) * kv_len + n
     tl.store(
@@ -422,30 +418,35 @@ def _rows(x: torch.Tensor) -> torch.Tensor:
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
-def _prepared(mask: Mask, q: torch.Tensor, k: torch.Tensor) -> Plan:
-    known = mask.layout(q.shape[2], k.shape[2])
-    return known.plan(known.finest_block, q.device)
+def _mask_arguments(
+    known: Layout, tile: Tile, device: torch.device, *, by_key: bool = False
+) -> tuple[tuple[torch.Tensor, ...], tuple[int, int, int]]:
+    """The mask's tensors, and the strides from a batch entry and a head to their rows and intervals."""
+    walk = known.walk(tile.queries, tile.keys, by_key=by_key, device=device)
+    first, last = known.intervals(device)
+    rows = len(walk.span) // (known.batch * known.heads)
+    mask_b = known.heads * rows if known.batch > 1 else 0
+    mask_h = rows if known.heads > 1 else 0
+    first_b = first.stride(0) if first.shape[0] > 1 else 0
+    return (first, last, *walk.tensors()), (mask_b, mask_h, first_b)
 
 
-def _mask_arguments(plan: Plan, walk: Walk, rows: int) -> tuple[tuple[torch.Tensor, ...], tuple[int, int, int]]:
-    """The walk's tensors, and the strides from a batch entry and a head to their rows and intervals."""
-    mask_b = plan.heads * rows if plan.batch > 1 else 0
-    mask_h = rows if plan.heads > 1 else 0
-    first_b = plan.first.stride(0) if plan.first.shape[0] > 1 else 0
-    return (plan.first, plan.last, *walk.tensors()), (mask_b, mask_h, first_b)
+def _fitted(tile: Tile, known: Layout) -> Tile:
+    """The tile, shrunk where the mask's tables have smaller blocks."""
+    return replace(tile, queries=min(tile.queries, known.finest_block), keys=min(tile.keys, known.finest_block))
 
 
-def _common(q: torch.Tensor, v: torch.Tensor, plan: Plan, tile: Tile) -> dict[str, Any]:
-    """The compile-time arguments; a mask of small blocks shrinks the tiles to fit."""
+def _constants(q: torch.Tensor, v: torch.Tensor, known: Layout, tile: Tile) -> dict[str, Any]:
+    """The compile-time arguments that the three kernels share."""
     return {
         "D": q.shape[3],
         "E": v.shape[3],
         "BLOCK_D": max(16, triton.next_power_of_2(q.shape[3])),
         "BLOCK_E": max(16, triton.next_power_of_2(v.shape[3])),
-        "BLOCK_M": min(tile.queries, plan.tile),
-        "BLOCK_N": min(tile.keys, plan.tile),
-        "TILE": plan.tile,
+        "BLOCK_M": tile.queries,
+        "BLOCK_N": tile.keys,
         "PRECISE": q.dtype == torch.float32,
+        "SLOTS": known.slots,
         "STAGES": tile.stages,
         "num_warps": tile.warps,
     }
@@ -463,15 +464,15 @@ def forward(
         return out, lse
     if kv_len == 0:
         return out.zero_(), lse.fill_(-math.inf)
-    plan = _prepared(mask, q, k)
-    tile = tiles(max(q.shape[3], v.shape[3]), q.element_size(), device)[0]
-    constants = _common(q, v, plan, tile)
-    tensors, strides = _mask_arguments(plan, plan.by_query, -(-q_len // plan.tile))
+    known = mask.layout(q_len, kv_len)
+    tile = _fitted(tiles(max(q.shape[3], v.shape[3]), q.element_size(), device)[0], known)
+    tensors, strides = _mask_arguments(known, tile, q.device)
     if scale < 0:  # the kernel's running maximum wants a positive scale
         q, scale = -q, -scale
-    _forward[(triton.cdiv(q_len, constants["BLOCK_M"]), batch * heads)](
+    scale = max(scale, 1e-30)  # and -inf times zero would be NaN
+    _forward[(triton.cdiv(q_len, tile.queries), batch * heads)](
         q, k, v, out, lse, *tensors, heads, heads // kv_heads, q_len, kv_len, scale * _LOG2_E,
-        *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *strides, **constants,
+        *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *strides, **_constants(q, v, known, tile),
     )  # fmt: skip
     return out, lse
 
@@ -495,23 +496,25 @@ def backward(
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     if q_len == 0 or kv_len == 0 or batch == 0:
         return dq.zero_(), dk.zero_(), dv.zero_()
-    plan = _prepared(mask, q, k)
-    _, dq_tile, dkdv_tile = tiles(max(q.shape[3], v.shape[3]), q.element_size(), device)
+    known = mask.layout(q_len, kv_len)
+    dq_tile, dkdv_tile = (
+        _fitted(tile, known) for tile in tiles(max(q.shape[3], v.shape[3]), q.element_size(), device)[1:]
+    )
     delta = torch.empty_like(lse)
-    shared = _common(q, v, plan, dq_tile)
+    constants = _constants(q, v, known, dq_tile)
     _delta[(triton.cdiv(q_len, 64), batch * heads)](
         out.contiguous(), dout, dlse, delta, heads, q_len, *dout.stride()[:3], *dlse.stride(),
-        HAS_DLSE=lse_grad, E=shared["E"], BLOCK_E=shared["BLOCK_E"], BLOCK_M=64,
+        HAS_DLSE=lse_grad, E=constants["E"], BLOCK_E=constants["BLOCK_E"], BLOCK_M=64,
     )  # fmt: skip
     strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *dout.stride()[:3])
     numbers = (heads, heads // kv_heads, q_len, kv_len, scale, scale * _LOG2_E)
-    tensors, mask_strides = _mask_arguments(plan, plan.by_query, -(-q_len // plan.tile))
-    _dq[(triton.cdiv(q_len, shared["BLOCK_M"]), batch * heads)](
-        q, k, v, dout, lse, delta, dq, *tensors, *numbers, *strides, *mask_strides, **shared
+    tensors, mask_strides = _mask_arguments(known, dq_tile, q.device)
+    _dq[(triton.cdiv(q_len, dq_tile.queries), batch * heads)](
+        q, k, v, dout, lse, delta, dq, *tensors, *numbers, *strides, *mask_strides, **constants
     )
-    constants = _common(q, v, plan, dkdv_tile)
-    tensors, mask_strides = _mask_arguments(plan, plan.by_key, -(-kv_len // plan.tile))
-    _dkdv[(triton.cdiv(kv_len, constants["BLOCK_N"]), batch * kv_heads)](
-        q, k, v, dout, lse, delta, dk, dv, *tensors, *numbers, *strides, *mask_strides, **constants
-    )
+    tensors, mask_strides = _mask_arguments(known, dkdv_tile, q.device, by_key=True)
+    _dkdv[(triton.cdiv(kv_len, dkdv_tile.keys), batch * kv_heads)](
+        q, k, v, dout, lse, delta, dk, dv, *tensors, *numbers, *strides, *mask_strides,
+        **_constants(q, v, known, dkdv_tile),
+    )  # fmt: skip
     return dq, dk, dv
