@@ -56,7 +56,7 @@ def main() -> None:
     x, weight = torch.randn(8, 64), torch.randn(64)
     outputs = (torch.empty_like(x), torch.empty(8))
 
-    def stand_in(device: kp.Device, x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> object:
+    def stand_in(*_arguments: object) -> object:
         return outputs
 
     kernel.implementation.forward = stand_in

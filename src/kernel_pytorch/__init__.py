@@ -2,11 +2,11 @@
 
 __version__ = "0.1.0"
 
+from kernel_pytorch import masks
 from kernel_pytorch.hardware_abstraction.device import Device
 from kernel_pytorch.hardware_abstraction.dispatch import explain, policy
 from kernel_pytorch.hardware_abstraction.registry import Backend, device, devices
 from kernel_pytorch.hardware_abstraction.selection import Policy, UnsupportedCallError
-from kernel_pytorch import masks
 from kernel_pytorch.ops.attention import attention
 from kernel_pytorch.ops.rms_norm import rms_norm
 

@@ -69,6 +69,8 @@ class Measurement(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Worst error against float64, relative to the largest number of its row; None for baselines."""
     budget: float | None = None
     """What the error may be: twice that of an independent low-precision run plus one rounding."""
+    peak_bytes: int | None = None
+    """The most device memory in use during the run, where that was measured."""
 
 
 class Facts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

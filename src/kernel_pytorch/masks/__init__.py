@@ -222,18 +222,14 @@ def documents(lengths: Sequence[int] | Sequence[Sequence[int]] | torch.Tensor, i
         raise ValueError(f"lengths sum to {sums}: every entry of the batch must sum to the same number of keys")
     child = (inner or full()).node
     if child.uses(mask_code.DOCUMENTS, mask_code.BLOCKS):
-        raise ValueError(
-            f"inner={child}: documents and blocks have no local positions; compose them with & instead"
-        )
+        raise ValueError(f"inner={child}: documents and blocks have no local positions; compose them with & instead")
     numbers = [len(batched)]
     for row in batched:
         numbers += [len(row), *row]
     return _made(Node(mask_code.DOCUMENTS, tuple(numbers), (child,)))
 
 
-def blocks(
-    table: torch.Tensor | np.ndarray[Any, Any] | tuple[torch.Tensor, torch.Tensor], block: int = 128
-) -> Mask:
+def blocks(table: torch.Tensor | np.ndarray[Any, Any] | tuple[torch.Tensor, torch.Tensor], block: int = 128) -> Mask:
     """Any table of square tiles: query tile r attends to key tile c where ``table[..., r, c]`` is true.
 
     Args:

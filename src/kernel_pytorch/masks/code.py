@@ -137,11 +137,9 @@ def table_numbers(table: Any, block: int) -> tuple[int, ...]:
     if array.dtype != np.bool_:
         raise TypeError(f"table has dtype {array.dtype}: use booleans, or (offsets, columns) in CSR form")
     if not 2 <= array.ndim <= 4 or 0 in array.shape:
-        raise ValueError(
-            f"table has shape {list(array.shape)}: use (rows, columns) with heads and batch before them"
-        )
+        raise ValueError(f"table has shape {list(array.shape)}: use (rows, columns) with heads and batch before them")
     array = array.reshape((1,) * (4 - array.ndim) + array.shape)
-    batch, heads, rows, columns = array.shape
+    batch, heads, rows, columns = (int(size) for size in array.shape)
     counts = array.sum(axis=-1).reshape(-1)
     return (batch, heads, rows, columns, block, *counts.tolist(), *np.nonzero(array)[3].tolist())
 

@@ -70,7 +70,7 @@ class Layout:
 
     @property
     def batch(self) -> int:
-        return max([self.first.shape[0], *(table.numbers[0] for table in self.tables)])
+        return max([len(self.first), *(table.numbers[0] for table in self.tables)])
 
     @property
     def heads(self) -> int:
@@ -262,9 +262,7 @@ def _document_intervals(
     rows = mask_code.documents_of(node)
     kv_len = int(length.flat[0]) if length.size else sum(rows[0])
     if sum(rows[0]) != kv_len:
-        raise ValueError(
-            f"lengths sum to {sum(rows[0])}: there are {kv_len} keys, and documents must cover them all"
-        )
+        raise ValueError(f"lengths sum to {sum(rows[0])}: there are {kv_len} keys, and documents must cover them all")
     starts, lengths = [], []
     for row in rows:
         counts = np.array(row, dtype=np.int32)
@@ -375,9 +373,7 @@ def _walk_of(known: Layout, queries: int, keys: int, by_key: bool) -> Walk:
         span, row, column, partial = _tiles_of_spans(_spans(known.first, known.last, queries, keys), rows)
         variant = np.zeros(len(row), dtype=np.int64)
     if by_key:
-        span, row, column, partial, variant = _transposed(
-            span, row, column, partial, variant, entries, rows, columns
-        )
+        span, row, column, partial, variant = _transposed(span, row, column, partial, variant, entries, rows, columns)
     return _sorted_walk(span, row, column, partial, variant * known.slots, len(span))
 
 
@@ -432,9 +428,9 @@ def _tiles_with_tables(known: Layout, queries: int, keys: int) -> tuple[Array, A
     sets = [slice(n * known.slots, (n + 1) * known.slots) for n in range(1 << len(known.tables))]
     spans = [_spans(known.first[:, own], known.last[:, own], queries, keys) for own in sets]
     in_tables = np.unique(np.concatenate(held))
-    number = sum(
-        np.isin(in_tables, key, assume_unique=True).astype(np.int64) << bit for bit, key in enumerate(held)
-    )
+    number = np.zeros(len(in_tables), dtype=np.int64)
+    for bit, key in enumerate(held):
+        number |= np.isin(in_tables, key, assume_unique=True).astype(np.int64) << bit
     found = []
     for variant, span in enumerate(spans):
         if variant == 0:
@@ -461,10 +457,10 @@ def _tiles_with_tables(known: Layout, queries: int, keys: int) -> tuple[Array, A
                 may |= (n >= span.may_first[d, slot, t]) & (n < span.may_last[d, slot, t])
                 every |= (n >= span.all_first[d, slot, t]) & (n < span.all_last[d, slot, t])
             found.append((key[may], ~every[may], variant))
-    key = np.concatenate([key for key, _, _ in found])
-    partial = np.concatenate([flag for _, flag, _ in found])
-    variant = np.concatenate([np.full(len(key), v) for key, _, v in found])
-    return key // width, key % width, partial, variant
+    every_key = np.concatenate([key for key, _, _ in found])
+    flags = np.concatenate([flag for _, flag, _ in found])
+    variants = np.concatenate([np.full(len(key), variant) for key, _, variant in found])
+    return every_key // width, every_key % width, flags, variants
 
 
 def _transposed(
@@ -495,9 +491,7 @@ def _sorted_walk(span: Array, row: Array, column: Array, partial: Array, slot: A
     row, column, partial, slot = row[order], column[order], partial[order], slot[order]
 
     def offsets(owner: Array) -> torch.Tensor:
-        return torch.from_numpy(
-            np.concatenate([[0], np.cumsum(np.bincount(owner, minlength=rows))]).astype(np.int32)
-        )
+        return torch.from_numpy(np.concatenate([[0], np.cumsum(np.bincount(owner, minlength=rows))]).astype(np.int32))
 
     def numbers(values: Array) -> torch.Tensor:
         return torch.from_numpy(np.ascontiguousarray(values).astype(np.int32))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-
 import torch
 
 from kernel_pytorch.hardware_abstraction.device import Device

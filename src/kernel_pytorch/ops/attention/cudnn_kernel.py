@@ -37,7 +37,7 @@ def backward(
     lse_grad: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     k_all, v_all = repeated(q, k, v)
-    unused = torch.zeros((), dtype=torch.int64, device=q.device)  # seed and offset of a dropout there is not
+    unused = torch.empty((), dtype=torch.int64, device=q.device)  # seed and offset of a dropout there is not
     dq, dk, dv = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
         dout,
         q,

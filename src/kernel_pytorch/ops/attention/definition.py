@@ -49,8 +49,8 @@ def low_precision(
             v,
             mask,
             scale,
-            lambda p: _Rounded.apply(p, storage, None),
-            lambda s: _Rounded.apply(s, None, storage),
+            lambda p: _Rounded.apply(p, storage, None),  # type: ignore[no-untyped-call]
+            lambda s: _Rounded.apply(s, None, storage),  # type: ignore[no-untyped-call]
         )
         return out, (lse if lse_grad else lse.detach())
 
@@ -61,9 +61,7 @@ class _Rounded(torch.autograd.Function):
     """Rounds a value on the way forward, or its gradient on the way back, to a narrower format."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x: torch.Tensor, forward: torch.dtype | None, backward: torch.dtype | None
-    ) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, forward: torch.dtype | None, backward: torch.dtype | None) -> torch.Tensor:
         ctx.backward_dtype = backward
         return x.clone() if forward is None else x.to(forward).to(x.dtype)
 
@@ -171,9 +169,7 @@ def flops(call: Call) -> int:
     return int(_attended(call) * pair)
 
 
-def sdpa(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask, scale: float, lse_grad: bool
-) -> torch.Tensor:
+def sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask, scale: float, lse_grad: bool) -> torch.Tensor:
     """What a user would call without us: causal and full as flags, every other mask as a dense boolean."""
     flag = mask.is_causal and q.shape[2] == k.shape[2]
     dense = None if flag or mask.is_full else mask.dense(q.shape[2], k.shape[2]).to(q.device)

@@ -35,7 +35,7 @@ def backward(
     lse_grad: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     k_all, v_all = repeated(q, k, v)
-    unused = torch.zeros(2, dtype=torch.uint64, device=q.device)  # seed and offset of a dropout there is not
+    unused = torch.empty(2, dtype=torch.uint64, device=q.device)  # seed and offset of a dropout there is not
     dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_backward(
         dout,
         q,

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from kernel_pytorch.hardware_abstraction.device import Device
-from kernel_pytorch.ops.attention.definition import lse_dtype
 from kernel_pytorch.masks.layout import Layout
+from kernel_pytorch.ops.attention.definition import lse_dtype
 
 if TYPE_CHECKING:
     from kernel_pytorch.masks import Mask

@@ -19,8 +19,8 @@ import triton
 import triton.language as tl
 
 from kernel_pytorch.hardware_abstraction.device import Device
-from kernel_pytorch.ops.attention.definition import lse_dtype
 from kernel_pytorch.masks.layout import Layout
+from kernel_pytorch.ops.attention.definition import lse_dtype
 
 if TYPE_CHECKING:
     from kernel_pytorch.masks import Mask
@@ -38,8 +38,11 @@ class Tile:
     stages: int
 
 
-def tiles(dim: int, itemsize: int, device: Device) -> tuple[Tile, Tile, Tile]:
-    """The cuts of the forward, of dq, and of dk and dv, for the wider of the two head dimensions."""
+def tiles(dim: int, itemsize: int, device: Device, known: Layout) -> tuple[Tile, Tile, Tile]:
+    """The cuts of the forward, of dq, and of dk and dv, for the wider of the two head dimensions.
+
+    The best of a sweep on an H200; other GPUs have sizes that fit their registers and shared memory.
+    """
     wide = triton.next_power_of_2(dim)
     if itemsize == 4:  # no matrix unit multiplies float32 exactly: small tiles, or the registers spill
         small = Tile(32, 32, 4, 1) if wide > 64 else Tile(64, 32, 4, 1)
@@ -47,9 +50,16 @@ def tiles(dim: int, itemsize: int, device: Device) -> tuple[Tile, Tile, Tile]:
     if wide > 128:
         return Tile(64, 32, 4, 2), Tile(64, 32, 8, 1), Tile(32, 64, 8, 1)
     if "wgmma" in device.matrix_units or "tcgen05" in device.matrix_units:
+        # A table's tiles are full: large ones read fewer indices. Edges of other masks are cheaper in small ones.
+        large = bool(known.tables) and known.finest_block >= 128
         if wide > 64:
-            return Tile(64, 64, 4, 3), Tile(128, 64, 8, 3), Tile(64, 64, 4, 2)
-        return Tile(64, 64, 4, 3), Tile(64, 64, 4, 3), Tile(64, 64, 4, 3)
+            forward = Tile(128, 128, 8, 3) if large and device.shared_memory_bytes > 200_000 else Tile(64, 64, 4, 3)
+            return forward, Tile(64, 64, 4, 2) if large else Tile(128, 64, 8, 3), Tile(64, 64, 4, 2)
+        return (
+            Tile(128, 128, 4, 3) if large else Tile(64, 64, 4, 3),
+            Tile(64, 64, 4, 3),
+            Tile(128, 64, 4, 2) if large else Tile(64, 64, 4, 3),
+        )
     if device.backend == "amd" and "mfma" not in device.matrix_units:
         return Tile(64, 32, 4, 1), Tile(64, 32, 4, 1), Tile(32, 64, 4, 1)
     return Tile(128, 32, 4, 2), Tile(64, 32, 4, 1), Tile(32, 64, 4, 1)
@@ -373,7 +383,7 @@ def _dkdv(
     first_M = first_DSM + b * first_b
     last_M = last_DSM + b * first_b
     # The query heads of a group add to the same keys: one program takes them in turn.
-    for member in range(0, group):
+    for member in range(group):
         h = g * group + member
         q_MD = q_BHMD + b * q_b + h * q_h
         dout_ME = dout_BHME + b * dout_b + h * dout_h
@@ -465,7 +475,7 @@ def forward(
     if kv_len == 0:
         return out.zero_(), lse.fill_(-math.inf)
     known = mask.layout(q_len, kv_len)
-    tile = _fitted(tiles(max(q.shape[3], v.shape[3]), q.element_size(), device)[0], known)
+    tile = _fitted(tiles(max(q.shape[3], v.shape[3]), q.element_size(), device, known)[0], known)
     tensors, strides = _mask_arguments(known, tile, q.device)
     if scale < 0:  # the kernel's running maximum wants a positive scale
         q, scale = -q, -scale
@@ -498,7 +508,7 @@ def backward(
         return dq.zero_(), dk.zero_(), dv.zero_()
     known = mask.layout(q_len, kv_len)
     dq_tile, dkdv_tile = (
-        _fitted(tile, known) for tile in tiles(max(q.shape[3], v.shape[3]), q.element_size(), device)[1:]
+        _fitted(tile, known) for tile in tiles(max(q.shape[3], v.shape[3]), q.element_size(), device, known)[1:]
     )
     delta = torch.empty_like(lse)
     constants = _constants(q, v, known, dq_tile)
