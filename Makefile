@@ -7,6 +7,8 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+CHECKED := src tests benchmarks demos conftest.py
+RECORDED := rms_norm attention
 
 .PHONY: install demo test check evidence clean
 
@@ -26,12 +28,12 @@ test: install
 	$(BIN)/python -m pytest
 
 check: install
-	$(BIN)/ruff check src tests benchmarks
-	$(BIN)/ruff format --check src tests benchmarks
+	$(BIN)/ruff check $(CHECKED)
+	$(BIN)/ruff format --check $(CHECKED)
 	$(BIN)/mypy
 
 evidence: install
-	$(BIN)/python -m kernel_pytorch.testing.checks rms_norm --write
+	for op in $(RECORDED); do $(BIN)/python -m kernel_pytorch.testing.checks $$op --write || exit 1; done
 	$(BIN)/python -m kernel_pytorch.documentation --write
 
 clean:

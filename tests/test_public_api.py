@@ -21,13 +21,16 @@ PUBLIC = [
     "Policy",
     "UnsupportedCallError",
     "__version__",
+    "attention",
     "device",
     "devices",
     "explain",
+    "masks",
     "policy",
     "rms_norm",
 ]
-PUBLIC_MODULES: set[str] = set()  # the public names that are meant to be modules
+PUBLIC_MODULES = {"masks"}  # the public names that are meant to be modules
+MASKS = ["Mask", "blocks", "causal", "documents", "full", "prefix", "sinks", "window"]
 # Kernel modules need a device or the interpreter to be imported, and have no doctests.
 MODULES = sorted(
     module.name
@@ -41,14 +44,24 @@ def test_the_public_names_are_frozen() -> None:
     assert sorted(PUBLIC) == PUBLIC
     for name in PUBLIC:
         assert hasattr(kp, name)
+    assert sorted(kp.masks.__all__) == MASKS
 
 
-@pytest.mark.parametrize("name", [name for name in PUBLIC if name != "__version__"])
+@pytest.mark.parametrize("name", [name for name in PUBLIC if name not in {"__version__", *PUBLIC_MODULES}])
 def test_every_public_name_has_a_docstring_with_an_example(name: str) -> None:
     text = inspect.getdoc(getattr(kp, name)) or ""
     assert text.splitlines()[0].strip()
     assert "Example:" in text
     assert ">>> " in text
+
+
+@pytest.mark.parametrize("name", sorted(PUBLIC_MODULES))
+def test_every_name_of_a_public_module_has_a_docstring(name: str) -> None:
+    module = getattr(kp, name)
+    assert (inspect.getdoc(module) or "").splitlines()[0].strip()
+    texts = {member: inspect.getdoc(getattr(module, member)) or "" for member in module.__all__}
+    assert all(texts.values()), texts
+    assert any("Example:" in text for text in texts.values())
 
 
 def test_the_version_is_the_installed_one() -> None:
@@ -75,7 +88,7 @@ seconds = time.perf_counter() - started
 new = {name.partition(".")[0] for name in set(sys.modules) - before}
 print(json.dumps({"seconds": seconds, "new": sorted(new), "cuda": torch.cuda.is_initialized()}))
 """
-HEAVY = {"triton", "executorch", "rich", "typer", "torchao", "jsonschema", "pytest"}
+HEAVY = {"triton", "executorch", "rich", "typer", "torchao", "jsonschema", "matplotlib", "pytest"}
 
 
 @pytest.fixture(scope="module")

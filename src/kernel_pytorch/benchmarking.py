@@ -20,6 +20,7 @@ from kernel_pytorch.testing.budget import Comparison, compare
 
 __all__ = ["GateError", "Plan", "Step", "checkout", "plan", "record", "record_name", "run"]
 
+_MOST_CPU_FLOPS = 10**11  # about a second a run
 _REFERENCE_COPIES = 12  # float64 tensors alive at once while a gate runs, counted in copies of the inputs
 
 
@@ -70,12 +71,19 @@ def plan(op: Op, device: Device, cases: tuple[str, ...] = (), formats: tuple[str
                 left_out.append(
                     f"{case.name} {number_format}: its float64 reference needs more memory than is here"
                 )
+            elif not cases and device.backend == "cpu" and _flops(op, case, number_format) > _MOST_CPU_FLOPS:
+                left_out.append(f"{case.name} {number_format}: sized for a GPU; name it with --case to run it here")
             elif not device.supports(number_format):
                 left_out.append(f"{case.name} {number_format}: {device.arch} does not compute in it")
             else:
                 steps.append(Step(case, number_format))
     kernels = tuple(kernel for kernel in backend(device.backend).kernels if kernel.op == op.name)
     return Plan(op, device, tuple(steps), kernels, tuple(left_out))
+
+
+def _flops(op: Op, case: Case, number_format: str) -> int:
+    arguments = case.arguments(getattr(torch, number_format), torch.device("meta"))
+    return op.flops(function_of(op).call("forward", tuple(arguments.values())))
 
 
 def gate(op: Op, kernel: Kernel, arguments: dict[str, Any]) -> tuple[Comparison, ...]:

@@ -35,14 +35,23 @@ def run() -> None:
     gradients = torch.autograd.grad(kp.rms_norm(x, weight).square().mean(), (x, weight))
     console.print("gradient norms: x {:.4g}, weight {:.4g}".format(*(gradient.norm() for gradient in gradients)))
 
-    console.print(Rule("4. Correct first: every kernel against float64, then timed beside torch"))
-    op = registered_op("rms_norm")
-    case = next(case for case in op.cases if case.benchmark)
-    work = benchmarking.plan(op, best, (case.name,), ("float32",))
+    console.print(Rule("4. Attention: what to attend to is data"))
+    mask = kp.masks.causal() & (kp.masks.window(12) | kp.masks.sinks(4))
+    console.print(
+        "mask = kp.masks.causal() & (kp.masks.window(12) | kp.masks.sinks(4)); print(mask.show(64))", style="green"
+    )
+    console.print(mask.show(64, size=24), highlight=False)
+    q, k, v = (torch.randn(1, 8, 64, 64, device=where) for _ in range(3))
+    console.print("kp.explain(kp.attention, q, k, v, mask)", style="green")
+    console.print(str(kp.explain(kp.attention, q, k, v, mask)), highlight=False)
+
+    console.print(Rule("5. Correct first: every kernel against float64, then timed beside torch"))
     measurements = []
-    for step in work.steps:
-        with console.status(f"{step}: checking, then timing"):
-            measurements += list(benchmarking.run(work, step, 0.3))
+    for op_name, case_name in (("rms_norm", "4096x4096"), ("attention", "window-4k-d64")):
+        work = benchmarking.plan(registered_op(op_name), best, (case_name,), ("float32",))
+        for step in work.steps:
+            with console.status(f"{op_name} {step}: checking, then timing"):
+                measurements += list(benchmarking.run(work, step, 0.3))
     console.print(bench_command.measurement_table(measurements))
 
     console.print(Rule("Next"))

@@ -44,8 +44,9 @@ def benchmarks_page(evidence: Path | None) -> str:
         "A time is the median, with the 20 % and 80 % quantiles in brackets. *GB/s* is the least traffic the call",
         "could do with, divided by the median; *of copy* is its share of what a large copy reached in the same",
         "run. The speed-up is over the best baseline of the same run, and below one where the baseline wins.",
-        "*Error* is the largest error against float64 as a share of its budget. Kernels stand in the order in",
-        "which their backend prefers them.",
+        "*Error* is the largest error against float64 as a share of its budget, at a smaller case of the same kind",
+        "where a case's own numbers are too many for float64. Kernels stand in the order in which their backend",
+        "prefers them.",
     ]
     if not records:
         lines += ["", "There is no record yet."]
@@ -53,7 +54,13 @@ def benchmarks_page(evidence: Path | None) -> str:
         lines += ["", f"## {op}"]
         for record in records:
             if record.op == op:
-                lines += ["", f"### {op} on {record.device.name}", "", *_benchmark_table(record)]
+                lines += [
+                    "",
+                    f"### {op} on {record.device.name}",
+                    "",
+                    *_benchmark_table(record),
+                    *_memory_table(record),
+                ]
                 kernels = backend(record.device.backend).kernels
                 lines += ["", *_provenance(record), *_changed_since(record, kernels)]
     return _page(lines)
@@ -61,8 +68,9 @@ def benchmarks_page(evidence: Path | None) -> str:
 
 def _benchmark_table(record: Benchmark) -> list[str]:
     rows = []
-    for group in dict.fromkeys((row.case, row.format, row.phase) for row in record.measurements):
-        members = [row for row in record.measurements if (row.case, row.format, row.phase) == group]
+    timed = [row for row in record.measurements if row.peak_bytes is None]
+    for group in dict.fromkeys((row.case, row.format, row.phase) for row in timed):
+        members = [row for row in timed if (row.case, row.format, row.phase) == group]
         baselines = [row for row in members if row.subject.startswith("baseline:")]
         best = min(baselines, key=lambda row: row.seconds.median, default=None)
         rows += [
@@ -72,6 +80,16 @@ def _benchmark_table(record: Benchmark) -> list[str]:
         ]
     head = ["Case", "Format", "Phase", "Kernel", ">Time", ">GB/s", ">Of copy", "Best baseline", ">Its time"]
     return _table([*head, ">Speed-up", ">Error"], rows)
+
+
+def _memory_table(record: Benchmark) -> list[str]:
+    """What a call needed at its peak, where that was recorded; those runs are not timed with care."""
+    rows = [
+        [row.case, row.format, row.phase, f"`{row.subject.partition(':')[2]}`", f"{row.peak_bytes / 2**20:,.0f}"]
+        for row in record.measurements
+        if row.peak_bytes is not None
+    ]
+    return ["", *_table(["Case", "Format", "Phase", "Kernel", ">Peak memory (MiB)"], rows)] if rows else []
 
 
 def _kernel_cells(row: Measurement, best: Measurement | None, copy_bandwidth: float) -> list[str]:
@@ -201,6 +219,7 @@ def _own_backends(evidence: Path | None) -> tuple[Backend, ...]:
 def _table(head: list[str], rows: list[list[str]]) -> list[str]:
     """A Markdown table; columns whose head starts with ``>`` are aligned to the right."""
     rule = ["---:" if name.startswith(">") else "---" for name in head]
+    rows = [[cell.replace("|", "\\|") for cell in row] for row in rows]  # a mask's name may hold one
     return ["| " + " | ".join(cells) + " |" for cells in ([name.removeprefix(">") for name in head], rule, *rows)]
 
 

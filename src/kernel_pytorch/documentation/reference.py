@@ -19,6 +19,10 @@ _MODULES = {
         "What most programs need. Import it as `kp`; the import is cheap and touches no device.",
         "import torch\nimport kernel_pytorch as kp",
     ),
+    "kernel_pytorch.masks": (
+        "What attention attends to: reach it as `kp.masks`. [docs/attention.md](docs/attention.md) is the guide.",
+        "",
+    ),
     "kernel_pytorch.hardware_abstraction": (
         "What a backend or a tool is made of: the table's records, the catalogue, and selection.",
         "",
@@ -54,6 +58,9 @@ def reference_page() -> str:
 
 
 def _entry(name: str, value: Any) -> list[str]:
+    if inspect.ismodule(value):
+        anchor = value.__name__.replace(".", "")
+        return ["", f"A module, with a section of its own: [{value.__name__}](#{anchor})."]
     if inspect.isclass(value):
         return _class(name, value)
     if callable(value):

@@ -15,6 +15,8 @@ from functools import lru_cache, partial
 from typing import Any
 
 import torch
+from torch._guards import active_fake_mode
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
 
 from kernel_pytorch.hardware_abstraction import choice_cache
@@ -358,10 +360,21 @@ class Function:
         if not self.op.codecs:
             return arguments
         names = self.op.backward_names if backward else self.op.argument_names
-        return tuple(
+        values = tuple(
             self.op.codecs[name].encode(value) if name in self.op.codecs else value
             for name, value in zip(names, arguments, strict=True)
         )
+        if torch.compiler.is_compiling():
+            return values
+        # Fake tensors take no others: what a codec made becomes a constant among them, as torch.tensor(...) does.
+        mode = next((value.fake_mode for value in values if isinstance(value, FakeTensor)), None)
+        if mode is None:
+            return values
+        with contextlib.nullcontext() if active_fake_mode() is mode else mode:
+            return tuple(
+                torch.ops.aten.lift_fresh_copy.default(value) if name in self.op.codecs else value
+                for name, value in zip(names, values, strict=True)
+            )
 
     def _decoded(self, values: list[Any], names: tuple[str, ...]) -> list[Any]:
         if not self.op.codecs:

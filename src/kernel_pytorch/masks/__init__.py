@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.utils._pytree as pytree
+from torch.utils._python_dispatch import _disable_current_modes
 
 from kernel_pytorch.masks import code as mask_code
 from kernel_pytorch.masks.code import Node
@@ -64,6 +65,9 @@ class Mask:
     def __repr__(self) -> str:
         return str(self.node)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return from_code, (self.code,)
+
     @property
     def is_full(self) -> bool:
         """Whether this is ``full()`` itself."""
@@ -89,6 +93,7 @@ class Mask:
             >>> kp.masks.causal().dense(2, 3)[0, 0].int().tolist()
             [[1, 1, 0], [1, 1, 1]]
         """
+        self.layout(q_len, kv_len)  # a mask that does not fit the lengths is an error that says why
         return torch.from_numpy(mask_code.dense(self.node, q_len, kv_len))
 
     def density(self, q_len: int, kv_len: int) -> float:
@@ -134,7 +139,11 @@ def _leaf(kind: int, *numbers: int) -> Mask:
 @lru_cache(maxsize=1024)
 def _made(node: Node) -> Mask:
     """The one Mask of an expression: masks made anew in every step cost no more than a look-up."""
-    return Mask(mask_code.encode(node), node)
+    with _disable_current_modes():  # what is kept must not be a fake tensor of a mode that is active now
+        code = mask_code.encode(node)
+    # What torch._dynamo.maybe_mark_dynamic does, without its import: a code of another length is no other graph.
+    code._dynamo_weak_dynamic_indices = {0}  # type: ignore[attr-defined]
+    return Mask(code, node)
 
 
 @lru_cache(maxsize=256)
@@ -144,7 +153,12 @@ def _read(code: bytes) -> Mask:
 
 def from_code(code: torch.Tensor) -> Mask:
     """The mask that a graph carries as its code."""
-    return _read(code.numpy().tobytes())
+    if code.dtype != torch.int64 or code.ndim != 1:
+        shown = f"{str(code.dtype).removeprefix('torch.')}{list(code.shape)}"
+        raise TypeError(f"mask's code is {shown}: it must stay int64 of one dimension; convert only q, k and v")
+    if code.numel() == 0:
+        mask_code.decode(code)  # raises
+    return _read(code.cpu().numpy().tobytes())
 
 
 def _compose(kind: int, left: Mask, right: object) -> Mask:
@@ -161,6 +175,8 @@ def _count(name: str, value: object, least: int = 0) -> int:
         raise TypeError(f"{name}={value!r}: expected a whole number")
     if value < least:
         raise ValueError(f"{name}={value}: use {least} or more")
+    if value >= 1 << 62:
+        raise ValueError(f"{name}={value}: use less than 2 ** 62")
     return value
 
 
@@ -208,28 +224,48 @@ def documents(lengths: Sequence[int] | Sequence[Sequence[int]] | torch.Tensor, i
         >>> kp.masks.documents([2, 1], kp.masks.causal()).dense(3, 3)[0, 0].int().tolist()
         [[1, 0, 0], [1, 1, 0], [0, 0, 1]]
     """
-    rows: Any = lengths.tolist() if isinstance(lengths, torch.Tensor) else list(lengths)
+    inner = full() if inner is None else inner
+    if not isinstance(inner, Mask):
+        raise TypeError(f"inner={inner!r}: expected a mask of kp.masks, such as kp.masks.causal()")
+    if torch.compiler.is_compiling():
+        return _traced_documents(lengths, inner)
+    rows: Any = lengths.tolist() if isinstance(lengths, (torch.Tensor, np.ndarray)) else lengths
+    if not isinstance(rows, Sequence) or isinstance(rows, str):
+        raise TypeError(f"lengths={lengths!r}: expected a list of lengths, or such a list for each batch entry")
     if not rows:
         raise ValueError("lengths=[]: name at least one document")
-    batched = [list(row) for row in rows] if isinstance(rows[0], (list, tuple)) else [rows]
+    batched = rows if isinstance(rows[0], Sequence) else [rows]
     for row in batched:
-        if not row:
-            raise ValueError(f"lengths={rows}: every entry of the batch needs at least one document")
+        if not isinstance(row, Sequence):
+            raise TypeError(f"lengths={lengths!r}: {row!r} among lists; use one list for each batch entry")
         for length in row:
             _count("lengths", length)
-    if len({sum(row) for row in batched}) != 1:
-        sums = [sum(row) for row in batched]
-        raise ValueError(f"lengths sum to {sums}: every entry of the batch must sum to the same number of keys")
-    child = (inner or full()).node
-    if child.uses(mask_code.DOCUMENTS, mask_code.BLOCKS):
-        raise ValueError(f"inner={child}: documents and blocks have no local positions; compose them with & instead")
+    mask_code.check_documents(batched, inner.node)
     numbers = [len(batched)]
     for row in batched:
         numbers += [len(row), *row]
-    return _made(Node(mask_code.DOCUMENTS, tuple(numbers), (child,)))
+    return _made(Node(mask_code.DOCUMENTS, tuple(numbers), (inner.node,)))
 
 
-def blocks(table: torch.Tensor | np.ndarray[Any, Any] | tuple[torch.Tensor, torch.Tensor], block: int = 128) -> Mask:
+def _traced_documents(lengths: Any, inner: Mask) -> Mask:
+    """On the codes alone, as in ``_compose``; wrong lengths are found when the graph runs."""
+    if isinstance(lengths, torch.Tensor):
+        rows = lengths.reshape(-1, lengths.shape[-1]).to("cpu", torch.int64)
+        batch, count = rows.shape
+        numbers = torch.cat([torch.full((batch, 1), count), rows], dim=1).reshape(-1)
+        size = 1 + batch * (1 + count)
+    else:
+        listed = lengths if isinstance(lengths[0], (list, tuple)) else [lengths]
+        batch = len(listed)
+        size = 1 + batch + sum(len(row) for row in listed)
+        numbers = torch.tensor([n for row in listed for n in (len(row), *row)], dtype=torch.int64)
+    head = torch.tensor([batch], dtype=torch.int64)
+    return Mask(torch.cat([inner.code, head, numbers, torch.tensor([mask_code.DOCUMENTS, size])]))
+
+
+def blocks(
+    table: torch.Tensor | np.ndarray[Any, Any] | tuple[torch.Tensor, torch.Tensor], block: int = 128
+) -> Mask:
     """Any table of square tiles: query tile r attends to key tile c where ``table[..., r, c]`` is true.
 
     Args:
@@ -242,16 +278,20 @@ def blocks(table: torch.Tensor | np.ndarray[Any, Any] | tuple[torch.Tensor, torc
         >>> kp.masks.blocks(torch.eye(2, dtype=torch.bool), block=16).density(32, 32)
         0.5
     """
+    if torch.compiler.is_compiling():
+        raise RuntimeError("blocks() in a compiled function: make it outside and pass the mask in as an argument")
     if _count("block", block, 16) % 16:
         raise ValueError(f"block={block}: use a multiple of 16")
     return _made(Node(mask_code.BLOCKS, mask_code.table_numbers(table, block)))
 
 
+torch.serialization.add_safe_globals([from_code])  # a mask is data: a checkpoint may hold it
 # Masks may be arguments of compiled and exported functions: their one leaf is the code.
 pytree.register_pytree_node(
     Mask,
     lambda mask: ([mask.code], None),
     lambda leaves, _: Mask(next(iter(leaves))),
+    flatten_with_keys_fn=lambda mask: ([(pytree.GetAttrKey("code"), mask.code)], None),
     serialized_type_name="kernel_pytorch.masks.Mask",
     to_dumpable_context=lambda _: "",
     from_dumpable_context=lambda _: None,

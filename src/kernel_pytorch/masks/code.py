@@ -6,6 +6,8 @@ Postfix, so that composing two masks is a concatenation: no value in the tensors
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -58,7 +60,8 @@ class Node:
             batch, heads, rows, columns, block = self.numbers[:5]
             kept = len(self.numbers) - 5 - batch * heads * rows
             shape = "x".join(str(n) for n in (batch, heads) if n != 1)
-            return f"blocks({shape + ' of ' if shape else ''}{rows}x{columns}, {kept} kept, block={block})"
+            size = f"{rows}x{columns}" if columns >= 0 else f"{rows} rows"  # CSR form does not say how wide
+            return f"blocks({shape + ' of ' if shape else ''}{size}, {kept} kept, block={block})"
         numbers = self.numbers[:1] if self.kind == WINDOW and self.numbers[1] == 0 else self.numbers
         return f"{_NAMES[self.kind]}({', '.join(map(str, numbers))})"
 
@@ -82,7 +85,7 @@ def encode(node: Node) -> torch.Tensor:
 
 def decode(code: torch.Tensor) -> Node:
     """The tree of a code; a code that is not one is an error."""
-    numbers = code.numpy()
+    numbers = code.cpu().numpy()
 
     def walk(end: int) -> tuple[Node, int]:
         if end < 2:
@@ -96,12 +99,53 @@ def decode(code: torch.Tensor) -> Node:
         for _ in range(_CHILDREN.get(kind, 0)):
             child, start = walk(start)
             children.insert(0, child)
-        return Node(kind, own, tuple(children)), start
+        node = Node(kind, own, tuple(children))
+        _check_numbers(node)
+        return node, start
 
     node, start = walk(len(numbers))
     if start != 0:
         raise ValueError("the mask's code has numbers left over: make masks with kp.masks")
     return node
+
+
+def _check_numbers(node: Node) -> None:
+    """Whether a node that was read from a code has the numbers its kind needs."""
+    numbers = node.numbers
+    if node.kind == DOCUMENTS:
+        position = 1
+        for _ in range(numbers[0] if numbers else 0):
+            position += 1 + max(numbers[position] if position < len(numbers) else 0, 0)
+        good = bool(numbers) and numbers[0] > 0 and position == len(numbers)
+        if good:
+            check_documents(documents_of(node), node.children[0])
+    elif node.kind == BLOCKS:
+        good = len(numbers) >= 5 and min(numbers[:3]) > 0 and numbers[4] > 0
+        if good:
+            rows = math.prod(numbers[:3])
+            counts, kept = numbers[5 : 5 + rows], numbers[5 + rows :]
+            good = len(counts) == rows and min(counts) >= 0 and sum(counts) == len(kept)
+            good = good and (not kept or (min(kept) >= 0 and (numbers[3] < 0 or max(kept) < numbers[3])))
+    else:
+        good = len(numbers) == {WINDOW: 2, SINKS: 1, PREFIX: 1}.get(node.kind, 0) and min(numbers, default=0) >= 0
+    if not good:
+        raise ValueError(f"the mask's code has wrong numbers for {_NAMES[node.kind]}: make masks with kp.masks")
+
+
+def check_documents(rows: Sequence[Sequence[int]], inner: Node) -> None:
+    """Lengths that cannot be packed, or an inner mask that has no local positions, are errors."""
+    if not all(rows):
+        raise ValueError(f"lengths={rows}: every entry of the batch needs at least one document")
+    negative = [length for row in rows for length in row if length < 0]
+    if negative:
+        raise ValueError(f"lengths={negative[0]}: use 0 or more")
+    sums = [sum(row) for row in rows]
+    if len(set(sums)) != 1:
+        raise ValueError(f"lengths sum to {sums}: every entry of the batch must sum to the same number of keys")
+    if inner.uses(DOCUMENTS, BLOCKS):
+        raise ValueError(
+            f"inner={inner}: documents and blocks have no local positions; compose them with & instead"
+        )
 
 
 def documents_of(node: Node) -> list[tuple[int, ...]]:
@@ -119,7 +163,12 @@ def table_numbers(table: Any, block: int) -> tuple[int, ...]:
     if isinstance(table, tuple):
         if len(table) != 2:
             raise ValueError(f"table is a tuple of {len(table)}: CSR form is (offsets, columns)")
-        offsets, columns = (np.asarray(part).astype(np.int64) for part in table)
+        offsets, columns = (part.cpu() if isinstance(part, torch.Tensor) else np.asarray(part) for part in table)
+        offsets, columns = np.asarray(offsets), np.asarray(columns)
+        for name, part in (("offsets", offsets), ("columns", columns)):
+            if part.dtype.kind not in "iu" and part.size:
+                raise TypeError(f"table's {name} have dtype {part.dtype}: use whole numbers")
+        offsets, columns = offsets.astype(np.int64), columns.astype(np.int64)
         if offsets.ndim != 1 or columns.ndim != 1 or len(offsets) < 2:
             raise ValueError("table in CSR form needs one-dimensional offsets (at least two) and columns")
         counts = np.diff(offsets)
@@ -137,11 +186,12 @@ def table_numbers(table: Any, block: int) -> tuple[int, ...]:
     if array.dtype != np.bool_:
         raise TypeError(f"table has dtype {array.dtype}: use booleans, or (offsets, columns) in CSR form")
     if not 2 <= array.ndim <= 4 or 0 in array.shape:
-        raise ValueError(f"table has shape {list(array.shape)}: use (rows, columns) with heads and batch before them")
+        raise ValueError(
+            f"table has shape {list(array.shape)}: use (rows, columns) with heads and batch before them"
+        )
     array = array.reshape((1,) * (4 - array.ndim) + array.shape)
-    batch, heads, rows, columns = (int(size) for size in array.shape)
-    counts = array.sum(axis=-1).reshape(-1)
-    return (batch, heads, rows, columns, block, *counts.tolist(), *np.nonzero(array)[3].tolist())
+    kept_in_row = array.sum(axis=-1).reshape(-1)
+    return (*array.shape, block, *kept_in_row.tolist(), *np.nonzero(array)[3].tolist())
 
 
 def dense(node: Node, q_len: int, kv_len: int) -> np.ndarray[Any, Any]:

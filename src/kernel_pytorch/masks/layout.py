@@ -156,7 +156,7 @@ class Layout:
 @lru_cache(maxsize=64)
 def layout(node: Node, q_len: int, kv_len: int) -> Layout:
     """The mask at these lengths; a mask that does not fit them is an error that says why."""
-    tables = tuple(_tables(node))
+    tables = tuple(_nodes(node, mask_code.BLOCKS))
     for table in tables:
         rows, columns, block = table.numbers[2:5]
         wanted = (-(-q_len // block), -(-kv_len // block))
@@ -166,6 +166,10 @@ def layout(node: Node, q_len: int, kv_len: int) -> Layout:
             raise ValueError(
                 f"table has {shown} tiles of {block}: {q_len} queries and {kv_len} keys need {wanted[0]}x{wanted[1]}"
             )
+    batches = {found.numbers[0] for found in _nodes(node, mask_code.DOCUMENTS, mask_code.BLOCKS)} - {1}
+    heads = {table.numbers[1] for table in tables} - {1}
+    if len(batches) > 1 or len(heads) > 1:
+        raise ValueError(f"mask mixes batches {sorted(batches)} or heads {sorted(heads)}: use one size, or 1")
     if len(tables) > 4:
         raise ValueError(f"mask has {len(tables)} block tables: combine them into at most 4")
     sets = []
@@ -184,19 +188,14 @@ def layout(node: Node, q_len: int, kv_len: int) -> Layout:
             every[:, number * slots : number * slots + pair[which].shape[1]] = pair[which]
         return every
 
-    found = Layout(node, q_len, kv_len, stacked(0), stacked(1), slots, tables)
-    batches = {n for n in (found.first.shape[0], *(table.numbers[0] for table in tables)) if n != 1}
-    heads = {table.numbers[1] for table in tables} - {1}
-    if len(batches) > 1 or len(heads) > 1:
-        raise ValueError(f"mask mixes batches {sorted(batches)} or heads {sorted(heads)}: use one size, or 1")
-    return found
+    return Layout(node, q_len, kv_len, stacked(0), stacked(1), slots, tables)
 
 
-def _tables(node: Node) -> Iterator[Node]:
-    if node.kind == mask_code.BLOCKS:
+def _nodes(node: Node, *kinds: int) -> Iterator[Node]:
+    if node.kind in kinds:
         yield node
     for child in node.children:
-        yield from _tables(child)
+        yield from _nodes(child, *kinds)
 
 
 _QUERIES_A_PIECE = 1 << 15  # what is computed on the way stays in the cache
@@ -231,7 +230,8 @@ def _intervals(node: Node, position: Array, length: Array, constants: dict[int, 
         )
         first = np.maximum(a_first[:, :, None], b_first[:, None])
         last = np.minimum(a_last[:, :, None], b_last[:, None])
-        return first.reshape(len(first), -1, first.shape[-1]), last.reshape(len(last), -1, last.shape[-1])
+        shape = (len(first), first.shape[1] * first.shape[2], first.shape[-1])
+        return first.reshape(shape), last.reshape(shape)
     if kind == mask_code.OR:
         sides = [_intervals(child, position, length, constants) for child in node.children]
         batch = max(len(side[0]) for side in sides)
@@ -262,7 +262,9 @@ def _document_intervals(
     rows = mask_code.documents_of(node)
     kv_len = int(length.flat[0]) if length.size else sum(rows[0])
     if sum(rows[0]) != kv_len:
-        raise ValueError(f"lengths sum to {sum(rows[0])}: there are {kv_len} keys, and documents must cover them all")
+        raise ValueError(
+            f"lengths sum to {sum(rows[0])}: there are {kv_len} keys, and documents must cover them all"
+        )
     starts, lengths = [], []
     for row in rows:
         counts = np.array(row, dtype=np.int32)
@@ -276,47 +278,50 @@ def _document_intervals(
     return first + start[:, None], last + start[:, None]
 
 
+_NEVER = np.int32(2**31 - 1)  # where an empty interval begins while intervals are sorted
+
+
 def _merged(first: Array, last: Array) -> tuple[Array, Array]:
     """Disjoint, sorted intervals; empty ones are (0, 0) and come last, slots nobody uses are dropped."""
     empty = last <= first
-    slots = first.shape[1]
-    if slots == 1:
-        return np.where(empty, 0, first).astype(np.int32), np.where(empty, 0, last).astype(np.int32)
-    big = np.int32(2**31 - 1)
-    first, last = np.where(empty, big, first), np.where(empty, big, last)
-    order = np.argsort(first, axis=1, kind="stable") if slots > 2 else None
-    if order is not None:
-        first, last = np.take_along_axis(first, order, axis=1), np.take_along_axis(last, order, axis=1)
-    else:
-        swap = first[:, :1] > first[:, 1:]
-        first = np.where(swap, first[:, ::-1], first)
-        last = np.where(swap, last[:, ::-1], last)
-    firsts, lasts = [first[:, 0]], [last[:, 0]]
-    pending: list[tuple[Array, Array]] = [(first[:, s], last[:, s]) for s in range(1, slots)]
-    for begin, end in pending:
-        joins = (begin <= lasts[-1]) & (begin < big)
-        # What joins grows the interval before it and leaves an empty slot behind.
-        grown = np.where(joins, np.maximum(lasts[-1], end), lasts[-1])
-        lasts[-1] = grown
-        firsts.append(np.where(joins, firsts[-1], begin))
-        lasts.append(np.where(joins, grown, end))
-        # The merged interval moves on to the newer slot, so that later ones compare with it.
-        firsts[-2] = np.where(joins, big, firsts[-2])
-        lasts[-2] = np.where(joins, big, lasts[-2])
-    first, last = np.stack(firsts, axis=1), np.stack(lasts, axis=1)
-    if slots > 2:
+    if empty.any():
+        first, last = np.where(empty, _NEVER, first), np.where(empty, _NEVER, last)
+    if first.shape[1] > 1:
+        first, last = _merged_pair(first, last) if first.shape[1] == 2 else _merged_many(first, last)
+    empty = first == _NEVER
+    if empty.any():
+        first, last = np.where(empty, 0, first), np.where(empty, 0, last)
+        used = max(1, int((~empty).any(axis=(0, 2)).sum()))
+        first, last = first[:, :used], last[:, :used]
+    return first.astype(np.int32, copy=False), last.astype(np.int32, copy=False)
+
+
+def _merged_pair(first: Array, last: Array) -> tuple[Array, Array]:
+    """Two slots, by far the most common: a few passes instead of a sort."""
+    swap = first[:, 0] > first[:, 1]
+    early, late = np.minimum(first[:, 0], first[:, 1]), np.maximum(first[:, 0], first[:, 1])
+    early_end, late_end = np.where(swap, last[:, 1], last[:, 0]), np.where(swap, last[:, 0], last[:, 1])
+    joins = (late <= early_end) & (late < _NEVER)
+    early_end = np.where(joins, np.maximum(early_end, late_end), early_end)
+    late, late_end = np.where(joins, _NEVER, late), np.where(joins, _NEVER, late_end)
+    return np.stack([early, late], axis=1), np.stack([early_end, late_end], axis=1)
+
+
+def _merged_many(first: Array, last: Array) -> tuple[Array, Array]:
+    def in_order(first: Array, last: Array) -> tuple[Array, Array]:
         order = np.argsort(first, axis=1, kind="stable")
-        first, last = np.take_along_axis(first, order, axis=1), np.take_along_axis(last, order, axis=1)
-    else:
-        swap = first[:, :1] > first[:, 1:]
-        first = np.where(swap, first[:, ::-1], first)
-        last = np.where(swap, last[:, ::-1], last)
-    empty = first == big
-    used = max(1, int((~empty).any(axis=(0, 2)).sum()))
-    return (
-        np.where(empty, 0, first)[:, :used].astype(np.int32),
-        np.where(empty, 0, last)[:, :used].astype(np.int32),
-    )
+        return np.take_along_axis(first, order, axis=1), np.take_along_axis(last, order, axis=1)
+
+    first, last = in_order(first, last)
+    for slot in range(1, first.shape[1]):
+        before, here = slot - 1, slot
+        joins = (first[:, here] <= last[:, before]) & (first[:, here] < _NEVER)
+        # The merged interval moves on to this slot, so that later ones compare with it; the one before is empty.
+        last[:, here] = np.where(joins, np.maximum(last[:, before], last[:, here]), last[:, here])
+        first[:, here] = np.where(joins, first[:, before], first[:, here])
+        first[:, before] = np.where(joins, _NEVER, first[:, before])
+        last[:, before] = np.where(joins, _NEVER, last[:, before])
+    return in_order(first, last)
 
 
 @dataclass(frozen=True)
@@ -373,7 +378,9 @@ def _walk_of(known: Layout, queries: int, keys: int, by_key: bool) -> Walk:
         span, row, column, partial = _tiles_of_spans(_spans(known.first, known.last, queries, keys), rows)
         variant = np.zeros(len(row), dtype=np.int64)
     if by_key:
-        span, row, column, partial, variant = _transposed(span, row, column, partial, variant, entries, rows, columns)
+        span, row, column, partial, variant = _transposed(
+            span, row, column, partial, variant, entries, rows, columns
+        )
     return _sorted_walk(span, row, column, partial, variant * known.slots, len(span))
 
 
@@ -429,9 +436,9 @@ def _tiles_with_tables(known: Layout, queries: int, keys: int) -> tuple[Array, A
     spans = [_spans(known.first[:, own], known.last[:, own], queries, keys) for own in sets]
     in_tables = np.unique(np.concatenate(held))
     number = np.zeros(len(in_tables), dtype=np.int64)
-    for bit, key in enumerate(held):
-        number |= np.isin(in_tables, key, assume_unique=True).astype(np.int64) << bit
-    found = []
+    for bit, own_keys in enumerate(held):
+        number |= np.isin(in_tables, own_keys, assume_unique=True).astype(np.int64) << bit
+    found: list[tuple[Array, Array, int]] = []
     for variant, span in enumerate(spans):
         if variant == 0:
             # No table holds the tile: every tile of the spans that is in none.
@@ -442,15 +449,15 @@ def _tiles_with_tables(known: Layout, queries: int, keys: int) -> tuple[Array, A
             entries = np.arange(known.batch * known.heads)
             source = entries // known.heads if known.first.shape[0] > 1 else np.zeros_like(entries)
             own = [row // rows == entry for entry in range(known.first.shape[0])] if len(row) else []
-            for entry in entries if len(row) else []:
+            for entry in entries.tolist() if len(row) else []:
                 picked = own[source[entry]]
                 key = (entry * rows + row[picked] % rows) * width + column[picked]
                 free = ~np.isin(key, in_tables)
                 found.append((key[free], partial[picked][free], variant))
         else:
             key = in_tables[number == variant]
-            entry, t, n = key // width // rows, key // width % rows, key % width
-            d = entry // known.heads if known.first.shape[0] > 1 else np.zeros_like(entry)
+            own_entry, t, n = key // width // rows, key // width % rows, key % width
+            d = own_entry // known.heads if known.first.shape[0] > 1 else np.zeros_like(own_entry)
             may = np.zeros(len(key), dtype=bool)
             every = np.zeros(len(key), dtype=bool)
             for slot in range(span.may_first.shape[1]):
@@ -482,8 +489,8 @@ def _transposed(
         row, column = np.concatenate([row, owner]), np.concatenate([column, inner])
         partial = np.concatenate([partial, np.zeros(len(owner), dtype=bool)])
         slots = np.concatenate([slots, np.zeros(len(owner), dtype=np.int64)])
-    entry = row // max(rows, 1)
-    return span_t.reshape(-1, 2), entry * columns + column, row % max(rows, 1), partial, slots
+    entry_of_row = row // max(rows, 1)
+    return span_t.reshape(-1, 2), entry_of_row * columns + column, row % max(rows, 1), partial, slots
 
 
 def _sorted_walk(span: Array, row: Array, column: Array, partial: Array, slot: Array, rows: int) -> Walk:
@@ -491,7 +498,9 @@ def _sorted_walk(span: Array, row: Array, column: Array, partial: Array, slot: A
     row, column, partial, slot = row[order], column[order], partial[order], slot[order]
 
     def offsets(owner: Array) -> torch.Tensor:
-        return torch.from_numpy(np.concatenate([[0], np.cumsum(np.bincount(owner, minlength=rows))]).astype(np.int32))
+        return torch.from_numpy(
+            np.concatenate([[0], np.cumsum(np.bincount(owner, minlength=rows))]).astype(np.int32)
+        )
 
     def numbers(values: Array) -> torch.Tensor:
         return torch.from_numpy(np.ascontiguousarray(values).astype(np.int32))

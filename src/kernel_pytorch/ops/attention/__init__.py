@@ -48,7 +48,9 @@ def attention(
         torch.Size([1, 4, 128, 64])
     """
     if scale is None:
-        scale = float(q.shape[-1]) ** -0.5
+        # Where q has no head_dim, the check says so.
+        known = isinstance(q, torch.Tensor) and q.ndim > 0 and q.shape[-1] > 0
+        scale = float(q.shape[-1]) ** -0.5 if known else 1.0
     out, lse = _function(q, k, v, full() if mask is None else mask, scale, return_lse, kernel=kernel)
     return (out, lse) if return_lse else out
 
@@ -74,6 +76,8 @@ def _torch_mask(call: Call) -> str | None:
     q, k, mask = call["q"], call["k"], call["mask"]
     if 0 in q.shape or 0 in k.shape:
         return "takes no empty tensors"
+    if call["scale"] < 1e-30:
+        return f"takes a positive scale; it is {call['scale']}"
     if call["lse_grad"] and (call.needs_grad or call.phase == "backward"):
         return "has no gradient through the log-sum-exp, and return_lse asks for it"
     if mask.is_full or (mask.is_causal and q.shape[2] == k.shape[2]):

@@ -11,7 +11,7 @@ import torch
 
 from kernel_pytorch.hardware_abstraction.device import Device
 from kernel_pytorch.ops.attention.definition import lse_dtype
-from kernel_pytorch.ops.attention.torch_heads import repeated, summed
+from kernel_pytorch.ops.attention.torch_heads import adjacent, repeated, summed
 
 if TYPE_CHECKING:
     from kernel_pytorch.masks import Mask
@@ -21,7 +21,7 @@ def forward(
     device: Device, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask, scale: float, lse_grad: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     k, v = repeated(q, k, v)
-    wide = [x.to(lse_dtype(q.dtype)) for x in (q, k, v)]
+    wide = [adjacent(x.to(lse_dtype(q.dtype))) for x in (q, k, v)]
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*wide, 0.0, mask.is_causal, scale=scale)
     return out.to(q.dtype).contiguous(), lse.contiguous()
 
@@ -41,6 +41,6 @@ def backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     k_all, v_all = repeated(q, k, v)
     dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        *(x.to(lse.dtype) for x in (dout, q, k_all, v_all, out)), lse, 0.0, mask.is_causal, scale=scale
+        *(adjacent(x.to(lse.dtype)) for x in (dout, q, k_all, v_all, out)), lse, 0.0, mask.is_causal, scale=scale
     )
     return dq.to(q.dtype).contiguous(), summed(dk, k), summed(dv, v)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -61,7 +62,9 @@ class _Rounded(torch.autograd.Function):
     """Rounds a value on the way forward, or its gradient on the way back, to a narrower format."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, forward: torch.dtype | None, backward: torch.dtype | None) -> torch.Tensor:
+    def forward(
+        ctx: Any, x: torch.Tensor, forward: torch.dtype | None, backward: torch.dtype | None
+    ) -> torch.Tensor:
         ctx.backward_dtype = backward
         return x.clone() if forward is None else x.to(forward).to(x.dtype)
 
@@ -155,7 +158,9 @@ def _attended(call: Call) -> float:
 
 
 def traffic(call: Call) -> int:
-    q, k, v = (call[name] for name in ("q", "k", "v"))
+    q: TensorSpec = call["q"]
+    k: TensorSpec = call["k"]
+    v: TensorSpec = call["v"]
     sizes = [math.prod(spec.shape) * spec.dtype.itemsize for spec in (q, k, v)]
     out = math.prod(q.shape[:3]) * v.shape[3] * q.dtype.itemsize
     lse = math.prod(q.shape[:3]) * lse_dtype(q.dtype).itemsize
@@ -169,10 +174,23 @@ def flops(call: Call) -> int:
     return int(_attended(call) * pair)
 
 
-def sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask, scale: float, lse_grad: bool) -> torch.Tensor:
+@lru_cache(maxsize=2)
+def _dense_mask(mask: Mask, q_len: int, kv_len: int, device: torch.device) -> torch.Tensor:
+    """Made once, as a user would: what is timed is the attention."""
+    return mask.dense(q_len, kv_len).to(device)
+
+
+# What torch.compiler.disable does, without its import of the compiler, and of Triton, whenever we are imported.
+_untraced: Any = _dense_mask
+_untraced._torchdynamo_disable = _untraced.__wrapped__._torchdynamo_disable = True
+
+
+def sdpa(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask, scale: float, lse_grad: bool
+) -> torch.Tensor:
     """What a user would call without us: causal and full as flags, every other mask as a dense boolean."""
     flag = mask.is_causal and q.shape[2] == k.shape[2]
-    dense = None if flag or mask.is_full else mask.dense(q.shape[2], k.shape[2]).to(q.device)
+    dense = None if flag or mask.is_full else _dense_mask(mask, q.shape[2], k.shape[2], q.device)
     return torch.nn.functional.scaled_dot_product_attention(
         q, k, v, attn_mask=dense, is_causal=flag, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
     )

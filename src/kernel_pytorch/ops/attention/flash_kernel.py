@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from kernel_pytorch.hardware_abstraction.device import Device
-from kernel_pytorch.ops.attention.torch_heads import repeated, summed
+from kernel_pytorch.ops.attention.torch_heads import adjacent, repeated, summed
 
 if TYPE_CHECKING:
     from kernel_pytorch.masks import Mask
@@ -17,7 +17,9 @@ def forward(
     device: Device, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask, scale: float, lse_grad: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     k, v = repeated(q, k, v)
-    found = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, mask.is_causal, False, scale=scale)
+    found = torch.ops.aten._scaled_dot_product_flash_attention(
+        adjacent(q), k, v, 0.0, mask.is_causal, False, scale=scale
+    )
     return found[0].contiguous(), found[1].contiguous()
 
 
@@ -37,8 +39,8 @@ def backward(
     k_all, v_all = repeated(q, k, v)
     unused = torch.empty(2, dtype=torch.uint64, device=q.device)  # seed and offset of a dropout there is not
     dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_backward(
-        dout,
-        q,
+        adjacent(dout),
+        adjacent(q),
         k_all,
         v_all,
         out,

@@ -133,6 +133,7 @@ CASES = (
     Case("zero-rows", _tensors(6, 80, change=_zero_rows)),
     Case("scales", _tensors(11, 100, change=_scales)),
     Case("wide", _tensors(3, 4099)),
+    _large_benchmark(4096, 4096),
     *(_large_benchmark(rows, hidden) for rows in (16384, 65536) for hidden in (4096, 8192)),
     _large_benchmark(16384, 5120),
     _large_benchmark(1048576, 128),

@@ -94,7 +94,9 @@ def _forward_short(
 
 
 @triton.jit
-def _forward_long(x_RH, weight_H, y_RH, rstd_R, hidden, x_stride, eps, HAS_WEIGHT: tl.constexpr, CHUNK: tl.constexpr):
+def _forward_long(
+    x_RH, weight_H, y_RH, rstd_R, hidden, x_stride, eps, HAS_WEIGHT: tl.constexpr, CHUNK: tl.constexpr
+):
     row = tl.program_id(0)
     x_H = x_RH + row.to(tl.int64) * x_stride
     y_H = y_RH + row.to(tl.int64) * hidden

@@ -1,0 +1,599 @@
+"""kp.attention: bad input, nothing to attend to, gradients, leaks, determinism, strides, heads, selection."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import kernel_pytorch as kp
+from kernel_pytorch.hardware_abstraction import registry
+from kernel_pytorch.hardware_abstraction.dispatch import function_of
+from kernel_pytorch.hardware_abstraction.op import Kernel
+from kernel_pytorch.masks import Mask, blocks, causal, documents, full, prefix, sinks, window
+from kernel_pytorch.ops.attention.definition import ATTENTION
+from kernel_pytorch.testing import compare, interpreting, poisoned, pretend
+
+H200 = "nvidia/h200"
+needs_interpreter = pytest.mark.skipif(not interpreting(), reason="needs Triton's interpreter")
+# Kernel and the format it is tested in: the interpreter computes bfloat16 wrongly.
+EVERY = [
+    pytest.param(name, dtype, id=f"{name}-{str(dtype).removeprefix('torch.')}", marks=marks)
+    for name, dtypes, marks in (
+        ("cpu-flash", (torch.float32, torch.bfloat16), ()),
+        ("tiled", (torch.float32, torch.float16, torch.bfloat16, torch.float64), ()),
+        ("triton", (torch.float32, torch.float16), (needs_interpreter,)),
+    )
+    for dtype in dtypes
+]
+every_kernel = pytest.mark.parametrize(("kernel", "dtype"), EVERY)
+# Those that take every mask.
+any_mask = pytest.mark.parametrize(("kernel", "dtype"), [each for each in EVERY if each.values[0] != "cpu-flash"])
+in_float32 = pytest.mark.parametrize("kernel", ["tiled", pytest.param("triton", marks=needs_interpreter)])
+
+
+@contextlib.contextmanager
+def on(kernel: str) -> Iterator[None]:
+    """Where the kernel runs, with poisoned memory."""
+    with pretend(H200) if kernel == "triton" else contextlib.nullcontext(), poisoned():
+        yield
+
+
+def drawn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def heads(
+    batch: int = 1,
+    q_heads: int = 2,
+    kv_heads: int = 2,
+    q_len: int = 40,
+    kv_len: int | None = None,
+    dim: int = 32,
+    value_dim: int | None = None,
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    kv_len = q_len if kv_len is None else kv_len
+    return (
+        drawn(batch, q_heads, q_len, dim, seed=3 * seed, dtype=dtype),
+        drawn(batch, kv_heads, kv_len, dim, seed=3 * seed + 1, dtype=dtype),
+        drawn(batch, kv_heads, kv_len, value_dim or dim, seed=3 * seed + 2, dtype=dtype),
+    )
+
+
+def everything(
+    qkv: tuple[torch.Tensor, ...],
+    mask: Mask | None,
+    kernel: str | None = None,
+    *,
+    lse: bool = True,
+    **keywords: Any,
+) -> list[torch.Tensor]:
+    """out, lse, dq, dk, dv, with fixed gradients of out, and of lse where it takes one."""
+    leaves = [x.detach().requires_grad_() for x in qkv]
+    returned = kp.attention(*leaves, mask, return_lse=lse, kernel=kernel, **keywords)
+    out, sums = returned if lse else (returned, None)
+    one = drawn(1, *out.shape[1:], seed=99).to(out.dtype)  # the same for every entry of the batch
+    upstream = [one.expand(out.shape).contiguous()]
+    upstream += [drawn(*sums.shape, seed=98).to(sums.dtype)] if lse else []
+    found = torch.autograd.grad([out, sums] if lse else [out], leaves, upstream)
+    return [x.detach() for x in ((out, sums) if lse else (out,))] + list(found)
+
+
+def budgeted(
+    qkv: tuple[torch.Tensor, ...], mask: Mask, kernel: str, scale: float = 0.2, lse_grad: bool = True
+) -> None:
+    """Outputs and gradients within the budget that float64 sets."""
+    arguments = dict(zip(ATTENTION.argument_names, (*qkv, mask, scale, lse_grad), strict=True))
+    function = function_of(ATTENTION)
+    with on(kernel):
+        compared = compare(ATTENTION, lambda *values: function(*values, kernel=kernel), arguments)
+    failed = [str(comparison) for comparison in compared if not comparison.ok]
+    assert not failed, "\n".join(failed)
+
+
+# Bad input, before any kernel runs.
+
+Q, K, V = heads()
+TABLE = torch.ones(3, 3, dtype=torch.bool)
+
+
+def swapped(**changed: Any) -> tuple[Any, ...]:
+    return tuple(({"q": Q, "k": K, "v": V, "mask": causal()} | changed).values())
+
+
+BAD: dict[str, tuple[tuple[Any, ...], dict[str, Any], type[Exception], str]] = {
+    "q-3d": (swapped(q=Q[0]), {}, ValueError, r"q has shape \[2, 40, 32\]: use \(batch, heads, length, head_dim\)"),
+    "k-5d": (swapped(k=K[None]), {}, ValueError, r"k has shape \[1, 1, 2, 40, 32\]: use"),
+    "v-2d": (swapped(v=V[0, 0]), {}, ValueError, r"v has shape \[40, 32\]: use"),
+    "q-scalar": (swapped(q=torch.tensor(1.0)), {}, ValueError, r"q has shape \[\]: use"),
+    "q-list": (swapped(q=[1.0]), {}, TypeError, r"q=\[1\.0\]: expected a tensor"),
+    "q-none": (swapped(q=None), {}, TypeError, "q=None: expected a tensor"),
+    "v-list": (swapped(v=[1.0]), {}, TypeError, r"v=\[1\.0\]: expected a tensor"),
+    "q-int": (swapped(q=Q.int()), {}, TypeError, "q has dtype int32: use float64, float32, float16 or bfloat16"),
+    "k-dtype": (swapped(k=K.half()), {}, TypeError, "k has dtype float16 and q float32: use one dtype"),
+    "v-dtype": (swapped(v=V.double()), {}, TypeError, "v has dtype float64 and q float32: use one dtype"),
+    "k-device": (swapped(k=K.to("meta")), {}, ValueError, r"k is on meta and q on cpu: move one with \.to\(\)"),
+    "v-device": (swapped(v=V.to("meta")), {}, ValueError, r"v is on meta and q on cpu: move one with \.to\(\)"),
+    "k-batch": (swapped(k=K.expand(3, -1, -1, -1)), {}, ValueError, "k has batch 3 and q 1: they must be equal"),
+    "v-batch": (swapped(v=V.expand(2, -1, -1, -1)), {}, ValueError, "v has batch 2 and q 1: they must be equal"),
+    "kv-length": (swapped(v=V[:, :, :39]), {}, ValueError, "k has 2 heads of length 40 and v 2 of 39: they must"),
+    "kv-heads": (swapped(v=V[:, :1]), {}, ValueError, "k has 2 heads of length 40 and v 1 of 40: they must"),
+    "head-dim": (swapped(k=K[..., :31]), {}, ValueError, "k has head_dim 31 and q 32: they must be equal"),
+    "groups": (
+        swapped(q=drawn(1, 3, 40, 32)),
+        {},
+        ValueError,
+        "q has 3 heads and k 2: the number of q heads must be a multiple of k's",
+    ),
+    "fewer-q-heads": (swapped(q=Q[:, :1]), {}, ValueError, "q has 1 heads and k 2: .* multiple of k's"),
+    "no-heads": (swapped(q=Q[:, :0]), {}, ValueError, "need at least one head"),
+    "no-dim": (swapped(q=Q[..., :0], k=K[..., :0]), {}, ValueError, "one number a head"),
+    "scale-nan": (swapped(), {"scale": math.nan}, ValueError, "scale=nan: use a finite number"),
+    "scale-inf": (swapped(), {"scale": -math.inf}, ValueError, "scale=-inf: use a finite number"),
+    "scale-bool": (swapped(), {"scale": True}, ValueError, "scale=True: use a finite number"),
+    "scale-text": (swapped(), {"scale": "1"}, ValueError, "scale='1': use a finite number"),
+    "scale-tensor": (swapped(), {"scale": torch.tensor(1.0)}, ValueError, "scale=.*: use a finite number"),
+    "mask-tensor": (swapped(mask=torch.ones(40, 40).bool()), {}, TypeError, r"mask=.*expected a mask of kp\.masks"),
+    "mask-text": (swapped(mask="causal"), {}, TypeError, "mask='causal': expected a mask"),
+    "mask-function": (swapped(mask=causal), {}, TypeError, "mask=<function causal.*: expected a mask"),
+    "table-size": (swapped(mask=blocks(TABLE, 16) & blocks(TABLE[:2], 16)), {}, ValueError, "table has 2x3 .* 3x3"),
+    "table-lengths": (swapped(mask=blocks(TABLE)), {}, ValueError, "table has 3x3 tiles of 128: 40 queries"),
+    "documents": (swapped(mask=documents([20, 21])), {}, ValueError, "lengths sum to 41: there are 40 keys"),
+    "mask-batch": (swapped(mask=documents([[40]] * 3)), {}, ValueError, "mask is for a batch of 3 and q has 1"),
+    "mask-heads": (
+        swapped(mask=blocks(TABLE.expand(4, 3, 3), 16)),
+        {},
+        ValueError,
+        "mask is for 4 heads and q has 2: give a table for each q head or one",
+    ),
+    "kernel-unknown": (
+        swapped(),
+        {"kernel": "flash3"},
+        ValueError,
+        "kernel='flash3': attention has no such kernel on cpu; it has cpu-flash, tiled",
+    ),
+    "kernel-refuses": (
+        swapped(mask=window(3)),
+        {"kernel": "cpu-flash"},
+        kp.UnsupportedCallError,
+        r"cpu-flash: knows full and causal with as many queries as keys; the mask is window\(3\)",
+    ),
+    "kernel-refuses-dim": (
+        swapped(v=V[..., :16]),
+        {"kernel": "cpu-flash"},
+        kp.UnsupportedCallError,
+        "cpu-flash: needs one head_dim; v has 16 and q 32",
+    ),
+}
+
+
+@pytest.mark.parametrize(("arguments", "keywords", "error", "message"), BAD.values(), ids=BAD)
+def test_bad_input(
+    arguments: tuple[Any, ...],
+    keywords: dict[str, Any],
+    error: type[Exception],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def no_kernel(*_: Any) -> Any:
+        raise AssertionError("a kernel was asked for")
+
+    monkeypatch.setattr(Kernel, "function", no_kernel)
+    with pytest.raises(error, match=message):
+        kp.attention(*arguments, **keywords)
+    with pytest.raises(error, match=message):
+        kp.explain(kp.attention, *arguments, **keywords)
+
+
+def test_a_good_call_before_does_not_let_a_bad_one_pass() -> None:
+    kp.attention(Q, K, V, causal(), scale=1.0)
+    with pytest.raises(ValueError, match="scale=True"):
+        kp.attention(Q, K, V, causal(), scale=True)
+    with pytest.raises(ValueError, match="lengths sum to 41"):
+        torch.ops.kernel_pytorch.attention.default(Q, K, V, documents([41]).code, 1.0, False, "")
+
+
+def test_no_mask_is_the_full_mask() -> None:
+    assert torch.equal(kp.attention(Q, K, V), kp.attention(Q, K, V, full()))
+    expected = torch.nn.functional.scaled_dot_product_attention(Q, K, V)
+    torch.testing.assert_close(kp.attention(Q, K, V, None), expected)
+
+
+# Nothing to compute, nothing to attend to.
+
+
+@any_mask
+@pytest.mark.parametrize(
+    "shape", [{"q_len": 0, "kv_len": 7}, {"q_len": 5, "kv_len": 0}, {"q_len": 0}, {"batch": 0}], ids=str
+)
+@pytest.mark.parametrize("mask", [full(), causal() & (window(3) | sinks(1))], ids=str)
+def test_empty_tensors(shape: dict[str, int], mask: Mask, kernel: str, dtype: torch.dtype) -> None:
+    qkv = heads(**shape, dtype=dtype)
+    with on(kernel):
+        for pinned in (kernel, None):
+            out, lse, *gradients = everything(qkv, mask, pinned)
+            assert out.shape == qkv[0].shape
+            assert lse.shape == out.shape[:3]
+            assert (out == 0).all()
+            assert (lse == -math.inf).all()
+            for gradient, x in zip(gradients, qkv, strict=True):
+                assert gradient.shape == x.shape
+                assert (gradient == 0).all()
+
+
+def test_empty_tensors_on_the_cpu_path() -> None:
+    for shape in ({"q_len": 0}, {"batch": 0}, {"q_len": 0, "kv_len": 3}):
+        choice = kp.explain(kp.attention, *heads(**shape), full())
+        assert choice.kernel.name == "tiled"
+
+
+NOTHING: dict[str, tuple[Mask, Callable[[torch.Tensor], torch.Tensor]]] = {
+    "more-queries": (causal(), lambda i: i < 30),
+    "window-before-the-keys": (window(4), lambda i: i < 30),
+    "no-sinks": (sinks(0), lambda i: i >= 0),
+    "documents": (documents([7, 33]), lambda i: i < 30),
+    "an-empty-block-row": (
+        blocks(torch.tensor([[1, 1, 1], [0, 0, 0], [1, 0, 1], [1, 1, 1], [1, 1, 1]], dtype=torch.bool), 16),
+        lambda i: (i >= 16) & (i < 32),
+    ),
+    "some-of-a-tile": (causal() & prefix(3), lambda i: (i < 30) | (i >= 33)),
+}
+
+
+@any_mask
+@pytest.mark.parametrize("name", NOTHING)
+def test_queries_that_attend_to_nothing(name: str, kernel: str, dtype: torch.dtype) -> None:
+    """Zeros and -inf exactly, no gradient at all, and no NaN anywhere, whatever the others do."""
+    mask, rows = NOTHING[name]
+    qkv = heads(batch=2, q_len=70, kv_len=40, dtype=dtype)
+    nothing = rows(torch.arange(70))
+    assert torch.equal(~mask.dense(70, 40).any(dim=-1)[0, 0], nothing)
+    with on(kernel):
+        out, lse, dq, dk, dv = everything(qkv, mask, kernel)
+    assert (out[:, :, nothing] == 0).all()
+    assert (lse[:, :, nothing] == -math.inf).all()
+    assert (dq[:, :, nothing] == 0).all()
+    assert lse[:, :, ~nothing].isfinite().all()
+    assert all(x.isfinite().all() for x in (out, dq, dk, dv))
+    unseen = ~mask.dense(70, 40).any(dim=-2)[0, 0]
+    assert (dk[:, :, unseen] == 0).all()
+    assert (dv[:, :, unseen] == 0).all()
+
+
+@in_float32
+def test_huge_scores_of_pairs_that_do_not_attend(kernel: str) -> None:
+    """exp() of what is masked may overflow on the way: nothing of it may stay."""
+    q, k, v = heads(q_len=70)
+    k = k.clone()
+    k[:, :, 40:] *= 1e4
+    with on(kernel):
+        found = everything((q, k, v), causal() & window(50), kernel)
+        small = everything((q[:, :, :40], k[:, :, :40], v[:, :, :40]), causal() & window(50), kernel)
+    assert all(x.isfinite().all() for x in found)
+    torch.testing.assert_close(found[0][:, :, :40], small[0])
+    torch.testing.assert_close(found[1][:, :, :40], small[1])
+
+
+# Gradients.
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [causal(), window(2, 1), causal() & (window(2) | sinks(1)), documents([2, 4], causal()), prefix(3)],
+    ids=str,
+)
+def test_gradcheck(mask: Mask) -> None:
+    q, k, v = (x.requires_grad_() for x in heads(1, 2, 1, 7, 6, 3, 2, dtype=torch.float64))
+
+    def both(*qkv: torch.Tensor) -> Any:
+        out, lse = kp.attention(*qkv, mask, return_lse=True, kernel="tiled")
+        return out, lse.masked_fill(lse == -math.inf, 0.0)
+
+    assert torch.autograd.gradcheck(both, (q, k, v))
+    assert torch.autograd.gradcheck(lambda *qkv: kp.attention(*qkv, mask, kernel="tiled"), (q, k, v))
+
+
+@any_mask
+def test_lse_takes_a_gradient(kernel: str, dtype: torch.dtype) -> None:
+    budgeted(heads(q_len=50, dtype=dtype), causal() & window(20), kernel, lse_grad=True)
+
+
+@in_float32
+def test_only_the_lse_takes_a_gradient(kernel: str) -> None:
+    """Its derivative by the scores is the softmax: the gradient of v is zero, that of q the mean key."""
+    q, k, v = (x.requires_grad_() for x in heads(q_len=33))
+    with on(kernel):
+        _, lse = kp.attention(q, k, v, causal(), scale=0.5, return_lse=True, kernel=kernel)
+        dq, dv = torch.autograd.grad(lse.sum(), (q, v))
+    p = torch.where(causal().dense(33, 33), q @ k.mT * 0.5, -math.inf).softmax(dim=-1)
+    torch.testing.assert_close(dq, p @ k * 0.5)
+    assert (dv == 0).all()
+
+
+def test_an_lse_that_nobody_uses_changes_nothing() -> None:
+    with_lse = everything((Q, K, V), window(5), "tiled", lse=False)
+    leaves = [x.detach().requires_grad_() for x in (Q, K, V)]
+    out, lse = kp.attention(*leaves, window(5), return_lse=True, kernel="tiled")
+    assert (lse.dtype, lse.requires_grad) == (torch.float32, True)
+    found = torch.autograd.grad(out, leaves, drawn(*out.shape, seed=99))
+    for ours, expected in zip((out, *found), with_lse, strict=True):
+        assert torch.equal(ours, expected)
+
+
+def test_lse_without_gradients_stays_with_the_fast_kernel() -> None:
+    assert kp.explain(kp.attention, Q, K, V, causal(), return_lse=True).kernel.name == "cpu-flash"
+    leaf = Q.clone().requires_grad_()
+    choice = kp.explain(kp.attention, leaf, K, V, causal(), return_lse=True)
+    assert choice.kernel.name == "tiled"
+    assert any("no gradient through the log-sum-exp" in verdict.reason for verdict in choice.verdicts)
+
+
+@pytest.mark.parametrize("scale", [-0.3, 0.0, -0.0, 1e-3, 3])
+@pytest.mark.parametrize("mask", [causal(), causal() & window(9)], ids=str)
+@in_float32
+def test_any_scale(kernel: str, mask: Mask, scale: float) -> None:
+    budgeted(heads(q_len=40), mask, kernel, scale=scale)
+
+
+def test_torch_is_not_asked_for_a_scale_it_gets_wrong() -> None:
+    """Its causal mask multiplies -inf by the scale: NaN at zero, and infinity below."""
+    for scale in (-0.3, 0.0, 1e-60):
+        choice = kp.explain(kp.attention, Q, K, V, causal(), scale=scale)
+        assert choice.kernel.name == "tiled"
+        assert any("takes a positive scale" in verdict.reason for verdict in choice.verdicts)
+        assert kp.attention(Q, K, V, causal(), scale=scale).isfinite().all()
+
+
+# The future, the batch, the bits.
+
+LEAK_MASKS = [causal(), causal() & (window(20) | sinks(3)), causal() & blocks(torch.ones(9, 9).tril().bool(), 16)]
+
+
+@every_kernel
+@pytest.mark.parametrize("mask", LEAK_MASKS, ids=str)
+def test_no_leak_from_the_future(mask: Mask, kernel: str, dtype: torch.dtype) -> None:
+    """Other keys and values after t leave outputs and lse at t and before as they are, to the bit."""
+    mask = causal() if kernel == "cpu-flash" else mask
+    q, k, v = heads(q_heads=1, kv_heads=1, q_len=140, dtype=dtype)
+    with on(kernel):
+        out, lse = kp.attention(q, k, v, mask, return_lse=True, kernel=kernel)
+        for t in (0, 15, 63, 64, 128, 138) if kernel != "triton" else (15, 64, 77):
+            other_k, other_v = k.clone(), v.clone()
+            other_k[:, :, t + 1 :] = 30 * drawn(*k[:, :, t + 1 :].shape, seed=7).to(dtype)
+            other_v[:, :, t + 1 :] = -1000
+            changed, changed_lse = kp.attention(q, other_k, other_v, mask, return_lse=True, kernel=kernel)
+            assert torch.equal(changed[:, :, : t + 1], out[:, :, : t + 1]), t
+            assert torch.equal(changed_lse[:, :, : t + 1], lse[:, :, : t + 1]), t
+            assert not torch.equal(changed[:, :, t + 1 :], out[:, :, t + 1 :]), t
+
+
+@every_kernel
+def test_no_gradient_into_the_future(kernel: str, dtype: torch.dtype) -> None:
+    q, k, v = (x.requires_grad_() for x in heads(q_len=90, dtype=dtype))
+    with on(kernel):
+        out = kp.attention(q, k, v, causal(), kernel=kernel)
+        dq, dk, dv = torch.autograd.grad(out[:, :, :50].float().sum(), (q, k, v))
+    assert (dk[:, :, 50:] == 0).all()
+    assert (dv[:, :, 50:] == 0).all()
+    assert (dq[:, :, 50:] == 0).all()
+    assert (dv[:, :, :50] != 0).any()
+
+
+@any_mask
+def test_the_same_bits_each_time(kernel: str, dtype: torch.dtype) -> None:
+    mask = documents([[30, 1, 39], [50, 20]], causal()) & blocks(drawn(2, 3, 3) < 0.8, 32)
+    qkv = heads(batch=2, q_heads=2, kv_heads=1, q_len=70, dtype=dtype)
+    with on(kernel), kp.policy(deterministic=True):
+        first = everything(qkv, mask, kernel)
+        for _ in range(4 if kernel == "triton" else 19):
+            for again, before in zip(everything(qkv, mask, kernel), first, strict=True):
+                assert torch.equal(again, before)
+
+
+def test_kernels_that_are_not_deterministic_are_left_out_on_request() -> None:
+    qkv = heads(dtype=torch.bfloat16, dim=128)
+    assert kp.explain(kp.attention, *qkv, causal(), device=H200).kernel.name == "cudnn"
+    with kp.policy(deterministic=True):
+        choice = kp.explain(kp.attention, *qkv, causal(), device=H200)
+    assert choice.kernel.name == "triton"
+    assert choice.kernel.deterministic
+
+
+@every_kernel
+def test_the_rest_of_the_batch_does_not_matter(kernel: str, dtype: torch.dtype) -> None:
+    mask = causal()
+    qkv = heads(batch=3, q_len=70, dtype=dtype)
+    with on(kernel):
+        together = everything(qkv, mask, kernel, lse=False)
+        alone = everything(tuple(x[:1] for x in qkv), mask, kernel, lse=False)
+    tolerance = {"rtol": 0.0, "atol": 2e-5 if dtype.itemsize >= 4 else 0.03}
+    for whole, single in zip(together, alone, strict=True):
+        torch.testing.assert_close(whole[:1], single, **tolerance)
+
+
+# Strides and heads.
+
+LAID_OUT: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "transposed-heads": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
+    "sliced": lambda x: torch.cat([x, x], dim=2)[:, :, ::2].clone().repeat_interleave(2, dim=2)[:, :, ::2],
+    "every-other-number": lambda x: x.repeat_interleave(2, dim=3)[..., ::2],
+    "dim-outermost": lambda x: x.permute(3, 0, 1, 2).contiguous().permute(1, 2, 3, 0),
+    "expanded": lambda x: x[:, :1].expand(x.shape),
+    "part-of-a-projection": lambda x: torch.cat([x, x, x], dim=3)[..., x.shape[3] : 2 * x.shape[3]],
+}
+
+
+@every_kernel
+@pytest.mark.parametrize("name", LAID_OUT)
+def test_any_strides(name: str, kernel: str, dtype: torch.dtype) -> None:
+    mask = causal() if kernel == "cpu-flash" else causal() & window(30)
+    qkv = tuple(LAID_OUT[name](x) for x in heads(batch=2, q_len=50, dtype=dtype))
+    assert not all(x.is_contiguous() for x in qkv)
+    with on(kernel):
+        strided = everything(qkv, mask, kernel, lse=kernel != "cpu-flash")
+        plain = everything(tuple(x.contiguous() for x in qkv), mask, kernel, lse=kernel != "cpu-flash")
+    for ours, expected in zip(strided, plain, strict=True):
+        torch.testing.assert_close(ours, expected)
+    assert strided[0].is_contiguous()
+
+
+@pytest.mark.parametrize("kernel", ["cpu-flash", "tiled", pytest.param("triton", marks=needs_interpreter)])
+@pytest.mark.parametrize("name", ["expanded", "transposed", "every-other"])
+def test_output_gradients_of_any_strides(kernel: str, name: str) -> None:
+    q, k, v = (x.requires_grad_() for x in heads(q_len=50))
+    with_lse = kernel != "cpu-flash"
+    mask = window(9, 9) if with_lse else causal()
+    dout = {
+        "expanded": torch.ones(()).expand(q.shape),
+        "transposed": drawn(1, 32, 50, 2).transpose(1, 3),
+        "every-other": drawn(1, 2, 50, 64)[..., ::2],
+    }[name]
+    dlse = drawn(1, 50, 2).transpose(1, 2)
+    results = []
+    for gradients in ((dout, dlse), (dout.contiguous(), dlse.contiguous())):
+        with on(kernel):
+            outputs = kp.attention(q, k, v, mask, return_lse=with_lse, kernel=kernel)
+            given = gradients if with_lse else gradients[0]
+            results.append(torch.autograd.grad(outputs, (q, k, v), given))
+    for ours, expected in zip(*results, strict=True):
+        torch.testing.assert_close(ours, expected)
+
+
+@needs_interpreter
+def test_rows_too_far_apart_for_32_bits_are_copied() -> None:
+    from kernel_pytorch.ops.attention.triton_kernel import _rows
+
+    near = torch.empty(1, 1 << 14, 32, 64, device="meta").transpose(1, 2)
+    far = torch.empty(1, 1 << 20, 32, 64, device="meta").transpose(1, 2)
+    assert _rows(near) is near
+    assert _rows(far).is_contiguous()
+
+
+@every_kernel
+@pytest.mark.parametrize(("q_heads", "kv_heads"), [(4, 2), (6, 2), (3, 1)])
+def test_grouped_heads_equal_repeated_ones(q_heads: int, kv_heads: int, kernel: str, dtype: torch.dtype) -> None:
+    q, k, v = heads(2, q_heads, kv_heads, 40, dtype=dtype)
+    group = q_heads // kv_heads
+    mask = causal() if kernel == "cpu-flash" else causal() & window(20)
+    with on(kernel):
+        grouped = everything((q, k, v), mask, kernel, lse=False)
+        repeated = [q, *(x.repeat_interleave(group, dim=1) for x in (k, v))]
+        expected = everything(tuple(repeated), mask, kernel, lse=False)
+    tolerance = {"rtol": 0.02, "atol": 0.02} if dtype.itemsize < 4 else {"rtol": 1e-4, "atol": 1e-5}
+    for ours, theirs in zip(grouped[:2], expected[:2], strict=True):
+        torch.testing.assert_close(ours, theirs, **tolerance)
+    for ours, theirs in zip(grouped[2:], expected[2:], strict=True):
+        torch.testing.assert_close(ours, theirs.unflatten(1, (kv_heads, group)).sum(dim=2), **tolerance)
+
+
+@in_float32
+def test_a_table_for_each_query_head_of_a_group(kernel: str) -> None:
+    table = torch.rand(4, 5, 5, generator=torch.Generator().manual_seed(2)) < 0.5
+    q, k, v = heads(1, 4, 2, 80)
+    with on(kernel):
+        out = kp.attention(q, k, v, blocks(table, 16), kernel=kernel)
+        for head in range(4):
+            own = [x[:, [head // 2]] for x in (k, v)]
+            alone = kp.attention(q[:, [head]], *own, blocks(table[head], 16), kernel=kernel)
+            torch.testing.assert_close(out[:, [head]], alone)
+
+
+# What masks mean.
+
+
+@any_mask
+def test_documents_equal_each_document_alone(kernel: str, dtype: torch.dtype) -> None:
+    lengths = [[33, 1, 46], [80, 0, 0]]
+    inner = causal() & (window(10) | sinks(2))
+    q, k, v = heads(2, 2, 1, 80, dtype=dtype)
+    with on(kernel):
+        out, lse = kp.attention(q, k, v, documents(lengths, inner), return_lse=True, kernel=kernel)
+        for b, row in enumerate(lengths):
+            start = 0
+            for length in row:
+                own = [x[b : b + 1, :, start : start + length] for x in (q, k, v)]
+                alone, alone_lse = kp.attention(*own, inner, return_lse=True, kernel=kernel)
+                close = {} if dtype.itemsize >= 4 else {"rtol": 0.02, "atol": 0.01}
+                torch.testing.assert_close(out[b : b + 1, :, start : start + length], alone, **close)
+                torch.testing.assert_close(
+                    lse[b : b + 1, :, start : start + length], alone_lse, rtol=1e-4, atol=1e-4
+                )
+                start += length
+
+
+@in_float32
+@pytest.mark.parametrize(
+    "mask",
+    [causal() & (window(20) | sinks(4)), window(3, 5) | sinks(2), causal() | prefix(30), window(0)],
+    ids=str,
+)
+def test_masks_equal_sdpa_with_the_dense_mask(kernel: str, mask: Mask) -> None:
+    q, k, v = (x.requires_grad_() for x in heads(2, 2, 2, 100))
+    dout = drawn(*q.shape, seed=5)
+    theirs = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask.dense(100, 100))
+    with on(kernel):
+        ours = kp.attention(q, k, v, mask, kernel=kernel)
+        found = torch.autograd.grad(ours, (q, k, v), dout)
+    torch.testing.assert_close(ours, theirs)
+    for gradient, expected in zip(found, torch.autograd.grad(theirs, (q, k, v), dout), strict=True):
+        torch.testing.assert_close(gradient, expected, rtol=1e-4, atol=1e-5)
+
+
+@in_float32
+def test_fewer_queries_stand_at_the_end(kernel: str) -> None:
+    """Decoding: the last queries alone see what they see among all."""
+    q, k, v = heads(q_len=90)
+    mask = causal() & (window(40) | sinks(4))
+    with on(kernel):
+        whole = kp.attention(q, k, v, mask, kernel=kernel)
+        for last in (1, 5, 33):
+            torch.testing.assert_close(
+                kp.attention(q[:, :, -last:], k, v, mask, kernel=kernel), whole[:, :, -last:]
+            )
+
+
+# Selection.
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "dim", "mask", "kernel"),
+    [
+        (None, torch.float32, 64, full(), "cpu-flash"),
+        (None, torch.bfloat16, 64, causal(), "cpu-flash"),
+        (None, torch.float32, 300, causal(), "cpu-flash"),
+        (None, torch.float32, 64, window(5), "tiled"),
+        (None, torch.float32, 64, causal() & full(), "tiled"),
+        (H200, torch.bfloat16, 128, causal(), "cudnn"),
+        (H200, torch.float16, 64, full(), "cudnn"),
+        (H200, torch.bfloat16, 256, causal(), "flash"),
+        (H200, torch.bfloat16, 128, causal() & window(64), "triton"),
+        (H200, torch.float32, 128, causal(), "triton"),
+        (H200, torch.bfloat16, 300, causal(), "tiled"),
+        (H200, torch.float64, 64, causal(), "tiled"),
+        ("nvidia/a100", torch.bfloat16, 64, causal(), "flash"),
+        ("amd/mi300x", torch.bfloat16, 64, window(5), "triton"),
+    ],
+)
+def test_selection(device: str | None, dtype: torch.dtype, dim: int, mask: Mask, kernel: str) -> None:
+    choice = kp.explain(kp.attention, *heads(dim=dim, dtype=dtype), mask, device=device)
+    assert choice.kernel.name == kernel, str(choice)
+    assert {verdict.kernel for verdict in choice.verdicts} == {
+        each.name for each in registry.backend(choice.device.backend).kernels if each.op == "attention"
+    }
+    assert [verdict.kernel for verdict in choice.verdicts if verdict.chosen] == [kernel]
+    assert all(len(verdict.reason) > 10 for verdict in choice.verdicts)
+    assert str(mask) in str(choice)
+
+
+def test_causal_with_other_lengths_is_not_left_to_torch() -> None:
+    """torch aligns causal to the first key; ours is aligned to the last."""
+    choice = kp.explain(kp.attention, *heads(q_len=20, kv_len=40), causal())
+    assert choice.kernel.name == "tiled"
+    assert any("as many queries as keys" in verdict.reason for verdict in choice.verdicts)
+    assert kp.explain(kp.attention, *heads(q_len=20, kv_len=40), full()).kernel.name == "cpu-flash"
