@@ -25,7 +25,7 @@ demo: install
 	$(BIN)/kernel-pytorch tour
 
 test: install
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadscope
 
 check: install
 	$(BIN)/ruff check $(CHECKED)

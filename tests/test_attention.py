@@ -36,6 +36,15 @@ any_mask = pytest.mark.parametrize(("kernel", "dtype"), [each for each in EVERY 
 in_float32 = pytest.mark.parametrize("kernel", ["tiled", pytest.param("triton", marks=needs_interpreter)])
 
 
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Small tensors on busy cores: threads that wait for each other take ten times as long."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @contextlib.contextmanager
 def on(kernel: str) -> Iterator[None]:
     """Where the kernel runs, with poisoned memory."""
@@ -125,12 +134,7 @@ BAD: dict[str, tuple[tuple[Any, ...], dict[str, Any], type[Exception], str]] = {
     "kv-length": (swapped(v=V[:, :, :39]), {}, ValueError, "k has 2 heads of length 40 and v 2 of 39: they must"),
     "kv-heads": (swapped(v=V[:, :1]), {}, ValueError, "k has 2 heads of length 40 and v 1 of 40: they must"),
     "head-dim": (swapped(k=K[..., :31]), {}, ValueError, "k has head_dim 31 and q 32: they must be equal"),
-    "groups": (
-        swapped(q=drawn(1, 3, 40, 32)),
-        {},
-        ValueError,
-        "q has 3 heads and k 2: the number of q heads must be a multiple of k's",
-    ),
+    "groups": (swapped(q=drawn(1, 3, 40, 32)), {}, ValueError, "q has 3 heads and k 2: .* multiple of k's"),
     "fewer-q-heads": (swapped(q=Q[:, :1]), {}, ValueError, "q has 1 heads and k 2: .* multiple of k's"),
     "no-heads": (swapped(q=Q[:, :0]), {}, ValueError, "need at least one head"),
     "no-dim": (swapped(q=Q[..., :0], k=K[..., :0]), {}, ValueError, "one number a head"),
@@ -225,12 +229,6 @@ def test_empty_tensors(shape: dict[str, int], mask: Mask, kernel: str, dtype: to
             for gradient, x in zip(gradients, qkv, strict=True):
                 assert gradient.shape == x.shape
                 assert (gradient == 0).all()
-
-
-def test_empty_tensors_on_the_cpu_path() -> None:
-    for shape in ({"q_len": 0}, {"batch": 0}, {"q_len": 0, "kv_len": 3}):
-        choice = kp.explain(kp.attention, *heads(**shape), full())
-        assert choice.kernel.name == "tiled"
 
 
 NOTHING: dict[str, tuple[Mask, Callable[[torch.Tensor], torch.Tensor]]] = {
@@ -389,6 +387,7 @@ def test_no_gradient_into_the_future(kernel: str, dtype: torch.dtype) -> None:
 def test_the_same_bits_each_time(kernel: str, dtype: torch.dtype) -> None:
     mask = documents([[30, 1, 39], [50, 20]], causal()) & blocks(drawn(2, 3, 3) < 0.8, 32)
     qkv = heads(batch=2, q_heads=2, kv_heads=1, q_len=70, dtype=dtype)
+    torch.set_num_threads(2)
     with on(kernel), kp.policy(deterministic=True):
         first = everything(qkv, mask, kernel)
         for _ in range(4 if kernel == "triton" else 19):

@@ -136,12 +136,20 @@ def test_doctor_measures_when_asked(run: Run) -> None:
 
 def test_tour_visits_every_section(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = benchmarking.plan
-    monkeypatch.setattr(benchmarking, "plan", lambda op, device, *_: plan(op, device, ("one-row",), ("float32",)))
+    monkeypatch.setattr(
+        benchmarking, "plan", lambda op, device, *_: plan(op, device, (op.cases[0].name,), ("float32",))
+    )
     outcome = run("tour")
     assert outcome.code == 0, outcome.err
-    for heading in ("1. What is here", "2. One op: RMSNorm", "3. It trains", "4. Correct first", "Next"):
+    for heading in ("1. What is here", "2. One op: RMSNorm", "3. It trains", "4. Attention", "5. Correct", "Next"):
         assert heading in outcome.words
-    for content in ("on nvidia/h200 (sm_90)", "gradient norms: x", "one-row float32 backward", "speed-up"):
+    for content in (
+        "on nvidia/h200 (sm_90)",
+        "gradient norms: x",
+        "one-row float32 backward",
+        "full float32 backward",
+        "speed-up",
+    ):
         assert content in outcome.words
 
 

@@ -6,6 +6,7 @@ import json
 import subprocess
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import jsonschema
 import msgspec
@@ -77,7 +78,15 @@ def test_every_committed_record_is_valid_and_round_trips(path: Path, tmp_path: P
     record = read_record(path)
     write_record(record, tmp_path / path.name)
     assert read_record(tmp_path / path.name) == record
-    assert json.loads((tmp_path / path.name).read_text()) == json.loads(path.read_text())
+    # A field that came later is null when an older record is written anew; nothing else may change.
+    assert _known(json.loads((tmp_path / path.name).read_text())) == _known(json.loads(path.read_text()))
+
+
+def _known(data: Any) -> Any:
+    """The data without its nulls."""
+    if isinstance(data, dict):
+        return {key: _known(value) for key, value in data.items() if value is not None}
+    return [_known(value) for value in data] if isinstance(data, list) else data
 
 
 @pytest.mark.parametrize("record", [BENCHMARK, CHECKS], ids=["benchmark", "checks"])
