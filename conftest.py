@@ -17,6 +17,8 @@ from sybil.parsers.myst import PythonCodeBlockParser, SkipParser
 HAS_GPU = torch.cuda.is_available() or (hasattr(torch, "xpu") and torch.xpu.is_available())
 if not HAS_GPU:
     os.environ["TRITON_INTERPRET"] = "1"  # before any kernel module is imported, as in tests/conftest.py
+if "PYTEST_XDIST_WORKER" in os.environ:
+    torch.set_num_threads(1)  # workers share the cores; torch's threads would wait for each other
 
 
 @pytest.fixture
