@@ -276,6 +276,7 @@ def test_a_record_is_valid_and_says_how_it_was_made(
     assert isinstance(record, Benchmark)
     assert record.commit == git(clean_repository, "rev-parse", "HEAD")
     assert record.command.startswith("kernel-pytorch bench rms_norm --device cpu --case one-row")
+    assert "--out" not in record.command, "a folder is one machine's own"
     assert record.device.name == kp.device("cpu").name
     assert record.copy_bandwidth == 2e9
     subjects = {(row.phase, row.subject) for row in record.measurements}

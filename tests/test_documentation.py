@@ -98,7 +98,7 @@ def test_a_benchmark_record_becomes_a_row_with_its_provenance(tmp_path: Path) ->
         device=Facts("Some CPU", "arm", "cpu", "neon", 8 << 30, 4),
         versions={"torch": "2.0"},
         commit="0123456789abcdef",
-        command="kernel-pytorch bench rms_norm --record --out /somewhere",
+        command="kernel-pytorch bench rms_norm --record",
         recorded="2026-01-02T03:04:05Z",
         copy_bandwidth=1e10,
         sources={"torch": kernel.source_digest, "gone": "0"},

@@ -96,8 +96,18 @@ def bench(
         seconds=seconds,
         record=record,
         out=out,
-        command=shlex.join(["kernel-pytorch", *(sys.argv[1:] if _arguments is None else _arguments)]),
+        command=_repeatable(sys.argv[1:] if _arguments is None else _arguments),
     )
+
+
+def _repeatable(arguments: list[str]) -> str:
+    """The command as a record keeps it: without the folder, which is one machine's own and changes no number."""
+    words, skip = ["kernel-pytorch"], False
+    for word in arguments:
+        if not skip and word != "--out" and not word.startswith("--out="):
+            words.append(word)
+        skip = word == "--out"
+    return shlex.join(words)
 
 
 def main(arguments: list[str] | None = None) -> Any:

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import difflib
-import shlex
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -110,20 +109,11 @@ def _provenance(record: Benchmark) -> list[str]:
     device = record.device
     memory = f", {device.memory_bytes / 2**30:.0f} GiB" if device.memory_bytes else ""
     return [
-        f"Recorded {record.recorded[:10]} at commit `{record.commit[:10]}` with `{_repeatable(record.command)}`",
+        f"Recorded {record.recorded[:10]} at commit `{record.commit[:10]}` with `{record.command}`",
         f"on {device.name} ({device.arch}, {device.compute_units} compute units{memory});",
         f"a large copy reached {_gigabytes(record.copy_bandwidth)} GB/s.",
         ", ".join(f"{name} {version}" for name, version in record.versions.items()) + ".",
     ]
-
-
-def _repeatable(command: str) -> str:
-    """The command without where its record went: that is a path on one machine and no part of the measurement."""
-    words = shlex.split(command)
-    if "--out" in words:
-        place = words.index("--out")
-        words[place : place + 2] = []
-    return shlex.join(word for word in words if not word.startswith("--out="))
 
 
 def _changed_since(record: Record, kernels: tuple[Kernel, ...]) -> list[str]:
