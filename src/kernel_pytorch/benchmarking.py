@@ -115,7 +115,8 @@ def run(work: Plan, step: Step, seconds: float = 0.3) -> Iterator[Measurement]:
             subjects.append((f"kernel:{kernel.name}", pinned, kernel.backward, closest))
     for name, baseline in op.baselines.items():
         subjects.append((f"baseline:{name}", baseline, True, None))
-        subjects.append((f"baseline:torch.compile({name})", torch.compile(baseline, dynamic=False), True, None))
+        if op.compile_baselines:
+            subjects.append((f"baseline:torch.compile({name})", torch.compile(baseline, dynamic=False), True, None))
     phases: tuple[Phase, ...] = ("forward", "backward")
     for phase in phases:
         for subject, call_it, trains, worst in subjects:

@@ -55,5 +55,5 @@ def run() -> None:
     console.print(bench_command.measurement_table(measurements))
 
     console.print(Rule("Next"))
-    console.print("kernel-pytorch bench rms_norm    every benchmark case", highlight=False)
+    console.print("kernel-pytorch bench attention   every benchmark case of an op", highlight=False)
     console.print("docs/README.md                   the documentation", highlight=False)

@@ -200,6 +200,8 @@ class Op:
     """Arguments that are objects of ours: how they travel through a graph as tensors."""
     baselines: Mapping[str, Callable[..., Any]]
     """What a user would call without us, by name; each takes the op's arguments and is differentiable."""
+    compile_baselines: bool = True
+    """Whether torch.compile can make the baselines faster; it cannot where they are one fused operator already."""
 
     def __post_init__(self) -> None:
         if self.name in _REGISTERED:

@@ -180,11 +180,6 @@ def _dense_mask(mask: Mask, q_len: int, kv_len: int, device: torch.device) -> to
     return mask.dense(q_len, kv_len).to(device)
 
 
-# What torch.compiler.disable does, without its import of the compiler, and of Triton, whenever we are imported.
-_untraced: Any = _dense_mask
-_untraced._torchdynamo_disable = _untraced.__wrapped__._torchdynamo_disable = True
-
-
 def sdpa(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask, scale: float, lse_grad: bool
 ) -> torch.Tensor:
@@ -326,4 +321,5 @@ ATTENTION = Op(
     traffic=traffic,
     flops=flops,
     baselines={"scaled_dot_product_attention": sdpa},
+    compile_baselines=False,
 )
