@@ -22,13 +22,9 @@ import kernel_pytorch as kp
 from kernel_pytorch import benchmarking, masks
 from kernel_pytorch.bench_command import measurement_table
 from kernel_pytorch.evidence import (
-    Benchmark,
     Measurement,
     Quantiles,
     clean_commit,
-    facts,
-    now,
-    versions,
     write_record,
 )
 from kernel_pytorch.hardware_abstraction.dispatch import function_of
@@ -274,16 +270,14 @@ def main() -> None:
             console.print(f"{row.case:45} {row.phase:8} {row.subject:32} {row.seconds.median * 1e3:8.3f} ms {rate}")
         if arguments.record:  # after every workload: what was measured is kept whatever happens to the next
             kernels = [kernel for kernel in backend(device.backend).kernels if kernel.op == "attention"]
-            record = Benchmark(
-                op="attention",
-                device=facts(device),
-                versions=versions(),
-                commit=commit,
+            record = benchmarking.record(
+                OP.name,
+                device,
+                [kernel for kernel in kernels if kernel.name in TIMED],
+                measurements,
                 command="python benchmarks/attention.py --record",
-                recorded=now(),
+                commit=commit,
                 copy_bandwidth=bandwidth,
-                sources={kernel.name: kernel.source_digest for kernel in kernels if kernel.name in TIMED},
-                measurements=measurements,
             )
             write_record(record, arguments.out / benchmarking.record_name(OP, device))
     console.print(measurement_table(measurements))

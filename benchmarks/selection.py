@@ -15,20 +15,15 @@ import torch
 from rich.console import Console
 
 import kernel_pytorch as kp
+from kernel_pytorch import benchmarking
 from kernel_pytorch.bench_command import measurement_table
-from kernel_pytorch.benchmarking import checkout
 from kernel_pytorch.evidence import (
-    Benchmark,
     Measurement,
     Quantiles,
     clean_commit,
-    facts,
-    now,
-    versions,
     write_record,
 )
 from kernel_pytorch.hardware_abstraction.dispatch import forget_choices
-from kernel_pytorch.hardware_abstraction.rates import measure_rates
 from kernel_pytorch.hardware_abstraction.registry import backend
 from kernel_pytorch.hardware_abstraction.timing import quantiles
 
@@ -50,7 +45,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--record", action="store_true", help="keep the result in benchmarks/evidence")
     arguments = parser.parse_args()
-    commit = clean_commit(checkout()) if arguments.record else ""
+    commit = clean_commit(benchmarking.checkout()) if arguments.record else ""
     device = kp.device("cpu")
     kernel = next(kernel for kernel in backend("cpu").kernels if kernel.op == "rms_norm")
     x, weight = torch.randn(8, 64), torch.randn(64)
@@ -85,17 +80,8 @@ def main() -> None:
     direct, ours = measurements[0].seconds.median, measurements[1].seconds.median
     console.print(f"selection costs {(ours - direct) * 1e6:.2f} us a call")
     if arguments.record:
-        record = Benchmark(
-            op="selection",
-            device=facts(device),
-            versions=versions(),
-            commit=commit,
-            command="python benchmarks/selection.py --record",
-            recorded=now(),
-            copy_bandwidth=measure_rates(device).bandwidth,
-            sources={},
-            measurements=measurements,
-        )
+        command = "python benchmarks/selection.py --record"
+        record = benchmarking.record("selection", device, (), measurements, command=command, commit=commit)
         write_record(record, Path(__file__).parent / "evidence" / "selection.cpu.json")
 
 

@@ -59,7 +59,10 @@ def run(
     console.print(measurement_table(measurements))
     if record and folder is not None:
         path = folder / benchmarking.record_name(work.op, work.device)
-        write_record(benchmarking.record(work, measurements, command, commit), path)
+        evidence = benchmarking.record(
+            work.op.name, work.device, work.kernels, measurements, command=command, commit=commit
+        )
+        write_record(evidence, path)
         console.print(f"recorded in {path}", markup=False, soft_wrap=True)
 
 

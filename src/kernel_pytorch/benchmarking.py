@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from kernel_pytorch.hardware_abstraction.op import Case, Kernel, Op, Phase
 from kernel_pytorch.hardware_abstraction.rates import measure_rates
 from kernel_pytorch.hardware_abstraction.registry import backend
 from kernel_pytorch.hardware_abstraction.timing import quantiles, sample_seconds
-from kernel_pytorch.testing.budget import Comparison, compare
+from kernel_pytorch.testing.budget import Comparison, compare, exceeded
 
 __all__ = ["GateError", "Plan", "Step", "checkout", "plan", "record", "record_name", "run"]
 
@@ -88,13 +88,9 @@ def _flops(op: Op, case: Case, number_format: str) -> int:
 
 def gate(op: Op, kernel: Kernel, arguments: dict[str, Any]) -> tuple[Comparison, ...]:
     """The kernel against float64; raises GateError where a result exceeds its budget."""
-    function = function_of(op)
-    compared = compare(
-        op, lambda *values: function(*values, kernel=kernel.name), arguments, gradients=kernel.backward
-    )
-    failed = [str(comparison) for comparison in compared if not comparison.ok]
-    if failed:
-        raise GateError(f"{op.name} kernel {kernel.name!r}: {'; '.join(failed)}")
+    compared = compare(op, function_of(op).pinned(kernel.name), arguments, gradients=kernel.backward)
+    if exceeded(compared):
+        raise GateError(f"{op.name} kernel {kernel.name!r}: {exceeded(compared)}")
     return compared
 
 
@@ -111,8 +107,9 @@ def run(work: Plan, step: Step, seconds: float = 0.3) -> Iterator[Measurement]:
     for kernel in work.kernels:
         if kernel.refusal(call, device) is None:
             closest = max(gate(op, kernel, checked), key=lambda comparison: comparison.error / comparison.budget)
-            pinned = lambda *values, name=kernel.name: function(*values, kernel=name)[0]  # noqa: E731
-            subjects.append((f"kernel:{kernel.name}", pinned, kernel.backward, closest))
+            pinned = function.pinned(kernel.name)
+            first = lambda *values, pinned=pinned: pinned(*values)[0]  # noqa: E731 - as the public function returns
+            subjects.append((f"kernel:{kernel.name}", first, kernel.backward, closest))
     for name, baseline in op.baselines.items():
         subjects.append((f"baseline:{name}", baseline, True, None))
         if op.compile_baselines:
@@ -170,16 +167,25 @@ def record_name(op: Op, device: Device) -> str:
     return f"{op.name}.{slug}.json"
 
 
-def record(work: Plan, measurements: list[Measurement], command: str, commit: str) -> Benchmark:
-    """The evidence of a finished benchmark, with the copy bandwidth measured in the same run."""
+def record(
+    op: str,
+    device: Device,
+    kernels: Iterable[Kernel],
+    measurements: list[Measurement],
+    *,
+    command: str,
+    commit: str,
+    copy_bandwidth: float | None = None,
+) -> Benchmark:
+    """The evidence of a benchmark; the copy bandwidth is measured now unless it was in the same run before."""
     return Benchmark(
-        op=work.op.name,
-        device=facts(work.device),
+        op=op,
+        device=facts(device),
         versions=versions(),
         commit=commit,
         command=command,
         recorded=now(),
-        copy_bandwidth=measure_rates(work.device).bandwidth,
-        sources={kernel.name: kernel.source_digest for kernel in work.kernels},
+        copy_bandwidth=measure_rates(device).bandwidth if copy_bandwidth is None else copy_bandwidth,
+        sources={kernel.name: kernel.source_digest for kernel in kernels},
         measurements=measurements,
     )

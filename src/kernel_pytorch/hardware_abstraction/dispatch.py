@@ -211,6 +211,10 @@ class Function:
         outputs = run(*arguments)
         return outputs
 
+    def pinned(self, kernel: str) -> Callable[..., tuple[torch.Tensor, ...]]:
+        """The function with one kernel pinned."""
+        return partial(self, kernel=kernel)
+
     def _runner(
         self, phase: Phase, arguments: tuple[Any, ...], state: _State, needs_grad: bool
     ) -> Callable[..., Any]:
@@ -272,7 +276,7 @@ class Function:
         if kept is None:
             if arguments is None:
                 return None
-            if first_cuda(arguments) and torch.cuda.is_current_stream_capturing():
+            if _place(arguments).type == "cuda" and torch.cuda.is_current_stream_capturing():
                 return None  # nothing can be timed inside a graph capture; the backend's order stands
             timings = {}
             timed = _on(_place(arguments), median_seconds)
@@ -429,10 +433,6 @@ def _on(where: torch.device, run: Callable[..., Any]) -> Callable[..., Any]:
             return run(*arguments)
 
     return guarded
-
-
-def first_cuda(arguments: tuple[Any, ...]) -> bool:
-    return any(isinstance(value, torch.Tensor) and value.is_cuda for value in arguments)
 
 
 def _save(ctx: Any, saved: list[Any]) -> None:

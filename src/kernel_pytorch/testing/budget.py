@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from kernel_pytorch.hardware_abstraction.op import Op
 
-__all__ = ["Comparison", "compare"]
+__all__ = ["Comparison", "compare", "exceeded"]
 
 _SLACK = 2.0  # another order of the same sums errs differently; twice as much is the most it may
 
@@ -40,6 +40,11 @@ class Comparison:
     def __str__(self) -> str:
         verdict = "within" if self.ok else "EXCEEDS"
         return f"{self.tensor}: error {self.error:.3g} {verdict} its budget {self.budget:.3g}"
+
+
+def exceeded(comparisons: tuple[Comparison, ...]) -> str:
+    """What exceeds its budget, in words; empty where nothing does."""
+    return "; ".join(str(comparison) for comparison in comparisons if not comparison.ok)
 
 
 def compare(

@@ -28,7 +28,7 @@ from kernel_pytorch.hardware_abstraction.device import Device
 from kernel_pytorch.hardware_abstraction.dispatch import function_of
 from kernel_pytorch.hardware_abstraction.op import Kernel, Op, registered_op
 from kernel_pytorch.hardware_abstraction.registry import backends
-from kernel_pytorch.testing.budget import compare
+from kernel_pytorch.testing.budget import compare, exceeded
 from kernel_pytorch.testing.contract import prepared
 from kernel_pytorch.testing.cross_compile import cross_compile
 from kernel_pytorch.testing.poison import poisoned
@@ -78,13 +78,9 @@ def interpret_all(op: Op) -> list[Interpretation]:
                 with prepared(kernel, device, case, getattr(torch, number_format)) as arguments, poisoned():
                     if isinstance(arguments, str):
                         raise EvidenceError(f"{kernel.name} on {case.name}: {arguments}")
-                    function = function_of(op)
-                    compared = compare(
-                        op, lambda *values, f=function, k=kernel: f(*values, kernel=k.name), arguments
-                    )
-                failed = [str(comparison) for comparison in compared if not comparison.ok]
-                if failed:
-                    raise EvidenceError(f"{kernel.name} on {case.name} in {number_format}: {'; '.join(failed)}")
+                    compared = compare(op, function_of(op).pinned(kernel.name), arguments)
+                if exceeded(compared):
+                    raise EvidenceError(f"{kernel.name} on {case.name} in {number_format}: {exceeded(compared)}")
                 passed.append(case.name)
             results.append(Interpretation(kernel.name, number_format, passed))
     return results

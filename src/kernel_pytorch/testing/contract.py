@@ -21,10 +21,10 @@ import torch
 
 from kernel_pytorch.hardware_abstraction import registry
 from kernel_pytorch.hardware_abstraction.device import Device
-from kernel_pytorch.hardware_abstraction.dispatch import Function, function_of
+from kernel_pytorch.hardware_abstraction.dispatch import function_of
 from kernel_pytorch.hardware_abstraction.op import Case, Kernel, Op, registered_op, registered_ops
 from kernel_pytorch.hardware_abstraction.registry import Backend
-from kernel_pytorch.testing.budget import compare
+from kernel_pytorch.testing.budget import compare, exceeded
 from kernel_pytorch.testing.devices import cannot_run, pretend, test_device
 from kernel_pytorch.testing.poison import poisoned
 
@@ -105,9 +105,8 @@ class BackendContract:
         """Outputs and every gradient against float64, with poisoned memory, through the public path."""
         op = registered_op(kernel.op)
         with self._ready(kernel, case, number_format) as arguments, poisoned():
-            comparisons = compare(op, _pinned(op, kernel), arguments, gradients=kernel.backward)
-        failed = [str(comparison) for comparison in comparisons if not comparison.ok]
-        assert not failed, "\n".join(failed)
+            comparisons = compare(op, function_of(op).pinned(kernel.name), arguments, gradients=kernel.backward)
+        assert not exceeded(comparisons), exceeded(comparisons)
 
     def test_custom_op_passes_opcheck(self, kernel: Kernel, number_format: str) -> None:
         op = registered_op(kernel.op)
@@ -126,7 +125,7 @@ class BackendContract:
         op = registered_op(kernel.op)
         with self._ready(kernel, op.cases[0], number_format) as arguments:
             leaves = _require_gradients(op, arguments)
-            run = _pinned(op, kernel)
+            run = function_of(op).pinned(kernel.name)
 
             def shifted(*values: Any) -> torch.Tensor:
                 total: torch.Tensor = run(*values)[0] + 1
@@ -149,11 +148,6 @@ class BackendContract:
             if isinstance(arguments, str):
                 pytest.skip(arguments)
             yield arguments
-
-
-def _pinned(op: Op, kernel: Kernel) -> Any:
-    function: Function = function_of(op)
-    return lambda *values: function(*values, kernel=kernel.name)
 
 
 def _require_gradients(op: Op, arguments: dict[str, Any]) -> list[torch.Tensor]:
