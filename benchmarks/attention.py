@@ -99,7 +99,8 @@ def subjects(
 ) -> Iterator[tuple[str, Callable[..., torch.Tensor]]]:
     scale = work.dim**-0.5
     if work.flex is None:
-        yield "kernel:auto", lambda q, k, v: kp.attention(q, k, v, work.mask)
+        chosen = kp.explain(kp.attention, q, q, q, work.mask).kernel
+        yield f"kernel:{chosen}", lambda q, k, v: kp.attention(q, k, v, work.mask)
         for name, choice in SDPA.items():
 
             def sdpa(q: Any, k: Any, v: Any, choice: Any = choice) -> torch.Tensor:
@@ -117,7 +118,9 @@ def subjects(
     yield "baseline:compiled FlexAttention", lambda q, k, v: compiled_flex(q, k, v, block_mask=block_mask)
 
 
-def measure(work: Workload, device: kp.Device, compiled_flex: Any, gates: dict[str, Any]) -> Iterator[Measurement]:
+def measure(
+    work: Workload, device: kp.Device, compiled_flex: Any, gates: dict[tuple[str, str], Any]
+) -> Iterator[Measurement]:
     generator = torch.Generator(device="cuda").manual_seed(0)
     heads = 2048 // work.dim
     batch = max(1, 16384 // work.length) if work.flex is None else 1
@@ -134,7 +137,7 @@ def measure(work: Workload, device: kp.Device, compiled_flex: Any, gates: dict[s
                 run = lambda out=out, leaves=leaves: torch.autograd.grad(out, leaves, dout, retain_graph=True)  # noqa: E731
             samples = sample_seconds(run, device, 0.08)
             counted = replace(call, phase=phase)
-            gate = gates[work.gate] if subject.startswith("kernel:") else None
+            gate = gates.get((work.gate, subject))
             yield Measurement(
                 case=work.name,
                 phase=phase,
@@ -149,20 +152,17 @@ def measure(work: Workload, device: kp.Device, compiled_flex: Any, gates: dict[s
             )
 
 
-def gated() -> dict[str, Any]:
+def gated() -> dict[tuple[str, str], Any]:
     """Every kernel of the table against float64 on the small case of each mask; the result closest to its budget."""
     found = {}
+    device = kp.device("cuda")
     for name in ("full", "causal", "table", "window-and-sinks"):
         arguments = dict(OP.case(name).arguments(torch.bfloat16, torch.device("cuda")))
         call = function_of(OP).call("forward", tuple(arguments.values()), True)
-        device = kp.device("cuda")
-        compared = [
-            comparison
-            for kernel in backend(device.backend).kernels
-            if kernel.op == "attention" and kernel.refusal(call, device) is None
-            for comparison in benchmarking.gate(OP, kernel, arguments)
-        ]
-        found[name] = max(compared, key=lambda comparison: comparison.error / comparison.budget)
+        for kernel in backend(device.backend).kernels:
+            if kernel.op == OP.name and kernel.refusal(call, device) is None:
+                compared = benchmarking.gate(OP, kernel, arguments)
+                found[name, f"kernel:{kernel.name}"] = max(compared, key=lambda one: one.error / one.budget)
     return found
 
 

@@ -378,6 +378,14 @@ def _walk_of(known: Layout, queries: int, keys: int, by_key: bool) -> Walk:
         span, row, column, partial = _tiles_of_spans(_spans(known.first, known.last, queries, keys), rows)
         variant = np.zeros(len(row), dtype=np.int64)
     if by_key:
+        if known.q_len % queries:
+            # A kernel that walks queries checks their number in partial tiles only.
+            ragged = np.arange(len(span)) % rows == rows - 1
+            owner, inner = _expand(np.where(ragged, span[:, 0], 0), np.where(ragged, span[:, 1], 0))
+            span = np.where(ragged[:, None], 0, span)
+            row, column = np.concatenate([row, owner]), np.concatenate([column, inner])
+            partial = np.concatenate([partial, np.ones(len(owner), dtype=bool)]) | (row % rows == rows - 1)
+            variant = np.concatenate([variant, np.zeros(len(owner), dtype=np.int64)])
         span, row, column, partial, variant = _transposed(
             span, row, column, partial, variant, entries, rows, columns
         )

@@ -50,16 +50,19 @@ def tiles(dim: int, itemsize: int, device: Device, known: Layout) -> tuple[Tile,
     if wide > 128:
         return Tile(64, 32, 4, 2), Tile(64, 32, 8, 1), Tile(32, 64, 8, 1)
     if "wgmma" in device.matrix_units or "tcgen05" in device.matrix_units:
-        # A table's tiles are full: large ones read fewer indices. Edges of other masks are cheaper in small ones.
-        large = bool(known.tables) and known.finest_block >= 128
+        # Large tiles read fewer indices and reuse more; thin masks are mostly edges, which small tiles fit better.
+        blocks = bool(known.tables) and known.finest_block >= 128
+        thin = not blocks and (bool(known.tables) or known.density < 0.25)
         if wide > 64:
-            forward = Tile(128, 128, 8, 3) if large and device.shared_memory_bytes > 200_000 else Tile(64, 64, 4, 3)
-            return forward, Tile(64, 64, 4, 2) if large else Tile(128, 64, 8, 3), Tile(64, 64, 4, 2)
-        return (
-            Tile(128, 128, 4, 3) if large else Tile(64, 64, 4, 3),
-            Tile(64, 64, 4, 3),
-            Tile(128, 64, 4, 2) if large else Tile(64, 64, 4, 3),
-        )
+            small = Tile(64, 64, 4, 2)
+            if device.shared_memory_bytes < 200_000:
+                return small, small, small
+            return (
+                Tile(64, 64, 4, 3) if thin else Tile(128, 128, 8, 3),
+                small if thin else Tile(128, 64, 8, 3),
+                Tile(64, 128, 8, 3) if blocks else small,
+            )
+        return Tile(64, 64, 4, 3) if thin else Tile(128, 64, 4, 3), Tile(64, 64, 4, 3), Tile(64, 64, 4, 3)
     if device.backend == "amd" and "mfma" not in device.matrix_units:
         return Tile(64, 32, 4, 1), Tile(64, 32, 4, 1), Tile(32, 64, 4, 1)
     return Tile(128, 32, 4, 2), Tile(64, 32, 4, 1), Tile(32, 64, 4, 1)
@@ -213,16 +216,20 @@ def _forward(
             acc, top, total, q, k_ND, v_NE, k_n, v_n, index * BLOCK_N, kv_len, scale,
             first_M, last_M, 0, q_len, m, m_inside, False, D, E, BLOCK_D, BLOCK_E, BLOCK_N, PRECISE, SLOTS,
         )  # fmt: skip
-    listed = tl.load(full_offsets + row)
-    for index in tl.range(listed, tl.load(full_offsets + row + 1), num_stages=STAGES):
-        start = tl.load(full + index) * BLOCK_N
+    listed, end = tl.load(full_offsets + row), tl.load(full_offsets + row + 1)
+    tile = tl.load(full + listed, mask=listed < end, other=0)
+    for index in tl.range(listed, end, num_stages=STAGES):
+        start = tile * BLOCK_N
+        tile = tl.load(full + index + 1, mask=index + 1 < end, other=0)  # known before it is needed
         acc, top, total = _forward_step(
             acc, top, total, q, k_ND, v_NE, k_n, v_n, start, kv_len, scale,
             first_M, last_M, 0, q_len, m, m_inside, False, D, E, BLOCK_D, BLOCK_E, BLOCK_N, PRECISE, SLOTS,
         )  # fmt: skip
-    listed = tl.load(partial_offsets + row)
-    for index in tl.range(listed, tl.load(partial_offsets + row + 1), num_stages=STAGES):
-        start = tl.load(partial + index) * BLOCK_N
+    listed, end = tl.load(partial_offsets + row), tl.load(partial_offsets + row + 1)
+    tile = tl.load(partial + listed, mask=listed < end, other=0)
+    for index in tl.range(listed, end, num_stages=STAGES):
+        start = tile * BLOCK_N
+        tile = tl.load(partial + index + 1, mask=index + 1 < end, other=0)  # known before it is needed
         acc, top, total = _forward_step(
             acc, top, total, q, k_ND, v_NE, k_n, v_n, start, kv_len, scale,
             first_M, last_M, tl.load(slots + index), q_len, m, m_inside,
@@ -244,10 +251,11 @@ def _forward(
 
 @triton.jit
 def _delta(
-    out_BHME, dout_BHME, dlse_BHM, delta_BHM, heads, q_len, dout_b, dout_h, dout_m, dlse_b, dlse_h, dlse_m,
+    out_BHME, dout_BHME, lse_BHM, dlse_BHM, delta_BHM, log2_BHM, heads, q_len,
+    dout_b, dout_h, dout_m, dlse_b, dlse_h, dlse_m,
     HAS_DLSE: tl.constexpr, E: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """What each query's softmax takes from every score gradient: sum(out * dout) - dlse."""
+    """What each query's softmax takes from every score gradient, sum(out * dout) - dlse; and its lse to base 2."""
     m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     b = (tl.program_id(1) // heads).to(tl.int64)
     h = (tl.program_id(1) % heads).to(tl.int64)
@@ -260,11 +268,15 @@ def _delta(
     if HAS_DLSE:
         delta -= tl.load(dlse_BHM + b * dlse_b + h * dlse_h + m * dlse_m, mask=inside, other=0.0)
     tl.store(delta_BHM + row, delta, mask=inside)
+    lse = tl.load(lse_BHM + row, mask=inside, other=0.0)
+    # Where a query attends to nothing its lse is -inf; +inf makes every probability zero instead of NaN.
+    log2 = tl.where(lse == -float("inf"), float("inf"), lse * 1.4426950408889634)
+    tl.store(log2_BHM + row, log2, mask=inside)
 
 
 @triton.jit
 def _dq_step(
-    dq, q, dout, lse, delta, k_ND, v_NE, k_stride, v_stride, start, kv_len, scale,
+    dq, q, dout, log2, delta, k_ND, v_NE, k_stride, v_stride, start, kv_len, scale,
     first_M, last_M, slot, slot_stride, m, m_inside, MASKED: tl.constexpr, D: tl.constexpr,
     E: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_N: tl.constexpr, PRECISE: tl.constexpr,
     SLOTS: tl.constexpr,
@@ -273,7 +285,7 @@ def _dq_step(
     inside = n < kv_len
     k = _load_rows(k_ND, k_stride, n, inside, tl.arange(0, BLOCK_D), D, MASKED)
     v = _load_rows(v_NE, v_stride, n, inside, tl.arange(0, BLOCK_E), E, MASKED)
-    p = tl.exp2(_dot(q, tl.trans(k), PRECISE) * scale - lse[:, None])
+    p = tl.exp2(_dot(q, tl.trans(k), PRECISE) * scale - log2[:, None])
     if MASKED:
         allowed = _allowed(first_M, last_M, slot, slot_stride, m, m_inside, n, SLOTS, False)
         p = tl.where(allowed, p, 0.0)
@@ -283,7 +295,7 @@ def _dq_step(
 
 @triton.jit
 def _dq(
-    q_BHMD, k_BGND, v_BGNE, dout_BHME, lse_BHM, delta_BHM, dq_BHMD, first_DSM, last_DSM,
+    q_BHMD, k_BGND, v_BGNE, dout_BHME, log2_BHM, delta_BHM, dq_BHMD, first_DSM, last_DSM,
     span, full_offsets, full, partial_offsets, partial, slots,
     heads, group, q_len, kv_len, scale, scale_log2,
     q_b, q_h, q_m, k_b, k_h, k_n, v_b, v_h, v_n, dout_b, dout_h, dout_m, mask_b, mask_h, first_b,
@@ -301,9 +313,7 @@ def _dq(
     q = _load_rows(q_BHMD + b * q_b + h * q_h, q_m, m, m_inside, d, D, True)
     dout = _load_rows(dout_BHME + b * dout_b + h * dout_h, dout_m, m, m_inside, e, E, True)
     row_out = (b * heads + h) * q_len + m
-    lse = tl.load(lse_BHM + row_out, mask=m_inside, other=float("inf"))
-    # Where a query attends to nothing its lse is -inf; +inf makes every probability zero instead of NaN.
-    lse = tl.where(lse == -float("inf"), float("inf"), lse * 1.4426950408889634)
+    log2 = tl.load(log2_BHM + row_out, mask=m_inside, other=float("inf"))
     delta = tl.load(delta_BHM + row_out, mask=m_inside, other=0.0)
     first_M = first_DSM + b * first_b
     last_M = last_DSM + b * first_b
@@ -311,21 +321,25 @@ def _dq(
     row = b * mask_b + h * mask_h + tile_m
     for index in tl.range(tl.load(span + 2 * row), tl.load(span + 2 * row + 1), num_stages=STAGES):
         dq = _dq_step(
-            dq, q, dout, lse, delta, k_ND, v_NE, k_n, v_n, index * BLOCK_N, kv_len, scale_log2,
+            dq, q, dout, log2, delta, k_ND, v_NE, k_n, v_n, index * BLOCK_N, kv_len, scale_log2,
             first_M, last_M, 0, q_len, m, m_inside, False, D, E, BLOCK_D, BLOCK_E, BLOCK_N, PRECISE, SLOTS,
         )  # fmt: skip
-    listed = tl.load(full_offsets + row)
-    for index in tl.range(listed, tl.load(full_offsets + row + 1), num_stages=STAGES):
-        start = tl.load(full + index) * BLOCK_N
+    listed, end = tl.load(full_offsets + row), tl.load(full_offsets + row + 1)
+    tile = tl.load(full + listed, mask=listed < end, other=0)
+    for index in tl.range(listed, end, num_stages=STAGES):
+        start = tile * BLOCK_N
+        tile = tl.load(full + index + 1, mask=index + 1 < end, other=0)  # known before it is needed
         dq = _dq_step(
-            dq, q, dout, lse, delta, k_ND, v_NE, k_n, v_n, start, kv_len, scale_log2,
+            dq, q, dout, log2, delta, k_ND, v_NE, k_n, v_n, start, kv_len, scale_log2,
             first_M, last_M, 0, q_len, m, m_inside, False, D, E, BLOCK_D, BLOCK_E, BLOCK_N, PRECISE, SLOTS,
         )  # fmt: skip
-    listed = tl.load(partial_offsets + row)
-    for index in tl.range(listed, tl.load(partial_offsets + row + 1), num_stages=STAGES):
-        start = tl.load(partial + index) * BLOCK_N
+    listed, end = tl.load(partial_offsets + row), tl.load(partial_offsets + row + 1)
+    tile = tl.load(partial + listed, mask=listed < end, other=0)
+    for index in tl.range(listed, end, num_stages=STAGES):
+        start = tile * BLOCK_N
+        tile = tl.load(partial + index + 1, mask=index + 1 < end, other=0)  # known before it is needed
         dq = _dq_step(
-            dq, q, dout, lse, delta, k_ND, v_NE, k_n, v_n, start, kv_len, scale_log2,
+            dq, q, dout, log2, delta, k_ND, v_NE, k_n, v_n, start, kv_len, scale_log2,
             first_M, last_M, tl.load(slots + index), q_len, m, m_inside,
             True, D, E, BLOCK_D, BLOCK_E, BLOCK_N, PRECISE, SLOTS,
         )  # fmt: skip
@@ -338,23 +352,28 @@ def _dq(
 
 @triton.jit
 def _dkdv_step(
-    dk, dv, k, v, q_MD, dout_ME, lse_M, delta_M, q_stride, dout_stride, start, q_len, scale,
+    dk, dv, k, v, q_MD, dout_ME, log2_M, delta_M, q_stride, dout_stride, start, q_len, scale,
     first_M, last_M, slot, slot_stride, n, MASKED: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, PRECISE: tl.constexpr,
     SLOTS: tl.constexpr,
 ):  # fmt: skip
     m = start + tl.arange(0, BLOCK_M)
     inside = m < q_len
-    q = _load_rows(q_MD, q_stride, m, inside, tl.arange(0, BLOCK_D), D, True)
-    lse = tl.load(lse_M + m, mask=inside, other=float("inf"))
-    lse = tl.where(lse == -float("inf"), float("inf"), lse * 1.4426950408889634)
-    p = tl.exp2(_dot(k, tl.trans(q), PRECISE) * scale - lse[None, :])
+    q = _load_rows(q_MD, q_stride, m, inside, tl.arange(0, BLOCK_D), D, MASKED)
+    if MASKED:
+        log2 = tl.load(log2_M + m, mask=inside, other=float("inf"))
+    else:
+        log2 = tl.load(log2_M + m)
+    p = tl.exp2(_dot(k, tl.trans(q), PRECISE) * scale - log2[None, :])
     if MASKED:
         allowed = _allowed(first_M, last_M, slot, slot_stride, m, inside, n, SLOTS, True)
         p = tl.where(allowed, p, 0.0)
-    dout = _load_rows(dout_ME, dout_stride, m, inside, tl.arange(0, BLOCK_E), E, True)
+    dout = _load_rows(dout_ME, dout_stride, m, inside, tl.arange(0, BLOCK_E), E, MASKED)
     dv += _dot(p.to(dout.dtype), dout, PRECISE)
-    delta = tl.load(delta_M + m, mask=inside, other=0.0)
+    if MASKED:
+        delta = tl.load(delta_M + m, mask=inside, other=0.0)
+    else:
+        delta = tl.load(delta_M + m)
     ds = p * (_dot(v, tl.trans(dout), PRECISE) - delta[None, :])
     dk += _dot(ds.to(q.dtype), q, PRECISE)
     return dk, dv
@@ -362,7 +381,7 @@ def _dkdv_step(
 
 @triton.jit
 def _dkdv(
-    q_BHMD, k_BGND, v_BGNE, dout_BHME, lse_BHM, delta_BHM, dk_BGND, dv_BGNE, first_DSM, last_DSM,
+    q_BHMD, k_BGND, v_BGNE, dout_BHME, log2_BHM, delta_BHM, dk_BGND, dv_BGNE, first_DSM, last_DSM,
     span, full_offsets, full, partial_offsets, partial, slots,
     heads, group, q_len, kv_len, scale, scale_log2,
     q_b, q_h, q_m, k_b, k_h, k_n, v_b, v_h, v_n, dout_b, dout_h, dout_m, mask_b, mask_h, first_b,
@@ -387,26 +406,30 @@ def _dkdv(
         h = g * group + member
         q_MD = q_BHMD + b * q_b + h * q_h
         dout_ME = dout_BHME + b * dout_b + h * dout_h
-        lse_M = lse_BHM + (b * heads + h) * q_len
+        log2_M = log2_BHM + (b * heads + h) * q_len
         delta_M = delta_BHM + (b * heads + h) * q_len
         row = b * mask_b + h * mask_h + tile_n
         for index in tl.range(tl.load(span + 2 * row), tl.load(span + 2 * row + 1), num_stages=STAGES):
             dk, dv = _dkdv_step(
-                dk, dv, k, v, q_MD, dout_ME, lse_M, delta_M, q_m, dout_m, index * BLOCK_M, q_len, scale_log2,
+                dk, dv, k, v, q_MD, dout_ME, log2_M, delta_M, q_m, dout_m, index * BLOCK_M, q_len, scale_log2,
                 first_M, last_M, 0, q_len, n, False, D, E, BLOCK_D, BLOCK_E, BLOCK_M, PRECISE, SLOTS,
             )  # fmt: skip
-        listed = tl.load(full_offsets + row)
-        for index in tl.range(listed, tl.load(full_offsets + row + 1), num_stages=STAGES):
-            start = tl.load(full + index) * BLOCK_M
+        listed, end = tl.load(full_offsets + row), tl.load(full_offsets + row + 1)
+        tile = tl.load(full + listed, mask=listed < end, other=0)
+        for index in tl.range(listed, end, num_stages=STAGES):
+            start = tile * BLOCK_M
+            tile = tl.load(full + index + 1, mask=index + 1 < end, other=0)  # known before it is needed
             dk, dv = _dkdv_step(
-                dk, dv, k, v, q_MD, dout_ME, lse_M, delta_M, q_m, dout_m, start, q_len, scale_log2,
+                dk, dv, k, v, q_MD, dout_ME, log2_M, delta_M, q_m, dout_m, start, q_len, scale_log2,
                 first_M, last_M, 0, q_len, n, False, D, E, BLOCK_D, BLOCK_E, BLOCK_M, PRECISE, SLOTS,
             )  # fmt: skip
-        listed = tl.load(partial_offsets + row)
-        for index in tl.range(listed, tl.load(partial_offsets + row + 1), num_stages=STAGES):
-            start = tl.load(partial + index) * BLOCK_M
+        listed, end = tl.load(partial_offsets + row), tl.load(partial_offsets + row + 1)
+        tile = tl.load(partial + listed, mask=listed < end, other=0)
+        for index in tl.range(listed, end, num_stages=STAGES):
+            start = tile * BLOCK_M
+            tile = tl.load(partial + index + 1, mask=index + 1 < end, other=0)  # known before it is needed
             dk, dv = _dkdv_step(
-                dk, dv, k, v, q_MD, dout_ME, lse_M, delta_M, q_m, dout_m, start, q_len, scale_log2,
+                dk, dv, k, v, q_MD, dout_ME, log2_M, delta_M, q_m, dout_m, start, q_len, scale_log2,
                 first_M, last_M, tl.load(slots + index), q_len, n,
                 True, D, E, BLOCK_D, BLOCK_E, BLOCK_M, PRECISE, SLOTS,
             )  # fmt: skip
@@ -514,21 +537,22 @@ def backward(
     dq_tile, dkdv_tile = (
         _fitted(tile, known) for tile in tiles(max(q.shape[3], v.shape[3]), q.element_size(), device, known)[1:]
     )
-    delta = torch.empty_like(lse)
+    lse = lse.contiguous()
+    delta, log2 = torch.empty_like(lse), torch.empty_like(lse)
     constants = _constants(q, v, known, dq_tile)
     _delta[(triton.cdiv(q_len, 64), batch * heads)](
-        out.contiguous(), dout, dlse, delta, heads, q_len, *dout.stride()[:3], *dlse.stride(),
+        out.contiguous(), dout, lse, dlse, delta, log2, heads, q_len, *dout.stride()[:3], *dlse.stride(),
         HAS_DLSE=lse_grad, E=constants["E"], BLOCK_E=constants["BLOCK_E"], BLOCK_M=64,
     )  # fmt: skip
     strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *dout.stride()[:3])
     numbers = (heads, heads // kv_heads, q_len, kv_len, scale, scale * _LOG2_E)
     tensors, mask_strides = _mask_arguments(known, dq_tile, q.device)
     _dq[(triton.cdiv(q_len, dq_tile.queries), batch * heads)](
-        q, k, v, dout, lse, delta, dq, *tensors, *numbers, *strides, *mask_strides, **constants
+        q, k, v, dout, log2, delta, dq, *tensors, *numbers, *strides, *mask_strides, **constants
     )
     tensors, mask_strides = _mask_arguments(known, dkdv_tile, q.device, by_key=True)
     _dkdv[(triton.cdiv(kv_len, dkdv_tile.keys), batch * kv_heads)](
-        q, k, v, dout, lse, delta, dk, dv, *tensors, *numbers, *strides, *mask_strides,
+        q, k, v, dout, log2, delta, dk, dv, *tensors, *numbers, *strides, *mask_strides,
         **_constants(q, v, known, dkdv_tile),
     )  # fmt: skip
     return dq, dk, dv
