@@ -99,7 +99,7 @@ def subjects(
 ) -> Iterator[tuple[str, Callable[..., torch.Tensor]]]:
     scale = work.dim**-0.5
     if work.flex is None:
-        chosen = kp.explain(kp.attention, q, q, q, work.mask).kernel
+        chosen = kp.explain(kp.attention, q, q, q, work.mask).kernel.name
         yield f"kernel:{chosen}", lambda q, k, v: kp.attention(q, k, v, work.mask)
         for name, choice in SDPA.items():
 
