@@ -126,7 +126,7 @@ def measure(
     batch = max(1, 16384 // work.length) if work.flex is None else 1
     shape = (batch, heads, work.length, work.dim)
     q, k, v, dout = (torch.randn(shape, device="cuda", generator=generator).bfloat16() for _ in range(4))
-    call = function_of(OP).call("forward", (q, k, v, work.mask, work.dim**-0.5, False), True)
+    call = function_of(OP).call("forward", (q, k, v, work.mask, work.dim**-0.5, "grad"), True)
     for phase in ("forward", "backward"):
         for subject, function in subjects(work, q, compiled_flex):
             if phase == "forward":

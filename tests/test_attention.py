@@ -98,7 +98,7 @@ def budgeted(
     qkv: tuple[torch.Tensor, ...], mask: Mask, kernel: str, scale: float = 0.2, lse_grad: bool = True
 ) -> None:
     """Outputs and gradients within the budget that float64 sets."""
-    arguments = dict(zip(ATTENTION.argument_names, (*qkv, mask, scale, lse_grad), strict=True))
+    arguments = dict(zip(ATTENTION.argument_names, (*qkv, mask, scale, "lse" if lse_grad else "grad"), strict=True))
     function = function_of(ATTENTION)
     with on(kernel):
         compared = compare(ATTENTION, lambda *values: function(*values, kernel=kernel), arguments)
@@ -200,7 +200,7 @@ def test_a_good_call_before_does_not_let_a_bad_one_pass() -> None:
     with pytest.raises(ValueError, match="scale=True"):
         kp.attention(Q, K, V, causal(), scale=True)
     with pytest.raises(ValueError, match="lengths sum to 41"):
-        torch.ops.kernel_pytorch.attention.default(Q, K, V, documents([41]).code, 1.0, False, "")
+        torch.ops.kernel_pytorch.attention.default(Q, K, V, documents([41]).code, 1.0, "grad", "")
 
 
 def test_no_mask_is_the_full_mask() -> None:

@@ -88,7 +88,7 @@ class Shape:
             "v": tensor(self.kv_heads, self.kv_len, self.value_dim),
             "mask": built(self.expression),
             "scale": self.dim**-0.5,
-            "lse_grad": self.lse_grad,
+            "wanted": "lse" if self.lse_grad else "grad",
         }
 
 
@@ -321,9 +321,7 @@ def test_a_block_sparse_dq_without_its_scale_is_caught(dtype: torch.dtype, monke
 
 @both_kernels
 def test_a_backward_that_forgets_the_lse_is_caught(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    break_backward(
-        monkeypatch, kernel, lambda original, values: original(*({**values, "lse_grad": False}).values())
-    )
+    break_backward(monkeypatch, kernel, lambda original, values: original(*({**values, "wanted": "grad"}).values()))
     assert wrong(kernel, case_arguments("documents")) == {"dq", "dk"}
 
 

@@ -10,6 +10,15 @@ from kernel_pytorch.hardware_abstraction.selection import Policy, UnsupportedCal
 from kernel_pytorch.ops.attention import attention
 from kernel_pytorch.ops.rms_norm import rms_norm
 
+
+def __getattr__(name: str) -> object:
+    if name == "context_parallel":  # imported when first used: torch.distributed takes a while
+        from kernel_pytorch import distributed
+
+        return distributed
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
 __all__ = [
     "Backend",
     "Device",
@@ -17,6 +26,7 @@ __all__ = [
     "UnsupportedCallError",
     "__version__",
     "attention",
+    "context_parallel",
     "device",
     "devices",
     "explain",

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import lru_cache, partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch._guards import active_fake_mode
@@ -26,7 +26,7 @@ from kernel_pytorch.hardware_abstraction.registry import device_of
 from kernel_pytorch.hardware_abstraction.selection import Choice, Policy, encode_policy, fitting, select
 from kernel_pytorch.hardware_abstraction.timing import median_seconds
 
-__all__ = ["Function", "explain", "forget_choices", "function_of", "policy"]
+__all__ = ["Function", "explain", "explained", "explaining", "forget_choices", "function_of", "policy"]
 
 _LIBRARY = torch.library.Library("kernel_pytorch", "FRAGMENT")
 _PLAIN_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
@@ -36,7 +36,7 @@ _MOST_CHOICES = 16384  # per policy; a program with endless new shapes starts ov
 class _Explained(BaseException):
     """Carries the choice out of a call that is only being explained; BaseException so that no caller eats it."""
 
-    def __init__(self, choice: Choice) -> None:
+    def __init__(self, choice: Any) -> None:
         self.choice = choice
 
 
@@ -128,6 +128,16 @@ def forget_choices() -> None:
     _current = _state_for(_current.policy)
 
 
+def explaining() -> bool:
+    """Whether this thread is inside ``explain``."""
+    return bool(_asking) and threading.get_ident() in _asking
+
+
+def explained(choice: Any) -> NoReturn:
+    """End the call that ``explain`` made, with what it is to return."""
+    raise _Explained(choice)
+
+
 def explain(
     function: Callable[..., Any], *arguments: Any, device: str | Device | None = None, **keywords: Any
 ) -> Choice:
@@ -152,8 +162,9 @@ def explain(
     _asking[thread] = find_device(device) if isinstance(device, str) else device
     try:
         function(*arguments, **keywords)
-    except _Explained as explained:
-        return explained.choice
+    except _Explained as ended:
+        choice: Choice = ended.choice
+        return choice
     finally:
         del _asking[thread]
     name = getattr(function, "__name__", repr(function))
@@ -198,7 +209,7 @@ class Function:
                 plain = plain and _is_plain(value)
                 needs_grad = needs_grad or value.requires_grad
         needs_grad = needs_grad and torch.is_grad_enabled()
-        if _asking and threading.get_ident() in _asking:
+        if explaining():
             raise _Explained(self._explained(arguments, state.policy, needs_grad))
         if not plain:
             self._refuse_tangents(arguments)
@@ -287,6 +298,11 @@ class Function:
             kept = choice_cache.MeasuredChoice(key, timings)
             choice_cache.store(kept)
         return tuple(sorted(kept.timings.items()))
+
+    def run(self, phase: Phase, arguments: tuple[Any, ...], kernel: str | None = None) -> tuple[torch.Tensor, ...]:
+        """One phase through its chosen kernel, outside autograd: for what composes an op out of smaller calls."""
+        outputs: tuple[torch.Tensor, ...] = self._runner(phase, arguments, _effective(kernel), False)(*arguments)
+        return outputs
 
     def backward(self, state: _State, arguments: tuple[Any, ...]) -> tuple[torch.Tensor, ...]:
         """The op's gradients from (output gradients, saved values), through the chosen kernel's backward."""

@@ -22,6 +22,7 @@ import torch.utils._pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
 from kernel_pytorch.masks import code as mask_code
+from kernel_pytorch.masks import part as mask_part
 from kernel_pytorch.masks.code import Node
 from kernel_pytorch.masks.layout import Layout, layout
 
@@ -106,6 +107,46 @@ class Mask:
         """
         return self.layout(q_len, kv_len).density
 
+    def part(
+        self,
+        q_len: int,
+        kv_len: int,
+        queries: Sequence[tuple[int, int]],
+        keys: Sequence[tuple[int, int]],
+        *,
+        heads: tuple[int, int] | None = None,
+    ) -> Mask:
+        """What this mask, at the whole lengths, says about some of the queries and keys.
+
+        Args:
+            q_len, kv_len: the lengths of the whole sequences.
+            queries, keys: [first, last) ranges that rise; block tables take whole blocks.
+            heads: a range of query heads, for tables that differ by head.
+
+        Example:
+            >>> import kernel_pytorch as kp
+            >>> kp.masks.causal().part(8, 8, queries=[(4, 8)], keys=[(0, 4)])
+            full()
+            >>> kp.masks.window(1).part(8, 8, queries=[(2, 3), (6, 7)], keys=[(1, 3), (6, 8)]).dense(2, 4).int()
+            tensor([[[[1, 1, 0, 0],
+                      [0, 0, 1, 0]]]], dtype=torch.int32)
+        """
+        if self.node.kind == mask_code.PART:
+            raise TypeError(f"mask={self}: take the part from the whole mask")
+        wanted = (
+            mask_part.checked_ranges("queries", queries, q_len),
+            mask_part.checked_ranges("keys", keys, kv_len),
+        )
+        node = mask_part.part_node(self.node, q_len, kv_len, *wanted, heads)
+        known = layout(node, mask_part.size(wanted[0]), mask_part.size(wanted[1]))
+        # What is full or causal after all is said so: kernels for these alone can take it.
+        if not known.tables and known.batch == 1:
+            if mask_part.is_full(known.first, known.last, known.kv_len):
+                return full()
+            if mask_part.is_causal(known.first, known.last, known.kv_len):
+                return causal()
+        return _made(node)
+
     def show(self, q_len: int, kv_len: int | None = None, *, path: str | Path | None = None, size: int = 32) -> str:
         """Draw the mask: as text, and as a PNG where a path is given. Works at any length.
 
@@ -164,6 +205,8 @@ def from_code(code: torch.Tensor) -> Mask:
 def _compose(kind: int, left: Mask, right: object) -> Mask:
     if not isinstance(right, Mask):
         raise TypeError(f"a mask composes with a mask, not with {type(right).__name__}: use kp.masks.*")
+    if not torch.compiler.is_compiling() and mask_code.PART in (left.node.kind, right.node.kind):
+        raise TypeError(f"{left} and {right}: compose the whole masks, then take the part")
     if torch.compiler.is_compiling():
         # On the codes alone, so that it can be traced: no Python value depends on what is in the tensors.
         return Mask(torch.cat([left.code, right.code, torch.tensor([kind, 0], dtype=torch.int64)]))

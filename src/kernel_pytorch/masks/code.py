@@ -15,11 +15,11 @@ from typing import Any
 import numpy as np
 import torch
 
-__all__ = ["AND", "BLOCKS", "CAUSAL", "DOCUMENTS", "FULL", "OR", "PREFIX", "SINKS", "WINDOW", "Node"]
+__all__ = ["AND", "BLOCKS", "CAUSAL", "DOCUMENTS", "FULL", "OR", "PART", "PREFIX", "SINKS", "WINDOW", "Node"]
 
-FULL, CAUSAL, WINDOW, SINKS, PREFIX, DOCUMENTS, BLOCKS, AND, OR = range(9)
-_NAMES = ("full", "causal", "window", "sinks", "prefix", "documents", "blocks", "&", "|")
-_CHILDREN = {DOCUMENTS: 1, AND: 2, OR: 2}
+FULL, CAUSAL, WINDOW, SINKS, PREFIX, DOCUMENTS, BLOCKS, AND, OR, PART = range(10)
+_NAMES = ("full", "causal", "window", "sinks", "prefix", "documents", "blocks", "&", "|", "part")
+_CHILDREN = {DOCUMENTS: 1, AND: 2, OR: 2, PART: 1}
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,6 +62,11 @@ class Node:
             shape = "x".join(str(n) for n in (batch, heads) if n != 1)
             size = f"{rows}x{columns}" if columns >= 0 else f"{rows} rows"  # CSR form does not say how wide
             return f"blocks({shape + ' of ' if shape else ''}{size}, {kept} kept, block={block})"
+        if self.kind == PART:
+            from kernel_pytorch.masks.part import part_numbers
+
+            q_len, kv_len, _, queries, keys = part_numbers(self)
+            return f"({self.children[0]}).part({q_len}, {kv_len}, {_short(queries)}, {_short(keys)})"
         numbers = self.numbers[:1] if self.kind == WINDOW and self.numbers[1] == 0 else self.numbers
         return f"{_NAMES[self.kind]}({', '.join(map(str, numbers))})"
 
@@ -126,6 +131,8 @@ def _check_numbers(node: Node) -> None:
             counts, kept = numbers[5 : 5 + rows], numbers[5 + rows :]
             good = len(counts) == rows and min(counts) >= 0 and sum(counts) == len(kept)
             good = good and (not kept or (min(kept) >= 0 and (numbers[3] < 0 or max(kept) < numbers[3])))
+    elif node.kind == PART:
+        good = len(numbers) >= 6 and min(numbers) >= 0 and not node.children[0].uses(PART)
     else:
         good = len(numbers) == {WINDOW: 2, SINKS: 1, PREFIX: 1}.get(node.kind, 0) and min(numbers, default=0) >= 0
     if not good:
@@ -142,7 +149,7 @@ def check_documents(rows: Sequence[Sequence[int]], inner: Node) -> None:
     sums = [sum(row) for row in rows]
     if len(set(sums)) != 1:
         raise ValueError(f"lengths sum to {sums}: every entry of the batch must sum to the same number of keys")
-    if inner.uses(DOCUMENTS, BLOCKS):
+    if inner.uses(DOCUMENTS, BLOCKS, PART):
         raise ValueError(
             f"inner={inner}: documents and blocks have no local positions; compose them with & instead"
         )
@@ -196,6 +203,14 @@ def table_numbers(table: Any, block: int) -> tuple[int, ...]:
 
 def dense(node: Node, q_len: int, kv_len: int) -> np.ndarray[Any, Any]:
     """The definition, pair by pair, as booleans of shape (batch, heads, q_len, kv_len)."""
+    if node.kind == PART:
+        from kernel_pytorch.masks.part import indices, part_numbers
+
+        whole_q, whole_kv, heads, queries, keys = part_numbers(node)
+        whole = dense(node.children[0], whole_q, whole_kv)
+        if heads and whole.shape[1] > 1:
+            whole = whole[:, slice(*heads)]
+        return whole[:, :, indices(queries)][..., indices(keys)]
     i = np.arange(kv_len - q_len, kv_len).reshape(1, 1, -1, 1)
     j = np.arange(kv_len).reshape(1, 1, 1, -1)
     pairs = _pairs(node, i, j)

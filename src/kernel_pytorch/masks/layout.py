@@ -20,6 +20,7 @@ import numpy as np
 import torch
 
 from kernel_pytorch.masks import code as mask_code
+from kernel_pytorch.masks import part as mask_part
 from kernel_pytorch.masks.code import Node
 
 __all__ = ["Layout", "Walk", "layout"]
@@ -153,9 +154,11 @@ class Layout:
         return found
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=256)
 def layout(node: Node, q_len: int, kv_len: int) -> Layout:
     """The mask at these lengths; a mask that does not fit them is an error that says why."""
+    if node.kind == mask_code.PART:
+        return _part_layout(node, q_len, kv_len)
     tables = tuple(_nodes(node, mask_code.BLOCKS))
     for table in tables:
         rows, columns, block = table.numbers[2:5]
@@ -176,6 +179,13 @@ def layout(node: Node, q_len: int, kv_len: int) -> Layout:
     for number in range(1 << len(tables)):
         constants = {id(table): bool(number >> bit & 1) for bit, table in enumerate(tables)}
         sets.append(_all_intervals(node, q_len, kv_len, constants))
+    return _stacked(node, q_len, kv_len, sets, tables)
+
+
+def _stacked(
+    node: Node, q_len: int, kv_len: int, sets: list[tuple[Array, Array]], tables: tuple[Node, ...]
+) -> Layout:
+    """The layout from the intervals of each combination of table entries."""
     batch = max(first.shape[0] for first, _ in sets)
     slots = max(first.shape[1] for first, _ in sets)
 
@@ -189,6 +199,24 @@ def layout(node: Node, q_len: int, kv_len: int) -> Layout:
         return every
 
     return Layout(node, q_len, kv_len, stacked(0), stacked(1), slots, tables)
+
+
+def _part_layout(node: Node, q_len: int, kv_len: int) -> Layout:
+    whole_q, whole_kv, heads, queries, keys = mask_part.part_numbers(node)
+    if (mask_part.size(queries), mask_part.size(keys)) != (q_len, kv_len):
+        raise ValueError(
+            f"mask is a part of {mask_part.size(queries)} queries and {mask_part.size(keys)} keys: "
+            f"there are {q_len} and {kv_len}"
+        )
+    whole = layout(node.children[0], whole_q, whole_kv)
+    sets = []
+    for number in range(1 << len(whole.tables)):
+        own = slice(number * whole.slots, (number + 1) * whole.slots)
+        sets.append(
+            _merged(*mask_part.restricted_intervals(whole.first[:, own], whole.last[:, own], queries, keys))
+        )
+    tables = tuple(mask_part.restricted_table(table, whole, queries, keys, heads) for table in whole.tables)
+    return _stacked(node, q_len, kv_len, sets, tables)
 
 
 def _nodes(node: Node, *kinds: int) -> Iterator[Node]:

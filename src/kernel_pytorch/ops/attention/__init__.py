@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from kernel_pytorch.hardware_abstraction.device import Device
 from kernel_pytorch.hardware_abstraction.dispatch import Function
 from kernel_pytorch.hardware_abstraction.op import Call, Kernel
 from kernel_pytorch.masks import Mask, full
-from kernel_pytorch.ops.attention.definition import ATTENTION
+from kernel_pytorch.ops.attention.definition import ATTENTION, lse_dtype, lse_flows
 
 __all__ = ["KERNEL_CPU_FLASH", "KERNEL_CUDNN", "KERNEL_FLASH", "KERNEL_TILED", "KERNEL_TRITON", "attention"]
 
@@ -24,6 +26,7 @@ def attention(
     scale: float | None = None,
     return_lse: bool = False,
     kernel: str | None = None,
+    group: Any = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Exact attention: ``softmax(q k^T * scale) v`` over the keys that the mask lets through.
 
@@ -36,6 +39,9 @@ def attention(
         return_lse: also return the log-sum-exp of the scores, (batch, q_heads, q_len) in float32, through which
             gradients flow as well.
         kernel: pin an implementation by name (``kp.explain`` lists them) instead of the best that fits.
+        group: the ranks that a sequence is spread over, as a ``kp.context_parallel.Context``, a process group or a
+            mesh dimension: q, k and v are then this rank's tokens. ``kp.context_parallel.Chunks`` goes through the
+            keys of one device in chunks instead.
 
     Returns:
         (batch, q_heads, q_len, v's head_dim), contiguous. A query that attends to nothing gets zeros, an lse of
@@ -51,8 +57,21 @@ def attention(
         # Where q has no head_dim, the check says so.
         known = isinstance(q, torch.Tensor) and q.ndim > 0 and q.shape[-1] > 0
         scale = float(q.shape[-1]) ** -0.5 if known else 1.0
-    out, lse = _function(q, k, v, full() if mask is None else mask, scale, return_lse, kernel=kernel)
+    if group is not None:
+        from kernel_pytorch.distributed.attention import spread_attention
+
+        out, lse = spread_attention(q, k, v, full() if mask is None else mask, scale, return_lse, group, kernel)
+        return (out, lse) if return_lse else out
+    wanted = "lse" if return_lse else "grad" if _may_train(q, k, v) else "out"
+    out, lse = _function(q, k, v, full() if mask is None else mask, scale, wanted, kernel=kernel)
     return (out, lse) if return_lse else out
+
+
+def _may_train(*tensors: torch.Tensor) -> bool:
+    """Whether a backward may follow; torch.compile and torch.func do not say, so there it may."""
+    if torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is not None:
+        return True
+    return torch.is_grad_enabled() and any(getattr(x, "requires_grad", True) for x in tensors)
 
 
 def _tiled_supports(call: Call, device: Device) -> str | None:
@@ -78,7 +97,9 @@ def _torch_mask(call: Call) -> str | None:
         return "takes no empty tensors"
     if call["scale"] < 1e-30:
         return f"takes a positive scale; it is {call['scale']}"
-    if call["lse_grad"] and (call.needs_grad or call.phase == "backward"):
+    if call["wanted"] == "parts" and q.dtype != lse_dtype(q.dtype):
+        return f"rounds its results to {q.format}, and parts are merged unrounded"
+    if lse_flows(call["wanted"]) and (call.needs_grad or call.phase == "backward"):
         return "has no gradient through the log-sum-exp, and return_lse asks for it"
     if mask.is_full or (mask.is_causal and q.shape[2] == k.shape[2]):
         return None

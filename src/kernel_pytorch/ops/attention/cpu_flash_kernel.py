@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def forward(
-    device: Device, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask, scale: float, lse_grad: bool
+    device: Device, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask, scale: float, wanted: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
     k, v = repeated(q, k, v)
     wide = [adjacent(x.to(lse_dtype(q.dtype))) for x in (q, k, v)]
@@ -37,7 +37,7 @@ def backward(
     lse: torch.Tensor,
     mask: Mask,
     scale: float,
-    lse_grad: bool,
+    wanted: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     k_all, v_all = repeated(q, k, v)
     dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(

@@ -14,13 +14,14 @@ if TYPE_CHECKING:
 
 
 def forward(
-    device: Device, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask, scale: float, lse_grad: bool
+    device: Device, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask, scale: float, wanted: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
     k, v = repeated(q, k, v)
     found = torch.ops.aten._scaled_dot_product_cudnn_attention(
-        adjacent(q), k, v, None, True, 0.0, mask.is_causal, False, scale=scale
+        adjacent(q), k, v, None, wanted != "out", 0.0, mask.is_causal, False, scale=scale
     )
-    return found[0].contiguous(), found[1].reshape(q.shape[:3])
+    lse = q.new_empty(q.shape[:3], dtype=torch.float32) if wanted == "out" else found[1].reshape(q.shape[:3])
+    return found[0].contiguous(), lse
 
 
 def backward(
@@ -34,7 +35,7 @@ def backward(
     lse: torch.Tensor,
     mask: Mask,
     scale: float,
-    lse_grad: bool,
+    wanted: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     k_all, v_all = repeated(q, k, v)
     unused = torch.empty((), dtype=torch.int64, device=q.device)  # seed and offset of a dropout there is not

@@ -19,21 +19,39 @@ from kernel_pytorch.hardware_abstraction.op import Call, Case, Codec, Draw, Op, 
 if TYPE_CHECKING:
     from kernel_pytorch.masks import Mask
 
-__all__ = ["ATTENTION", "lse_dtype"]
+__all__ = ["ATTENTION", "lse_dtype", "lse_flows", "result_dtype"]
 
 _DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+
+
+_WANTED = {
+    "out": "out alone: lse may be left unset",
+    "grad": "lse too, for the backward",
+    "lse": "lse too, and gradients flow through it",
+    "parts": "as lse, with out and the gradients unrounded in float32, to be merged with other keys' parts",
+}
 
 
 def lse_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+def lse_flows(wanted: str) -> bool:
+    """Whether gradients flow through lse."""
+    return wanted in ("lse", "parts")
+
+
+def result_dtype(dtype: torch.dtype, wanted: str) -> torch.dtype:
+    """The dtype of out and the gradients."""
+    return lse_dtype(dtype) if wanted == "parts" else dtype
+
+
 def reference(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask, scale: float, lse_grad: bool
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask, scale: float, wanted: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The definition, computed in q's own precision, with every score in memory."""
     out, lse = _dense(q, k, v, mask, scale, lambda p: p, lambda s: s)
-    return out, (lse if lse_grad else lse.detach())
+    return out, (lse if lse_flows(wanted) else lse.detach())
 
 
 def low_precision(
@@ -42,7 +60,7 @@ def low_precision(
     """The definition as a kernel on matrix units runs it: probabilities and score gradients in the tensors' dtype."""
 
     def run(
-        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask, scale: float, lse_grad: bool
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask, scale: float, wanted: str
     ) -> tuple[torch.Tensor, torch.Tensor]:
         out, lse = _dense(
             q,
@@ -53,7 +71,7 @@ def low_precision(
             lambda p: _Rounded.apply(p, storage, None),  # type: ignore[no-untyped-call]
             lambda s: _Rounded.apply(s, None, storage),  # type: ignore[no-untyped-call]
         )
-        return out, (lse if lse_grad else lse.detach())
+        return out, (lse if lse_flows(wanted) else lse.detach())
 
     return run
 
@@ -123,6 +141,8 @@ def check(call: Call) -> None:
         )
     if isinstance(scale, bool) or not isinstance(scale, (int, float)) or not math.isfinite(scale):
         raise ValueError(f"scale={scale!r}: use a finite number, such as head_dim ** -0.5")
+    if call["wanted"] not in _WANTED:
+        raise ValueError(f"wanted={call['wanted']!r}: use one of {', '.join(_WANTED)}")
     known = mask.layout(q.shape[2], k.shape[2])
     if known.batch not in (1, q.shape[0]):
         raise ValueError(f"mask is for a batch of {known.batch} and q has {q.shape[0]}: they must be equal")
@@ -133,9 +153,10 @@ def check(call: Call) -> None:
 
 
 def fake(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any, scale: float, lse_grad: bool
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any, scale: float, wanted: str
 ) -> tuple[torch.Tensor, ...]:
-    return q.new_empty((*q.shape[:3], v.shape[3])), q.new_empty(q.shape[:3], dtype=lse_dtype(q.dtype))
+    out = q.new_empty((*q.shape[:3], v.shape[3]), dtype=result_dtype(q.dtype, wanted))
+    return out, q.new_empty(q.shape[:3], dtype=lse_dtype(q.dtype))
 
 
 def fake_backward(
@@ -146,7 +167,8 @@ def fake_backward(
     v: torch.Tensor,
     *rest: Any,
 ) -> tuple[torch.Tensor, ...]:
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+    wide = result_dtype(q.dtype, rest[-1])
+    return q.new_empty(q.shape, dtype=wide), k.new_empty(k.shape, dtype=wide), v.new_empty(v.shape, dtype=wide)
 
 
 def _attended(call: Call) -> float:
@@ -180,9 +202,7 @@ def _dense_mask(mask: Mask, q_len: int, kv_len: int, device: torch.device) -> to
     return mask.dense(q_len, kv_len).to(device)
 
 
-def sdpa(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask, scale: float, lse_grad: bool
-) -> torch.Tensor:
+def sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask, scale: float, wanted: str) -> torch.Tensor:
     """What a user would call without us: causal and full as flags, every other mask as a dense boolean."""
     flag = mask.is_causal and q.shape[2] == k.shape[2]
     dense = None if flag or mask.is_full else _dense_mask(mask, q.shape[2], k.shape[2], q.device)
@@ -198,7 +218,7 @@ def _case(
     *,
     value_dim: int | None = None,
     change: Callable[[torch.Tensor], torch.Tensor] = lambda x: x,
-    lse_grad: bool = False,
+    wanted: str = "grad",
     scale: float | None = None,
     gate: str | None = None,
     formats: tuple[str, ...] = ("float32", "float16", "bfloat16"),
@@ -212,7 +232,7 @@ def _case(
             "v": change(draw(batch, kv_heads, kv_len, value_dim or dim).to(dtype)),
             "mask": mask(),
             "scale": dim**-0.5 if scale is None else scale,
-            "lse_grad": lse_grad,
+            "wanted": wanted,
         }
 
     return Case(name, make, benchmark=gate is not None, formats=formats, gate=gate)
@@ -259,7 +279,7 @@ CASES = (
         "documents",
         lambda: _masks().documents([[50, 1, 79], [130]], _masks().causal()),
         (2, 2, 2, 130, 130, 64),
-        lse_grad=True,
+        wanted="lse",
     ),
     _case("table", lambda: _masks().blocks(_table(5, 5, share=0.5), block=32), (1, 2, 2, 150, 150, 64)),
     _case(
@@ -268,8 +288,9 @@ CASES = (
         (1, 4, 2, 140, 140, 32),
     ),
     _case(
-        "nothing", lambda: _masks().blocks(_table(3, 3, share=0.0), block=32), (1, 2, 2, 70, 70, 32), lse_grad=True
+        "nothing", lambda: _masks().blocks(_table(3, 3, share=0.0), block=32), (1, 2, 2, 70, 70, 32), wanted="lse"
     ),
+    _case("parts", lambda: _masks().causal() & _masks().window(40), (1, 4, 2, 70, 70, 64), wanted="parts"),
     _case("large-scores", lambda: _masks().causal(), (1, 1, 1, 70, 70, 64), change=_far_from_zero),
     _case("projected", lambda: _masks().causal(), (2, 2, 2, 90, 90, 64), change=_transposed_heads),
     _case("wide", lambda: _masks().causal(), (1, 1, 1, 66, 66, 256)),
@@ -304,11 +325,11 @@ CASES = (
 
 ATTENTION = Op(
     name="attention",
-    arguments=("Tensor q", "Tensor k", "Tensor v", "Tensor mask", "float scale", "bool lse_grad"),
+    arguments=("Tensor q", "Tensor k", "Tensor v", "Tensor mask", "float scale", "str wanted"),
     outputs=("out", "lse"),
     differentiable=("q", "k", "v"),
     differentiable_outputs=("out", "lse"),
-    saved=("q", "k", "v", "out", "lse", "mask", "scale", "lse_grad"),
+    saved=("q", "k", "v", "out", "lse", "mask", "scale", "wanted"),
     reference=reference,
     low_precision=low_precision,
     cancelling=("dq", "dk"),

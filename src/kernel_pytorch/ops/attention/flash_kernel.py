@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def forward(
-    device: Device, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask, scale: float, lse_grad: bool
+    device: Device, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask, scale: float, wanted: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
     k, v = repeated(q, k, v)
     found = torch.ops.aten._scaled_dot_product_flash_attention(
@@ -34,7 +34,7 @@ def backward(
     lse: torch.Tensor,
     mask: Mask,
     scale: float,
-    lse_grad: bool,
+    wanted: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     k_all, v_all = repeated(q, k, v)
     unused = torch.empty(2, dtype=torch.uint64, device=q.device)  # seed and offset of a dropout there is not

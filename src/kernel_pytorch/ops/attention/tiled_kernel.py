@@ -18,7 +18,7 @@ import torch
 
 from kernel_pytorch.hardware_abstraction.device import Device
 from kernel_pytorch.masks.layout import Layout
-from kernel_pytorch.ops.attention.definition import lse_dtype
+from kernel_pytorch.ops.attention.definition import lse_dtype, lse_flows, result_dtype
 
 if TYPE_CHECKING:
     from kernel_pytorch.masks import Mask
@@ -163,13 +163,13 @@ def _scores(q_tile: torch.Tensor, k_piece: torch.Tensor, bias: torch.Tensor | No
 
 
 def forward(
-    device: Device, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask, scale: float, lse_grad: bool
+    device: Device, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask, scale: float, wanted: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
     wide = lse_dtype(q.dtype)
     batch, heads, q_len, _ = q.shape
     group = heads // k.shape[1]
     known = mask.layout(q_len, k.shape[2])
-    out = torch.empty((batch, heads, q_len, v.shape[3]), dtype=q.dtype, device=q.device)
+    out = torch.empty((batch, heads, q_len, v.shape[3]), dtype=result_dtype(q.dtype, wanted), device=q.device)
     lse = torch.empty((batch, heads, q_len), dtype=wide, device=q.device)
     q_wide, k_wide, v_wide = q.to(wide), k.to(wide), v.to(wide)
     cutter = _Cutter(known, group, q_wide)
@@ -214,7 +214,7 @@ def backward(
     lse: torch.Tensor,
     mask: Mask,
     scale: float,
-    lse_grad: bool,
+    wanted: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     wide = lse.dtype
     batch, heads, q_len, _ = q.shape
@@ -222,7 +222,7 @@ def backward(
     known = mask.layout(q_len, k.shape[2])
     q_wide, k_wide, v_wide, dout_wide = q.to(wide), k.to(wide), v.to(wide), dout.to(wide)
     delta = (out.to(wide) * dout_wide).sum(dim=-1)
-    if lse_grad:
+    if lse_flows(wanted):
         delta = delta - dlse
     # exp(score - inf) is 0: a query that attends to nothing gives nothing, instead of NaN.
     lse_safe = lse.masked_fill(lse == -math.inf, math.inf)
@@ -243,7 +243,8 @@ def backward(
             _add(dk, work, piece.keys, torch.bmm(ds.transpose(1, 2), q_tile))
         shape = (-1, work.heads.stop - work.heads.start, work.queries.stop - work.queries.start, q.shape[3])
         dq[work.batch, work.heads, work.queries] = dq_tile.mul_(scale).reshape(shape)
-    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+    narrow = result_dtype(q.dtype, wanted)
+    return dq.to(narrow), dk.to(narrow), dv.to(narrow)
 
 
 def _add(total: torch.Tensor, work: _Work, keys: slice | torch.Tensor, part: torch.Tensor) -> None:

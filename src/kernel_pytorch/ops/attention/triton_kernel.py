@@ -20,7 +20,7 @@ import triton.language as tl
 
 from kernel_pytorch.hardware_abstraction.device import Device
 from kernel_pytorch.masks.layout import Layout
-from kernel_pytorch.ops.attention.definition import lse_dtype
+from kernel_pytorch.ops.attention.definition import lse_dtype, lse_flows, result_dtype
 
 if TYPE_CHECKING:
     from kernel_pytorch.masks import Mask
@@ -250,31 +250,6 @@ def _forward(
 
 
 @triton.jit
-def _delta(
-    out_BHME, dout_BHME, lse_BHM, dlse_BHM, delta_BHM, log2_BHM, heads, q_len,
-    dout_b, dout_h, dout_m, dlse_b, dlse_h, dlse_m,
-    HAS_DLSE: tl.constexpr, E: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr,
-):  # fmt: skip
-    """What each query's softmax takes from every score gradient, sum(out * dout) - dlse; and its lse to base 2."""
-    m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    b = (tl.program_id(1) // heads).to(tl.int64)
-    h = (tl.program_id(1) % heads).to(tl.int64)
-    inside = m < q_len
-    row = (b * heads + h) * q_len + m
-    e = tl.arange(0, BLOCK_E)
-    out = _load_rows(out_BHME, E, row, inside, e, E, True).to(tl.float32)
-    dout = _load_rows(dout_BHME + b * dout_b + h * dout_h, dout_m, m, inside, e, E, True).to(tl.float32)
-    delta = tl.sum(out * dout, axis=1)
-    if HAS_DLSE:
-        delta -= tl.load(dlse_BHM + b * dlse_b + h * dlse_h + m * dlse_m, mask=inside, other=0.0)
-    tl.store(delta_BHM + row, delta, mask=inside)
-    lse = tl.load(lse_BHM + row, mask=inside, other=0.0)
-    # Where a query attends to nothing its lse is -inf; +inf makes every probability zero instead of NaN.
-    log2 = tl.where(lse == -float("inf"), float("inf"), lse * 1.4426950408889634)
-    tl.store(log2_BHM + row, log2, mask=inside)
-
-
-@triton.jit
 def _dq_step(
     dq, q, dout, log2, delta, k_ND, v_NE, k_stride, v_stride, start, kv_len, scale,
     first_M, last_M, slot, slot_stride, m, m_inside, MASKED: tl.constexpr, D: tl.constexpr,
@@ -295,10 +270,12 @@ def _dq_step(
 
 @triton.jit
 def _dq(
-    q_BHMD, k_BGND, v_BGNE, dout_BHME, log2_BHM, delta_BHM, dq_BHMD, first_DSM, last_DSM,
+    q_BHMD, k_BGND, v_BGNE, out_BHME, dout_BHME, lse_BHM, dlse_BHM, log2_BHM, delta_BHM, dq_BHMD,
+    first_DSM, last_DSM,
     span, full_offsets, full, partial_offsets, partial, slots,
     heads, group, q_len, kv_len, scale, scale_log2,
     q_b, q_h, q_m, k_b, k_h, k_n, v_b, v_h, v_n, dout_b, dout_h, dout_m, mask_b, mask_h, first_b,
+    dlse_b, dlse_h, dlse_m, HAS_DLSE: tl.constexpr,
     D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, PRECISE: tl.constexpr, SLOTS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -313,8 +290,16 @@ def _dq(
     q = _load_rows(q_BHMD + b * q_b + h * q_h, q_m, m, m_inside, d, D, True)
     dout = _load_rows(dout_BHME + b * dout_b + h * dout_h, dout_m, m, m_inside, e, E, True)
     row_out = (b * heads + h) * q_len + m
-    log2 = tl.load(log2_BHM + row_out, mask=m_inside, other=float("inf"))
-    delta = tl.load(delta_BHM + row_out, mask=m_inside, other=0.0)
+    # What each query's softmax takes from every score gradient; kept for dk and dv, as is the lse to base 2.
+    out = _load_rows(out_BHME, E, row_out, m_inside, e, E, True)
+    delta = tl.sum(out.to(tl.float32) * dout.to(tl.float32), axis=1)
+    if HAS_DLSE:
+        delta -= tl.load(dlse_BHM + b * dlse_b + h * dlse_h + m * dlse_m, mask=m_inside, other=0.0)
+    lse = tl.load(lse_BHM + row_out, mask=m_inside, other=-float("inf"))
+    # Where a query attends to nothing its lse is -inf; +inf makes every probability zero instead of NaN.
+    log2 = tl.where(lse == -float("inf"), float("inf"), lse * 1.4426950408889634)
+    tl.store(delta_BHM + row_out, delta, mask=m_inside)
+    tl.store(log2_BHM + row_out, log2, mask=m_inside)
     first_M = first_DSM + b * first_b
     last_M = last_DSM + b * first_b
     dq = tl.zeros((BLOCK_M, BLOCK_D), dtype=tl.float32)
@@ -490,12 +475,12 @@ def _constants(q: torch.Tensor, v: torch.Tensor, known: Layout, tile: Tile) -> d
 
 
 def forward(
-    device: Device, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask, scale: float, lse_grad: bool
+    device: Device, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask, scale: float, wanted: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
     q, k, v = _rows(q), _rows(k), _rows(v)
     batch, heads, q_len, _ = q.shape
     kv_heads, kv_len = k.shape[1:3]
-    out = torch.empty((batch, heads, q_len, v.shape[3]), dtype=q.dtype, device=q.device)
+    out = torch.empty((batch, heads, q_len, v.shape[3]), dtype=result_dtype(q.dtype, wanted), device=q.device)
     lse = torch.empty((batch, heads, q_len), dtype=lse_dtype(q.dtype), device=q.device)
     if out.numel() == 0:
         return out, lse
@@ -525,12 +510,14 @@ def backward(
     lse: torch.Tensor,
     mask: Mask,
     scale: float,
-    lse_grad: bool,
+    wanted: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    q, k, v, dout = _rows(q), _rows(k), _rows(v), _rows(dout)
+    # Matrix units multiply numbers of one format; the gradient of parts comes in float32.
+    q, k, v, dout = _rows(q), _rows(k), _rows(v), _rows(dout.to(q.dtype))
     batch, heads, q_len, _ = q.shape
     kv_heads, kv_len = k.shape[1:3]
-    dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+    narrow = result_dtype(q.dtype, wanted)
+    dq, dk, dv = (torch.empty(x.shape, dtype=narrow, device=x.device) for x in (q, k, v))
     if q_len == 0 or kv_len == 0 or batch == 0:
         return dq.zero_(), dk.zero_(), dv.zero_()
     known = mask.layout(q_len, kv_len)
@@ -539,17 +526,13 @@ def backward(
     )
     lse = lse.contiguous()
     delta, log2 = torch.empty_like(lse), torch.empty_like(lse)
-    constants = _constants(q, v, known, dq_tile)
-    _delta[(triton.cdiv(q_len, 64), batch * heads)](
-        out.contiguous(), dout, lse, dlse, delta, log2, heads, q_len, *dout.stride()[:3], *dlse.stride(),
-        HAS_DLSE=lse_grad, E=constants["E"], BLOCK_E=constants["BLOCK_E"], BLOCK_M=64,
-    )  # fmt: skip
     strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *dout.stride()[:3])
     numbers = (heads, heads // kv_heads, q_len, kv_len, scale, scale * _LOG2_E)
     tensors, mask_strides = _mask_arguments(known, dq_tile, q.device)
     _dq[(triton.cdiv(q_len, dq_tile.queries), batch * heads)](
-        q, k, v, dout, log2, delta, dq, *tensors, *numbers, *strides, *mask_strides, **constants
-    )
+        q, k, v, out.contiguous(), dout, lse, dlse, log2, delta, dq, *tensors, *numbers, *strides, *mask_strides,
+        *dlse.stride(), HAS_DLSE=lse_flows(wanted), **_constants(q, v, known, dq_tile),
+    )  # fmt: skip
     tensors, mask_strides = _mask_arguments(known, dkdv_tile, q.device, by_key=True)
     _dkdv[(triton.cdiv(kv_len, dkdv_tile.keys), batch * kv_heads)](
         q, k, v, dout, log2, delta, dk, dv, *tensors, *numbers, *strides, *mask_strides,

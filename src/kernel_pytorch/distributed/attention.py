@@ -1,0 +1,296 @@
+"""``kp.attention(..., group=...)``: the same attention over a sequence that is spread across ranks.
+
+One torch custom op, forward and backward, so that torch.compile keeps it whole; it names its Context.
+"""
+
+from __future__ import annotations
+
+import struct
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from kernel_pytorch.distributed.context import Context, context_named, fingerprint, group_of
+from kernel_pytorch.distributed.cost import Link, ScheduleChoice, Shape, choose, predict
+from kernel_pytorch.distributed.parts import Terms
+from kernel_pytorch.distributed.placement import Placement
+from kernel_pytorch.distributed.schedules import Schedule, run_backward, run_forward, stages
+from kernel_pytorch.hardware_abstraction.device import Device
+from kernel_pytorch.hardware_abstraction.dispatch import explained, explaining
+from kernel_pytorch.hardware_abstraction.op import Call, TensorSpec
+from kernel_pytorch.hardware_abstraction.registry import device_of
+from kernel_pytorch.hardware_abstraction.selection import Policy, select
+from kernel_pytorch.masks import Mask, from_code
+from kernel_pytorch.ops.attention.definition import ATTENTION, lse_dtype
+
+__all__ = ["spread_attention"]
+
+_LIBRARY = torch.library.Library("kernel_pytorch", "FRAGMENT")
+_LIBRARY.define(
+    "spread_attention(Tensor q, Tensor k, Tensor v, Tensor mask, float scale, bool lse_flows, str context, "
+    "str kernel) -> (Tensor, Tensor)"
+)
+_LIBRARY.define(
+    "spread_attention_backward(Tensor dout, Tensor dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
+    "Tensor mask, float scale, bool lse_flows, str context, str kernel) -> (Tensor, Tensor, Tensor)"
+)
+
+
+def spread_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: Mask,
+    scale: float,
+    lse_flows: bool,
+    group: Any,
+    kernel: str | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out, lse) of this rank's queries over the keys of all ranks."""
+    if not torch.compiler.is_compiling():
+        context = group if isinstance(group, Context) else _context_of(group, q, mask)
+        if explaining():
+            explained(_explanation(context, q, k, v, mask, scale, kernel))
+    elif isinstance(group, Context):
+        context = group
+    else:
+        raise TypeError(
+            "group: a compiled function takes a kp.context_parallel.Context; make it outside, where ranks can talk"
+        )
+    found: tuple[torch.Tensor, torch.Tensor] = torch.ops.kernel_pytorch.spread_attention.default(
+        q, k, v, mask.code, scale, lse_flows, context.name, kernel or ""
+    )
+    return found
+
+
+_implied: dict[tuple[Any, ...], Context] = {}
+
+
+def _context_of(group: Any, q: torch.Tensor, mask: Mask) -> Context:
+    """The context of a bare group: tokens placed for the call's own mask, as ``shard`` with that mask places them."""
+    from kernel_pytorch.distributed import total_length
+
+    if not isinstance(q, torch.Tensor) or q.ndim != 4:
+        raise ValueError("q: use a tensor of shape (batch, heads, this rank's tokens, head_dim)")
+    process_group = group_of(group)
+    length = total_length(q.shape[2], process_group)
+    key = (process_group.group_name, length, mask)
+    if key not in _implied:
+        _implied[key] = Context(process_group, length, mask)
+    return _implied[key]
+
+
+def _whole(call: Call, context: Context) -> Call:
+    """The call as one process would make it, with all tokens: what it may be is checked on that."""
+    arguments = []
+    for name, value in call.arguments:
+        if isinstance(value, TensorSpec) and len(value.shape) == 4:
+            if value.shape[2] != context.tokens:
+                raise ValueError(
+                    f"{name} has {value.shape[2]} tokens: rank {context.rank} holds {context.tokens} of "
+                    f"{context.length}; use Context.shard"
+                )
+            shape = (*value.shape[:2], context.length, value.shape[3])
+            value = TensorSpec.of(torch.empty(shape, dtype=value.dtype, device="meta"))
+        arguments.append((name, value))
+    return Call(call.op, call.phase, tuple(arguments), call.needs_grad)
+
+
+@lru_cache(maxsize=1024)
+def _planned(
+    placement: Placement, link: Link, mask: Mask, shape: Shape, device: Device, pinned: Schedule | None
+) -> Schedule:
+    return choose(predict(mask, placement, shape, device, link), pinned)[0]
+
+
+def _shape(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, training: bool) -> Shape:
+    return Shape(q.shape[0], q.shape[1], k.shape[1], q.shape[3], v.shape[3], q.dtype, training)
+
+
+def _schedule(context: Context, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask) -> Schedule:
+    # For training always: forward and backward must not differ, and a forward does not know of its backward.
+    shape = _shape(q, k, v, True)
+    return _planned(context.placement, context.link, mask, shape, device_of(q.device), context.schedule)
+
+
+def _checked(
+    context: Context, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask, terms: Terms
+) -> Schedule:
+    """The schedule of a call that every rank makes alike; what is wrong is found before anything is sent."""
+    refusal: Exception | None = None
+    schedule: Schedule | None = None
+    try:
+        wanted = terms.wanted(q.dtype, merged=True)
+        specs = [TensorSpec.of(x) if isinstance(x, torch.Tensor) else x for x in (q, k, v)]
+        call = Call(
+            "attention",
+            "forward",
+            tuple(zip(ATTENTION.argument_names, (*specs, mask, terms.scale, wanted), strict=True)),
+            False,
+        )
+        ATTENTION.check(_whole(call, context))
+        schedule = _schedule(context, q, k, v, mask)
+        if schedule != "heads" and terms.kernel is not None:
+            _kernels(context, schedule, q, k, v, mask, terms)
+    except (ValueError, TypeError, NotImplementedError) as error:
+        refusal = error
+    if context.check and context.ranks > 1:
+        shown = {"mask": mask, "dtype": q.dtype, "schedule": schedule, "placement": context.placement.style}
+        facts = {
+            "tokens": context.tokens,
+            "dtype": fingerprint(q.dtype, k.dtype, v.dtype),
+            "batch": q.shape[0],
+            "q_heads": q.shape[1] if q.ndim > 1 else 0,
+            "kv_heads": k.shape[1] if k.ndim > 1 else 0,
+            "head_dim": q.shape[-1],
+            "value_dim": v.shape[-1],
+            "mask": fingerprint(mask.code.numpy().tobytes()),
+            "scale": struct.unpack("<q", struct.pack("<d", terms.scale))[0],
+            "placement": fingerprint(context.placement.ranges),
+            "schedule": fingerprint(schedule) if refusal is None else 0,
+            "kernel": fingerprint(terms.kernel),
+            "refused": int(refusal is not None),
+        }
+        if refusal is not None:
+            shown["schedule"] = f"refused: {refusal}"
+        try:
+            context.agree(facts, shown)
+        except RuntimeError:
+            if refusal is None:
+                raise
+    if refusal is not None:
+        raise refusal
+    assert schedule is not None
+    return schedule
+
+
+def _kernels(
+    context: Context,
+    schedule: Schedule,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: Mask,
+    terms: Terms,
+) -> tuple[str, ...]:
+    """The kernel of each stage of this rank, as text; one that no kernel serves is an error."""
+    device = device_of(q.device)
+    policy = Policy(kernel=terms.kernel)
+    found = []
+    plan = stages(mask, context.placement, context.rank, schedule)
+    merged = sum(stage.mask is not None for stage in plan) > 1
+    for stage in plan:
+        if stage.mask is None:
+            found.append(f"{stage.name}: sends only")
+            continue
+        keys = sum(last - first for _, first, last in stage.pieces)
+        rows = stage.queries.stop - stage.queries.start
+        specs = [
+            TensorSpec.of(torch.empty((*x.shape[:2], tokens, x.shape[3]), dtype=x.dtype, device="meta"))
+            for x, tokens in ((q, rows), (k, keys), (v, keys))
+        ]
+        values = (*specs, stage.mask, terms.scale, terms.wanted(q.dtype, merged=merged))
+        call = Call("attention", "forward", tuple(zip(ATTENTION.argument_names, values, strict=True)), False)
+        chosen = select(call, device, policy, None).kernel.name
+        found.append(f"{stage.name}: {rows} queries, {keys} keys, {stage.mask}: {chosen}")
+    return tuple(found)
+
+
+def _explanation(
+    context: Context,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: Mask,
+    scale: float,
+    kernel: str | None,
+) -> ScheduleChoice:
+    terms = Terms(scale, kernel)
+    predictions = predict(mask, context.placement, _shape(q, k, v, True), device_of(q.device), context.link)
+    schedule, reason = choose(predictions, context.schedule)
+    call = f"attention(q={list(q.shape)}, k={list(k.shape)}, mask={mask}) on rank {context.rank} of {context.ranks}"
+    kernels = (
+        _kernels(context, schedule, q, k, v, mask, terms)
+        if schedule != "heads"
+        else (f"heads: {q.shape[1] // context.ranks} heads, {context.length} tokens",)
+    )
+    return ScheduleChoice(call, context.placement, context.link, schedule, predictions, reason, kernels)
+
+
+def _forward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor,
+    scale: float,
+    lse_flows: bool,
+    context: str,
+    kernel: str,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    where, terms, decoded = context_named(context), Terms(scale, kernel or None, lse_flows), from_code(mask)
+    schedule = _checked(where, q, k, v, decoded, terms)
+    return run_forward(schedule, where.transport, where.placement, q, k, v, decoded, terms)
+
+
+def _backward(
+    dout: torch.Tensor,
+    dlse: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    mask: torch.Tensor,
+    scale: float,
+    lse_flows: bool,
+    context: str,
+    kernel: str,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    where, terms, decoded = context_named(context), Terms(scale, kernel or None, lse_flows), from_code(mask)
+    schedule = _schedule(where, q, k, v, decoded)
+    return run_backward(
+        schedule,
+        where.transport,
+        where.placement,
+        dout,
+        dlse if lse_flows else None,
+        q,
+        k,
+        v,
+        out,
+        lse,
+        decoded,
+        terms,
+    )
+
+
+_LIBRARY.impl("spread_attention", _forward, "CompositeExplicitAutograd")
+_LIBRARY.impl("spread_attention_backward", _backward, "CompositeExplicitAutograd")
+
+
+def _fake(q: torch.Tensor, _k: torch.Tensor, v: torch.Tensor, *_rest: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    return q.new_empty((*q.shape[:3], v.shape[3])), q.new_empty(q.shape[:3], dtype=lse_dtype(q.dtype))
+
+
+def _fake_backward(_dout: Any, _dlse: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_rest: Any) -> Any:
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+torch.library.register_fake("kernel_pytorch::spread_attention", _fake, lib=_LIBRARY)
+torch.library.register_fake("kernel_pytorch::spread_attention_backward", _fake_backward, lib=_LIBRARY)
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+    q, k, v, mask, *ctx.rest = inputs
+    ctx.save_for_backward(q, k, v, *output, mask)
+
+
+def _autograd(ctx: Any, dout: torch.Tensor, dlse: torch.Tensor) -> tuple[Any, ...]:
+    gradients = torch.ops.kernel_pytorch.spread_attention_backward.default(
+        dout, dlse, *ctx.saved_tensors, *ctx.rest
+    )
+    return (*gradients, *([None] * 5))
+
+
+torch.library.register_autograd("kernel_pytorch::spread_attention", _autograd, setup_context=_setup, lib=_LIBRARY)

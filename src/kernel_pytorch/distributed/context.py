@@ -1,0 +1,246 @@
+"""A sequence spread over the ranks of a group: who holds what, and how ranks make sure that they agree."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import struct
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from kernel_pytorch.distributed.cost import LINKS, Link
+from kernel_pytorch.distributed.placement import Placement, Style, place
+from kernel_pytorch.distributed.schedules import SCHEDULES, Schedule
+from kernel_pytorch.distributed.transport import RankError, Traffic, Transport
+from kernel_pytorch.masks import Mask
+
+__all__ = ["Context", "group_of"]
+
+_contexts: dict[str, Context] = {}
+_numbers = itertools.count()
+
+
+def group_of(group: Any) -> dist.ProcessGroup:
+    """The process group of a group or of a mesh of one dimension."""
+    if isinstance(group, DeviceMesh):
+        if group.ndim != 1:
+            raise ValueError(f"group={group}: a mesh of {group.ndim} dimensions; pass one of them, as mesh['cp']")
+        return group.get_group()
+    if isinstance(group, dist.ProcessGroup):
+        return group
+    raise TypeError(
+        f"group={group!r}: expected a process group, a one-dimensional DeviceMesh, "
+        "kp.context_parallel.Context or kp.context_parallel.Chunks"
+    )
+
+
+class Context:
+    """A sequence spread over the ranks of a group.
+
+    Args:
+        group: a process group, or one dimension of a DeviceMesh.
+        length: tokens of the whole sequence; any number.
+        mask: what most of the attention attends to: tokens are placed so that each rank has the same work under
+            it. Calls may use any other mask.
+        placement: tokens placed by yourself instead; or the name of a style of ``place``.
+        schedule: ``"ring"``, ``"gather"`` or ``"heads"`` pins one; ``"auto"`` takes the predicted fastest.
+        timeout: seconds after which a rank that does not answer is an error.
+        link: how the ranks are connected, one of ``LINKS`` or your own; guessed from the group when left out.
+        check: whether ranks compare shapes, dtype, mask and schedule before each call, which costs a small message.
+
+    Example:
+        >>> import torch, torch.distributed as dist, kernel_pytorch as kp
+        >>> store = dist.HashStore()
+        >>> dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+        >>> cp = kp.context_parallel.Context(dist.group.WORLD, length=100, mask=kp.masks.causal())
+        >>> x = cp.shard(torch.randn(1, 100, 32))
+        >>> q = k = v = x.unflatten(-1, (2, 16)).transpose(1, 2)
+        >>> out = kp.attention(q, k, v, kp.masks.causal(), group=cp)
+        >>> cp.unshard(out, dim=2).shape
+        torch.Size([1, 2, 100, 16])
+        >>> dist.destroy_process_group()
+    """
+
+    def __init__(
+        self,
+        group: Any,
+        length: int,
+        mask: Mask,
+        *,
+        placement: Placement | Style = "auto",
+        schedule: Schedule | str = "auto",
+        timeout: float = 300.0,
+        link: Link | str | None = None,
+        check: bool = True,
+    ) -> None:
+        if schedule not in ("auto", *SCHEDULES):
+            raise ValueError(f"schedule={schedule!r}: use auto, {', '.join(SCHEDULES)}")
+        if timeout <= 0:
+            raise ValueError(f"timeout={timeout}: use seconds above 0")
+        self.group = group_of(group)
+        self.transport = Transport(self.group, timedelta(seconds=timeout))
+        self.control = Transport(_control_group(self.group), timedelta(seconds=timeout))
+        self.rank, self.ranks = self.transport.rank, self.transport.ranks
+        self.placement = (
+            placement if isinstance(placement, Placement) else place(mask, length, self.ranks, placement)
+        )
+        if (self.placement.length, self.placement.ranks) != (length, self.ranks):
+            raise ValueError(
+                f"placement is of {self.placement.length} tokens on {self.placement.ranks} ranks: "
+                f"there are {length} on {self.ranks}"
+            )
+        self.schedule: Schedule | None = None if schedule == "auto" else schedule  # type: ignore[assignment]
+        self.link = LINKS[link] if isinstance(link, str) else link or _guessed_link(self.group)
+        self.check = check
+        self.name = f"{self.group.group_name}/{next(_numbers)}"
+        _contexts[self.name] = self
+
+    def __repr__(self) -> str:
+        held = f"{self.tokens} of {self.length} tokens"
+        return f"Context(rank {self.rank} of {self.ranks}, {held}, {self.placement.style})"
+
+    @property
+    def length(self) -> int:
+        """Tokens of the whole sequence."""
+        return self.placement.length
+
+    @property
+    def tokens(self) -> int:
+        """Tokens on this rank."""
+        return self.placement.sizes[self.rank]
+
+    @property
+    def traffic(self) -> Traffic:
+        """What this rank has sent."""
+        return self.transport.traffic
+
+    def positions(self, device: torch.device | str = "cpu") -> torch.Tensor:
+        """The positions of this rank's tokens in the whole sequence, as rotary embeddings need them."""
+        return torch.from_numpy(self.placement.tokens(self.rank)).to(device)
+
+    def shard(self, x: torch.Tensor, dim: int = 1) -> torch.Tensor:
+        """This rank's tokens of a tensor that every rank has whole."""
+        if x.shape[dim] != self.length:
+            raise ValueError(f"x has {x.shape[dim]} tokens in dimension {dim}: there are {self.length}")
+        pieces = [x.narrow(dim, first, last - first) for first, last in self.placement.ranges[self.rank]]
+        return torch.cat(pieces or [x.narrow(dim, 0, 0)], dim=dim)
+
+    def unshard(self, x: torch.Tensor, dim: int = 1) -> torch.Tensor:
+        """The whole tensor, on every rank, from each rank's tokens.
+
+        Gradients flow to this rank's tokens from this rank's use of them: as is right where every rank goes on to
+        compute the same loss.
+        """
+        if x.shape[dim] != self.tokens:
+            raise ValueError(f"x has {x.shape[dim]} tokens in dimension {dim}: this rank holds {self.tokens}")
+        whole: torch.Tensor = _Unshard.apply(x, self, dim)  # type: ignore[no-untyped-call]
+        return whole
+
+    def agree(self, facts: Mapping[str, int], shown: Mapping[str, Any]) -> list[dict[str, int]]:
+        """Every rank's facts; an error on all ranks where one differs, apart from ``tokens`` and ``refused``."""
+        own = torch.tensor(list(facts.values()), dtype=torch.int64)
+        others = [r for r in range(self.ranks) if r != self.rank]
+        incoming = {r: torch.empty_like(own) for r in others}
+        self.control.exchange("the agreement before a call", dict.fromkeys(others, own), incoming, tag=3).wait()
+        every = [
+            dict(zip(facts, (own if r == self.rank else incoming[r]).tolist(), strict=True))
+            for r in range(self.ranks)
+        ]
+        for name in facts:
+            if name == "tokens":
+                continue
+            values = [one[name] for one in every]
+            if name == "refused":
+                refusing = [r for r, value in enumerate(values) if value and r != self.rank]
+                if refusing and not facts[name]:
+                    raise RankError(f"rank {refusing[0]} refused the call: its own error says why")
+            elif len(set(values)) > 1:
+                by_value: dict[int, list[int]] = {}
+                for r, value in enumerate(values):
+                    by_value.setdefault(value, []).append(r)
+                listed = "; ".join(
+                    f"ranks {ranks}: {value if name in _PLAIN else 'this one' if value == facts[name] else 'another'}"
+                    for value, ranks in by_value.items()
+                )
+                raise RankError(
+                    f"ranks disagree on {name} ({listed}); here it is {shown.get(name, facts[name])}: "
+                    "make every rank call with the same"
+                )
+        return every
+
+
+_PLAIN = ("batch", "q_heads", "kv_heads", "head_dim", "value_dim")  # numbers a person can read
+
+
+def fingerprint(*values: object) -> int:
+    """A number that differs where values do, the same in every process."""
+    digest = hashlib.sha256()
+    for value in values:
+        digest.update(value if isinstance(value, bytes) else repr(value).encode())
+    found: int = struct.unpack("<q", digest.digest()[:8])[0]
+    return found
+
+
+class _Unshard(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, context: Context, dim: int) -> torch.Tensor:
+        ctx.context, ctx.dim = context, dim
+        placement, rank = context.placement, context.rank
+        others = [r for r in range(context.ranks) if r != rank]
+        mine = x.movedim(dim, 0).contiguous()
+        parts = {r: mine.new_empty((placement.sizes[r], *mine.shape[1:])) for r in others}
+        context.transport.exchange("unshard", dict.fromkeys(others, mine), parts, tag=4).wait()
+        parts[rank] = mine
+        whole = mine.new_empty((placement.length, *mine.shape[1:]))
+        for r, part in parts.items():
+            at = 0
+            for first, last in placement.ranges[r]:
+                whole[first:last] = part[at : at + last - first]
+                at += last - first
+        return whole.movedim(0, dim).contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return ctx.context.shard(gradient, ctx.dim), None, None
+
+
+_control: dict[str, dist.ProcessGroup] = {}
+
+
+def _control_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """A group for small messages between CPUs: the group itself with Gloo, else a Gloo group of the same ranks."""
+    if "gloo" in dist.get_backend(group):
+        return group
+    if group.group_name not in _control:
+        ranks = dist.get_process_group_ranks(group)
+        made = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+        # NCCL wants every rank in a group's first operation; later exchanges are between a few.
+        dist.barrier(group)
+        _control[group.group_name] = made
+    return _control[group.group_name]
+
+
+def _guessed_link(group: dist.ProcessGroup) -> Link:
+    """By the group's backend, the device, and whether all ranks can be on one host."""
+    import os
+
+    if "nccl" not in dist.get_backend(group):
+        return LINKS["gloo"]
+    one_host = dist.get_world_size(group) <= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if not one_host:
+        return LINKS["infiniband-ndr"]
+    if torch.version.hip:
+        return LINKS["xgmi-mi300x"]
+    return LINKS["nvlink5" if torch.cuda.get_device_capability()[0] >= 10 else "nvlink4"]
+
+
+def context_named(name: str) -> Context:
+    """The context that a compiled graph carries by its name."""
+    if name not in _contexts:
+        raise RuntimeError(f"context {name!r} is not of this process: make a Context here and compile again")
+    return _contexts[name]

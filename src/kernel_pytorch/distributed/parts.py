@@ -1,0 +1,112 @@
+"""Attention over keys that come in parts, merged in float32: what every schedule computes.
+
+A part is some keys and what the mask says about them. Its result is (out, lse); two results over different keys
+become one by their log-sum-exp, exactly. Gradients of a part follow from the lse of all keys, so parts of dq add
+up, and so do the parts of dk and dv at whoever holds the keys.
+
+Shapes: B batch, H query heads, G key heads, Q queries here, K keys of a part, D head dimension, E value head
+dimension.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+
+from kernel_pytorch.hardware_abstraction.dispatch import function_of
+from kernel_pytorch.masks import Mask
+from kernel_pytorch.ops.attention.definition import ATTENTION, lse_dtype
+
+__all__ = ["Part", "Terms", "attend", "attend_backward"]
+
+
+@dataclass(frozen=True)
+class Part:
+    """Some keys, and the queries here that attend to any of them."""
+
+    k: torch.Tensor
+    """(B, G, K, D)"""
+    v: torch.Tensor
+    """(B, G, K, E)"""
+    mask: Mask
+    """For these queries and keys."""
+    queries: slice
+    """The rows of q that take part; all others attend to none of these keys."""
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What does not change from part to part."""
+
+    scale: float
+    kernel: str | None = None
+    """A pinned kernel may round its parts to q's dtype; without one, parts are float32."""
+    lse_flows: bool = False
+
+    def wanted(self, dtype: torch.dtype, *, merged: bool) -> str:
+        """What to ask of a kernel whose results are merged with other parts', or are the whole result."""
+        if merged and self.kernel is None and dtype != lse_dtype(dtype):
+            return "parts"
+        return "lse" if self.lse_flows else "grad"
+
+
+def attend(
+    q: torch.Tensor, parts: Iterable[Part], value_dim: int, terms: Terms, *, merged: bool = True
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out in q's dtype, lse) of q over all parts; where there is but one part, ``merged`` may be False."""
+    wide, wanted = lse_dtype(q.dtype), terms.wanted(q.dtype, merged=merged)
+    out: torch.Tensor | None = None
+    lse = torch.full(q.shape[:3], -math.inf, dtype=wide, device=q.device)
+    function = function_of(ATTENTION)
+    for part in parts:
+        rows = part.queries
+        arguments = (q[:, :, rows], part.k, part.v, part.mask, terms.scale, wanted)
+        part_out, part_lse = function.run("forward", arguments, terms.kernel)
+        if out is None:
+            if part_lse.shape == lse.shape:
+                out, lse = part_out if not merged else part_out.to(wide), part_lse
+                continue
+            out = torch.zeros((*q.shape[:3], value_dim), dtype=wide, device=q.device)
+        total = lse[:, :, rows]
+        # exp(part_lse) / (exp(part_lse) + exp(total)); where neither has a key the part is zero, and stays it.
+        share = torch.sigmoid(part_lse - total).nan_to_num_(0.0)
+        out[:, :, rows].lerp_(part_out.to(wide), share.unsqueeze(-1))
+        total.copy_(torch.logaddexp(total, part_lse))
+    if out is None:
+        out = torch.zeros((*q.shape[:3], value_dim), dtype=q.dtype, device=q.device)
+    return out.to(q.dtype), lse
+
+
+def attend_backward(
+    dout: torch.Tensor,
+    dlse: torch.Tensor | None,
+    q: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    parts: Iterable[Part],
+    give_back: Callable[[torch.Tensor, torch.Tensor], None],
+    terms: Terms,
+) -> torch.Tensor:
+    """dq in float32; ``give_back`` gets dk and dv of each part, in the order of the parts."""
+    wide, wanted = lse_dtype(q.dtype), terms.wanted(q.dtype, merged=True)
+    dq = torch.zeros(q.shape, dtype=wide, device=q.device)
+    function = function_of(ATTENTION)
+    none = torch.zeros((), dtype=lse.dtype, device=lse.device).expand(lse.shape) if dlse is None else dlse
+    for part in parts:
+        rows = part.queries
+        arguments = (
+            *(x[:, :, rows] for x in (dout, none, q)),
+            part.k,
+            part.v,
+            *(x[:, :, rows] for x in (out, lse)),
+            part.mask,
+            terms.scale,
+            wanted,
+        )
+        part_dq, dk, dv = function.run("backward", arguments, terms.kernel)
+        dq[:, :, rows] += part_dq
+        give_back(dk, dv)
+    return dq

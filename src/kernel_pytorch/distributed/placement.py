@@ -1,0 +1,229 @@
+"""Which rank holds which tokens, and which keys each rank needs of each other.
+
+Ranks hold ranges of tokens, in order, as many tokens each as the length allows. Three placements, from the most
+local to the most even: one range each (windows, where every token has the same work), a low and a high range each
+(causal: *zigzag*), and tiles dealt out by their number of attended pairs (anything else).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from itertools import pairwise
+from typing import Any, Literal
+
+import numpy as np
+
+from kernel_pytorch.masks import Mask
+from kernel_pytorch.masks.layout import Layout
+from kernel_pytorch.masks.part import Ranges, checked_ranges, indices, size
+
+__all__ = ["Placement", "needed_keys", "place", "work_of_queries"]
+
+Style = Literal["auto", "contiguous", "zigzag", "balanced"]
+_EVEN_ENOUGH = 1.05  # the busiest rank over the mean: a more local placement is kept up to here
+_TILES_A_RANK = 32  # what is dealt out in the balanced placement, at the most fine
+
+Array = np.ndarray[Any, Any]
+
+
+@dataclass(frozen=True)
+class Placement:
+    """The tokens of every rank.
+
+    Example:
+        >>> import kernel_pytorch as kp
+        >>> placement = kp.context_parallel.place(kp.masks.causal(), length=16, ranks=2)
+        >>> placement.style, placement.ranges
+        ('zigzag', (((0, 4), (12, 16)), ((4, 12),)))
+    """
+
+    length: int
+    ranges: tuple[Ranges, ...]
+    """For each rank its [first, last) ranges of tokens, rising."""
+    style: str
+    imbalance: float
+    """The work of the busiest rank over the mean of all, for the mask it was made for."""
+
+    def __post_init__(self) -> None:
+        every = sorted(one for ranges in self.ranges for one in ranges)
+        ends = [0, *(last for _, last in every)]
+        if [first for first, _ in every] != ends[:-1] or ends[-1] != self.length:
+            raise ValueError(f"ranges={self.ranges}: every token of {self.length} must be on one rank")
+
+    @property
+    def ranks(self) -> int:
+        return len(self.ranges)
+
+    @cached_property
+    def sizes(self) -> tuple[int, ...]:
+        """How many tokens each rank holds."""
+        return tuple(size(ranges) for ranges in self.ranges)
+
+    def tokens(self, rank: int) -> Array:
+        """The positions of a rank's tokens in the whole sequence."""
+        return indices(self.ranges[rank])
+
+    def local(self, rank: int, ranges: Ranges) -> Ranges:
+        """Ranges of the whole sequence, all on this rank, as positions among its tokens."""
+        found, before = [], 0
+        for own_first, own_last in self.ranges[rank]:
+            for first, last in ranges:
+                low, high = max(first, own_first), min(last, own_last)
+                if high > low:
+                    found.append((before + low - own_first, before + high - own_first))
+            before += own_last - own_first
+        return checked_ranges("ranges", found, before)
+
+
+def work_of_queries(mask: Mask, length: int, tile: int) -> Array:
+    """The attended pairs of each tile of queries, over all heads and the batch; half of an edge tile counts."""
+    known = mask.layout(length, length)
+    starts = np.arange(0, max(length, 1), tile)
+    if length == 0:
+        return np.zeros(1)
+    if not known.tables:
+        pairs = (known.last - known.first).astype(np.int64).sum(axis=(0, 1))
+        return np.add.reduceat(pairs, starts).astype(np.float64)
+    fine = known.finest_block
+    walk = known.walk(fine, fine)
+    span, full, partial = (x.numpy() for x in (walk.span, walk.full_offsets, walk.partial_offsets))
+    tiles = (span[:, 1] - span[:, 0]) + np.diff(full) + 0.5 * np.diff(partial)
+    rows = -(-length // fine)
+    by_tile = tiles.reshape(-1, rows).sum(axis=0) * fine * fine
+    return np.add.reduceat(by_tile, starts // fine).astype(np.float64)
+
+
+def _unit(known: Layout) -> int:
+    """What ranges must be a multiple of: the blocks of the mask's tables."""
+    return math.lcm(1, *(table.numbers[4] for table in known.tables))
+
+
+@lru_cache(maxsize=256)
+def place(mask: Mask, length: int, ranks: int, style: Style = "auto") -> Placement:
+    """Spread ``length`` tokens over ranks so that each has the same number and the same work under the mask.
+
+    Args:
+        style: ``"auto"`` takes the most local placement whose busiest rank is within 5 % of the mean, else the
+            most even; ``"contiguous"``, ``"zigzag"`` and ``"balanced"`` pin one.
+
+    Example:
+        >>> import kernel_pytorch as kp
+        >>> kp.context_parallel.place(kp.masks.window(64, 64), length=1024, ranks=4).style
+        'contiguous'
+    """
+    if ranks < 1:
+        raise ValueError(f"ranks={ranks}: use 1 or more")
+    if length < 0:
+        raise ValueError(f"length={length}: use 0 or more")
+    styles = ("contiguous", "zigzag", "balanced")
+    if style not in ("auto", *styles):
+        raise ValueError(f"style={style!r}: use auto, {', '.join(styles)}")
+    unit = _unit(mask.layout(length, length))
+    tile = unit * max(1, min(128, length // (ranks * _TILES_A_RANK)) // unit)
+    work = work_of_queries(mask, length, tile)
+    best: Placement | None = None
+    for name in styles if style == "auto" else (style,):
+        if name == "balanced":
+            ranges = _dealt(work, tile, length, ranks)
+        else:
+            ranges = _pieces(length, ranks, unit, zigzag=name == "zigzag")
+        found = Placement(length, ranges, name, _imbalance(ranges, work, tile))
+        if best is None or found.imbalance < best.imbalance - 1e-9:
+            best = found
+        if best.imbalance <= _EVEN_ENOUGH:
+            break
+    assert best is not None
+    return best
+
+
+def _pieces(length: int, ranks: int, unit: int, *, zigzag: bool) -> tuple[Ranges, ...]:
+    count = 2 * ranks if zigzag else ranks
+    units = -(-length // unit)
+    ends = [min(length, units * n // count * unit) for n in range(count + 1)]
+    pieces = list(pairwise(ends))
+    own = [[pieces[r], pieces[count - 1 - r]] if zigzag else [pieces[r]] for r in range(ranks)]
+    return tuple(checked_ranges("ranges", ranges, length) for ranges in own)
+
+
+def _dealt(work: Array, tile: int, length: int, ranks: int) -> tuple[Ranges, ...]:
+    """Tiles in falling order of work, each to the least busy rank that has room: as even as tiles allow."""
+    room = [len(work) // ranks + (r < len(work) % ranks) for r in range(ranks)]
+    busy = [0.0] * ranks
+    own: list[list[int]] = [[] for _ in range(ranks)]
+    for t in np.argsort(-work, kind="stable").tolist():
+        rank = min((r for r in range(ranks) if len(own[r]) < room[r]), key=lambda r: (busy[r], r))
+        own[rank].append(t)
+        busy[rank] += work[t]
+    ranges = [[(t * tile, min(length, (t + 1) * tile)) for t in sorted(tiles)] for tiles in own]
+    return tuple(checked_ranges("ranges", one, length) for one in ranges)
+
+
+def _imbalance(ranges: tuple[Ranges, ...], work: Array, tile: int) -> float:
+    total = float(work.sum())
+    if total == 0:
+        return 1.0
+    before = np.concatenate([[0.0], np.cumsum(work)])
+    tiles = np.arange(len(before)) * tile
+
+    def until(position: int) -> float:
+        return float(np.interp(position, tiles, before))
+
+    busiest = max(sum(until(last) - until(first) for first, last in own) for own in ranges)
+    return busiest * len(ranges) / total
+
+
+@lru_cache(maxsize=64)
+def needed_keys(mask: Mask, placement: Placement) -> tuple[tuple[Ranges, ...], ...]:
+    """``[r][s]``: the keys on rank s, as ranges of the whole sequence, that rank r's queries attend to.
+
+    To the token; to the block where the mask has tables.
+    """
+    known = mask.layout(placement.length, placement.length)
+    found = []
+    for rank in range(placement.ranks):
+        need = _attended_keys(known, placement.ranges[rank])
+        edges = np.flatnonzero(np.diff(np.concatenate([[0], need.view(np.int8), [0]])))
+        runs = tuple(zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True))
+        found.append(tuple(_common(runs, own) for own in placement.ranges))
+    return tuple(found)
+
+
+def _common(a: Ranges, b: Ranges) -> Ranges:
+    """What two rising lists of ranges share."""
+    found, i, j = [], 0, 0
+    while i < len(a) and j < len(b):
+        low, high = max(a[i][0], b[j][0]), min(a[i][1], b[j][1])
+        if high > low:
+            found.append((low, high))
+        if a[i][1] <= b[j][1]:
+            i += 1
+        else:
+            j += 1
+    return tuple(found)
+
+
+def _attended_keys(known: Layout, queries: Ranges) -> Array:
+    """Which keys any of these queries attends to, as booleans."""
+    if known.tables:
+        tile = known.finest_block
+        walk = known.walk(tile, tile)
+        rows = -(-known.q_len // tile)
+        span, full_offsets, full, partial_offsets, partial, _ = (x.numpy() for x in walk.tensors())
+        tiles = np.zeros(-(-known.kv_len // tile), dtype=bool)
+        for first, last in queries:
+            for entry in range(len(span) // max(rows, 1)):
+                a, b = entry * rows + first // tile, entry * rows + -(-last // tile)
+                tiles[full[full_offsets[a] : full_offsets[b]]] = True
+                tiles[partial[partial_offsets[a] : partial_offsets[b]]] = True
+                for low, high in span[a:b]:
+                    tiles[low:high] = True
+        return np.repeat(tiles, tile)[: known.kv_len]
+    change = np.zeros(known.kv_len + 1, dtype=np.int64)
+    for first, last in queries:
+        low, high = (ends[:, :, first:last].reshape(-1) for ends in (known.first, known.last))
+        some = high > low
+        change += np.bincount(low[some], minlength=known.kv_len + 1)
+        change -= np.bincount(high[some], minlength=known.kv_len + 1)
+    return np.cumsum(change)[:-1] > 0

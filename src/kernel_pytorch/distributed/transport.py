@@ -1,0 +1,115 @@
+"""Moving tensors between the ranks of a group: one primitive, an exchange with any peers, with faults that are named.
+
+Every schedule is made of exchanges. Sends and receives are posted at once and waited for later, so that compute
+runs meanwhile; what is sent is counted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+
+__all__ = ["Pending", "RankError", "Traffic", "Transport"]
+
+
+class RankError(RuntimeError):
+    """A rank that does not answer, or that disagrees with this one.
+
+    Example:
+        >>> import kernel_pytorch as kp
+        >>> issubclass(kp.context_parallel.RankError, RuntimeError)
+        True
+    """
+
+
+@dataclass
+class Traffic:
+    """What this rank has sent since the counter was made.
+
+    Example:
+        >>> from kernel_pytorch.distributed.transport import Traffic
+        >>> Traffic().sent_bytes
+        0
+    """
+
+    sent_bytes: int = 0
+    messages: int = 0
+
+
+@dataclass
+class Pending:
+    """Sends and receives that are under way."""
+
+    transport: Transport
+    step: str
+    works: list[tuple[int, Any]] = field(default_factory=list)
+    kept: list[torch.Tensor] = field(default_factory=list)
+    """What is being sent, so that it lives until then."""
+
+    def wait(self) -> None:
+        deadline = time.monotonic() + self.transport.timeout.total_seconds()
+        for rank, work in self.works:
+            left = timedelta(seconds=max(0.001, deadline - time.monotonic()))
+            try:
+                work.wait(left)
+            except RuntimeError as error:
+                self.transport.fail(rank, self.step, error)
+        self.works.clear()
+        self.kept.clear()
+
+
+class Transport:
+    """A process group, as exchanges between its ranks."""
+
+    def __init__(self, group: dist.ProcessGroup, timeout: timedelta) -> None:
+        self.group, self.timeout = group, timeout
+        self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
+        self.traffic = Traffic()
+
+    def exchange(
+        self, step: str, sends: Mapping[int, torch.Tensor], receives: Mapping[int, torch.Tensor], tag: int = 0
+    ) -> Pending:
+        """Post every send and receive, by rank of the group; ``step`` is what an error will call it."""
+        pending = Pending(self, step)
+        operations, peers = [], []
+        for rank, tensor in receives.items():
+            if tensor.numel():
+                operations.append(dist.P2POp(dist.irecv, tensor, group=self.group, tag=tag, group_peer=rank))
+                peers.append(rank)
+        for rank, tensor in sends.items():
+            if tensor.numel():
+                whole = tensor.contiguous()
+                operations.append(dist.P2POp(dist.isend, whole, group=self.group, tag=tag, group_peer=rank))
+                peers.append(rank)
+                pending.kept.append(whole)
+                self.traffic.sent_bytes += whole.numel() * whole.element_size()
+                self.traffic.messages += 1
+        if operations:
+            try:
+                works = dist.batch_isend_irecv(operations)
+            except RuntimeError as error:
+                self.fail(peers[0] if len(set(peers)) == 1 else None, step, error)
+            # One work for each operation, or one for them all where the backend groups them.
+            named = peers if len(works) == len(peers) else [peers[0]] * len(works)
+            pending.works = list(zip(named, works, strict=True))
+        return pending
+
+    def fail(self, rank: int | None, step: str, error: Exception) -> NoReturn:
+        """Raise, naming the rank that failed first where another rank has found it already."""
+        seen = f"rank {rank}" if rank is not None else "a rank"
+        own, first = f"{seen} in {step}", ""
+        with contextlib.suppress(Exception):  # the store is gone where the rank that holds it is
+            store = dist.distributed_c10d._get_default_store()
+            first = store.compare_set(f"kernel_pytorch/failed/{self.group.group_name}", "", own).decode()
+        why = f", after the group lost {first}" if first not in ("", own) else ""
+        raise RankError(
+            f"{seen} did not answer in {step} within {self.timeout.total_seconds():g} s{why} ({error}): "
+            "it has died or waits elsewhere; restart the ranks, or give a longer timeout"
+        ) from error
