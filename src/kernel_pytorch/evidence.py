@@ -71,6 +71,8 @@ class Measurement(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What the error may be: twice that of an independent low-precision run plus one rounding."""
     peak_bytes: int | None = None
     """The most device memory in use during the run, where that was measured."""
+    predicted_peak_bytes: int | None = None
+    """What a formula says of it, where there is one."""
 
 
 class Facts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from kernel_pytorch.distributed.chunks import Chunks, chunked_attention
 from kernel_pytorch.distributed.context import Context, context_named, fingerprint, group_of
 from kernel_pytorch.distributed.cost import Link, ScheduleChoice, Shape, choose, predict
 from kernel_pytorch.distributed.parts import Terms
@@ -48,6 +49,8 @@ def spread_attention(
     kernel: str | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, lse) of this rank's queries over the keys of all ranks."""
+    if isinstance(group, Chunks):
+        return chunked_attention(q, k, v, mask, scale, lse_flows, group, kernel)
     if not torch.compiler.is_compiling():
         context = group if isinstance(group, Context) else _context_of(group, q, mask)
         if explaining():

@@ -19,7 +19,7 @@ from kernel_pytorch.masks import Mask
 from kernel_pytorch.masks.layout import Layout
 from kernel_pytorch.masks.part import Ranges, checked_ranges, indices, size
 
-__all__ = ["Placement", "needed_keys", "place", "work_of_queries"]
+__all__ = ["Placement", "needed_keys", "place", "table_unit", "work_of_queries"]
 
 Style = Literal["auto", "contiguous", "zigzag", "balanced"]
 _EVEN_ENOUGH = 1.05  # the busiest rank over the mean: a more local placement is kept up to here
@@ -95,7 +95,7 @@ def work_of_queries(mask: Mask, length: int, tile: int) -> Array:
     return np.add.reduceat(by_tile, starts // fine).astype(np.float64)
 
 
-def _unit(known: Layout) -> int:
+def table_unit(known: Layout) -> int:
     """What ranges must be a multiple of: the blocks of the mask's tables."""
     return math.lcm(1, *(table.numbers[4] for table in known.tables))
 
@@ -120,7 +120,7 @@ def place(mask: Mask, length: int, ranks: int, style: Style = "auto") -> Placeme
     styles = ("contiguous", "zigzag", "balanced")
     if style not in ("auto", *styles):
         raise ValueError(f"style={style!r}: use auto, {', '.join(styles)}")
-    unit = _unit(mask.layout(length, length))
+    unit = table_unit(mask.layout(length, length))
     tile = unit * max(1, min(128, length // (ranks * _TILES_A_RANK)) // unit)
     work = work_of_queries(mask, length, tile)
     best: Placement | None = None

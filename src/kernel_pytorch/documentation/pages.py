@@ -82,13 +82,23 @@ def _benchmark_table(record: Benchmark) -> list[str]:
 
 
 def _memory_table(record: Benchmark) -> list[str]:
-    """What a call needed at its peak, where that was recorded; those runs are not timed with care."""
+    """What a call needed at its peak, where that was recorded, beside what a formula says of it."""
     rows = [
-        [row.case, row.format, row.phase, f"`{row.subject.partition(':')[2]}`", f"{row.peak_bytes / 2**20:,.0f}"]
+        [
+            row.case,
+            row.format,
+            row.phase,
+            f"`{row.subject.partition(':')[2]}`",
+            _duration(row.seconds.median) if row.flops else _NONE,
+            f"{row.flops / row.seconds.median / 1e12:.0f}" if row.flops else _NONE,
+            f"{row.peak_bytes / 2**20:,.0f}",
+            f"{row.predicted_peak_bytes / 2**20:,.0f}" if row.predicted_peak_bytes else _NONE,
+        ]
         for row in record.measurements
         if row.peak_bytes is not None
     ]
-    return ["", *_table(["Case", "Format", "Phase", "Kernel", ">Peak memory (MiB)"], rows)] if rows else []
+    head = ["Case", "Format", "Phase", "Subject", ">Time", ">TFLOP/s", ">Peak memory (MiB)", ">By formula (MiB)"]
+    return ["", *_table(head, rows)] if rows else []
 
 
 def _kernel_cells(row: Measurement, best: Measurement | None, copy_bandwidth: float) -> list[str]:

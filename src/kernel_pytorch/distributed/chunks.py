@@ -1,0 +1,239 @@
+"""The ring on one device: chunks of the sequence take the place of ranks, and host memory that of the other ranks.
+
+Forward, a chunk of queries meets the chunks of keys it attends to. Backward, a chunk of keys meets the chunks of
+queries that attend to it, so its gradient is complete when it leaves. Keys and values that are in host memory come
+in behind the compute, into one of two buffers while the other is in use; their gradients go back the same way.
+
+Shapes: B batch, H query heads, G key heads, N tokens, D head dimension, E value head dimension.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from kernel_pytorch.distributed.parts import Part, Terms, attend, attend_backward
+from kernel_pytorch.distributed.placement import Placement, table_unit
+from kernel_pytorch.distributed.schedules import Stage, stages
+from kernel_pytorch.hardware_abstraction.op import Call, TensorSpec
+from kernel_pytorch.masks import Mask
+from kernel_pytorch.masks.part import Ranges
+from kernel_pytorch.ops.attention.definition import ATTENTION, lse_dtype
+
+__all__ = ["Chunks", "chunked_attention"]
+
+
+@dataclass(frozen=True)
+class Chunks:
+    """As a ``group``: attention on one device, chunk by chunk, with keys and values in host memory where wanted.
+
+    Args:
+        tokens: queries and keys of a chunk.
+        offload: keep k and v in pinned host memory from the forward to the backward. Where k and v are in host
+            memory already (and q on a GPU) they stay there, and so do their gradients.
+
+    Example:
+        >>> import torch, kernel_pytorch as kp
+        >>> q = k = v = torch.randn(1, 2, 1000, 32)
+        >>> whole = kp.attention(q, k, v, kp.masks.causal())
+        >>> chunked = kp.attention(q, k, v, kp.masks.causal(), group=kp.context_parallel.Chunks(256))
+        >>> torch.testing.assert_close(chunked, whole)
+    """
+
+    tokens: int = 131072
+    offload: bool = False
+
+    def __post_init__(self) -> None:
+        if isinstance(self.tokens, bool) or not isinstance(self.tokens, int) or self.tokens < 1:
+            raise ValueError(f"tokens={self.tokens!r}: use a whole number of 1 or more")
+
+    def placement(self, mask: Mask, length: int) -> Placement:
+        """The chunks, as if each were a rank; they end where blocks of the mask's tables do."""
+        unit = table_unit(mask.layout(length, length))
+        step = max(unit, self.tokens // unit * unit)
+        starts = range(0, length, step)
+        ranges = tuple(((first, min(length, first + step)),) for first in starts) or ((),)
+        return Placement(length, ranges, "contiguous", 1.0)
+
+    def peak_bytes(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, held: bool = True) -> int:
+        """The most memory on q's device at one moment of forward and backward, tensors of the call included.
+
+        Linear in the length, for a length of several chunks. ``held`` counts k and v where they are offloaded
+        but the caller keeps them on the device too.
+        """
+        batch, heads, length, dim = q.shape
+        kv_heads, value_dim, narrow = k.shape[1], v.shape[3], q.element_size()
+        wide = lse_dtype(q.dtype).itemsize
+        chunk = min(self.tokens, length)
+        on_host = self.offload or k.device != q.device
+        a_query = heads * (dim * narrow + 2 * value_dim * narrow + wide)  # q, out, dout, lse
+        a_key = kv_heads * (dim + value_dim)
+        whole = a_query + (a_key * narrow if not on_host or (held and k.device == q.device) else 0)
+        gradients = heads * dim * (wide + narrow) + (a_key * narrow if k.device == q.device else 0)
+        # One chunk of keys with its gradients, in full and of one part, and what a kernel keeps of its queries.
+        keys = a_key * (2 * wide + (3 * narrow if on_host else 0))
+        queries = heads * (dim * wide + value_dim * narrow + 4 * wide)
+        during = heads * dim * wide + (a_key * narrow if k.device == q.device else 0)
+        at_end = batch * length * (whole + gradients)
+        within = batch * (length * (whole + during) + chunk * (keys + queries))
+        return max(at_end, within)
+
+
+def chunked_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: Mask,
+    scale: float,
+    lse_flows: bool,
+    chunks: Chunks,
+    kernel: str | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out, lse) as without chunks."""
+    terms = Terms(scale, kernel, lse_flows)
+    specs = [TensorSpec.of(x) if isinstance(x, torch.Tensor) else x for x in (q, k, v)]
+    if isinstance(q, torch.Tensor) and all(isinstance(x, torch.Tensor) and x.device.type == "cpu" for x in (k, v)):
+        # Keys in host memory are meant to be there: everything else is checked as if they were beside the queries.
+        specs = [TensorSpec.of(x.to("meta")) for x in (q, k, v)]
+    values = (*specs, mask, scale, terms.wanted(q.dtype, merged=True))
+    ATTENTION.check(Call("attention", "forward", tuple(zip(ATTENTION.argument_names, values, strict=True)), False))
+    if q.shape[2] != k.shape[2]:
+        raise ValueError(f"q has {q.shape[2]} tokens and k {k.shape[2]}: chunks take as many queries as keys")
+    found: tuple[torch.Tensor, torch.Tensor] = _Chunked.apply(q, k, v, mask, terms, chunks)  # type: ignore[no-untyped-call]
+    return found
+
+
+class _Incoming:
+    """Chunks of keys and values in the order they are used, on the device, the next one always on its way."""
+
+    def __init__(self, k: torch.Tensor, v: torch.Tensor, device: torch.device) -> None:
+        self.kv, self.device = (k, v), device
+        self.streamed = k.device != device
+        self.copies = torch.Stream(device) if self.streamed else None
+        if self.copies is not None:  # what put the keys into host memory may still be running
+            self.copies.wait_stream(torch.accelerator.current_stream(device))
+
+    def _fetch(self, ranges: Ranges) -> tuple[tuple[torch.Tensor, ...], Any]:
+        if not self.streamed:
+            return tuple(_joined(x, ranges) for x in self.kv), None
+        assert self.copies is not None
+        with self.copies:
+            pieces = [[x[:, :, a:b].to(self.device, non_blocking=True) for a, b in ranges] for x in self.kv]
+            fetched = tuple(one[0] if len(one) == 1 else torch.cat(one, dim=2) for one in pieces)
+            return fetched, self.copies.record_event()
+
+    def __call__(self, order: list[Ranges]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        ahead = self._fetch(order[0]) if order else None
+        for following in [*order[1:], None]:
+            if ahead is None:
+                return
+            (k, v), ready = ahead
+            if ready is not None:
+                current = torch.accelerator.current_stream(self.device)
+                current.wait_event(ready)
+                for x in (k, v):
+                    x.record_stream(current)  # its memory is the copies' stream's, and in use on this one
+            ahead = self._fetch(following) if following else None
+            yield k, v
+
+
+def _joined(x: torch.Tensor, ranges: Ranges) -> torch.Tensor:
+    if len(ranges) == 1:
+        return x[:, :, ranges[0][0] : ranges[0][1]]
+    return torch.cat([x[:, :, a:b] for a, b in ranges], dim=2)
+
+
+def _keys(stage: Stage) -> Ranges:
+    return tuple((first, last) for _, first, last in stage.pieces)
+
+
+def _pinned(x: torch.Tensor) -> torch.Tensor:
+    """A copy in host memory that copies may run to and from behind the compute."""
+    host = torch.empty(x.shape, dtype=x.dtype, pin_memory=x.device.type != "cpu")
+    return host.copy_(x, non_blocking=True)
+
+
+class _Chunked(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask, terms: Terms, chunks: Chunks
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        placement = chunks.placement(mask, q.shape[2])
+        out = q.new_empty((*q.shape[:3], v.shape[3]))
+        lse = q.new_empty(q.shape[:3], dtype=lse_dtype(q.dtype))
+        incoming = _Incoming(k, v, q.device)
+        for number, ((first, last),) in enumerate(placement.ranges) if q.shape[2] else ():
+            plan = [stage for stage in stages(mask, placement, number, "ring") if stage.mask is not None]
+            keys = incoming([_keys(stage) for stage in plan])
+            parts = (
+                Part(part_k, part_v, _present(stage.mask), stage.queries)
+                for stage, (part_k, part_v) in zip(plan, keys, strict=True)
+            )
+            found = attend(q[:, :, first:last], parts, v.shape[3], terms, merged=len(plan) > 1)
+            out[:, :, first:last], lse[:, :, first:last] = found
+        ctx.mask, ctx.terms, ctx.placement, ctx.device = mask, terms, placement, k.device
+        if chunks.offload and k.device == q.device:
+            k, v = _pinned(k), _pinned(v)
+        ctx.save_for_backward(q, k, v, out, lse)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, dout: torch.Tensor, dlse: torch.Tensor) -> Any:
+        q, k, v, out, lse = ctx.saved_tensors
+        terms, placement = ctx.terms, ctx.placement
+        wide = lse_dtype(q.dtype)
+        dq = torch.zeros(q.shape, dtype=wide, device=q.device)
+        dk, dv = (
+            torch.empty(x.shape, dtype=x.dtype, device=ctx.device, pin_memory=ctx.device != q.device)
+            for x in (k, v)
+        )
+        by_keys: dict[int, list[tuple[int, Stage]]] = {number: [] for number in range(placement.ranks)}
+        for number in range(placement.ranks) if q.shape[2] else ():
+            for stage in stages(ctx.mask, placement, number, "ring"):
+                if stage.mask is not None:
+                    by_keys[stage.pieces[0][0]].append((number, stage))
+        used = [number for number, plan in by_keys.items() if plan]
+        incoming = _Incoming(k, v, q.device)([placement.ranges[number] for number in used])
+        for number, ranges in enumerate(placement.ranges) if q.shape[2] else ():
+            ((start, stop),) = ranges
+            if not by_keys[number]:
+                dk[:, :, start:stop], dv[:, :, start:stop] = 0.0, 0.0
+                continue
+            chunk_k, chunk_v = next(incoming)
+            totals = [torch.zeros(x.shape, dtype=wide, device=q.device) for x in (chunk_k, chunk_v)]
+            for of_queries, stage in by_keys[number]:
+                ((first, last),) = placement.ranges[of_queries]
+                own = tuple((a - start, b - start) for a, b in _keys(stage))
+                part = Part(_joined(chunk_k, own), _joined(chunk_v, own), _present(stage.mask), stage.queries)
+
+                def give_back(*found: torch.Tensor, own: Ranges = own, totals: list[torch.Tensor] = totals) -> None:
+                    for total, one in zip(totals, found, strict=True):
+                        at = 0
+                        for a, b in own:
+                            total[:, :, a:b] += one[:, :, at : at + b - a]
+                            at += b - a
+
+                rows = slice(first, last)
+                dq[:, :, rows] += attend_backward(
+                    dout[:, :, rows],
+                    dlse[:, :, rows] if terms.lse_flows else None,
+                    q[:, :, rows],
+                    out[:, :, rows],
+                    lse[:, :, rows],
+                    [part],
+                    give_back,
+                    terms,
+                )
+            for result, total in zip((dk, dv), totals, strict=True):
+                result[:, :, start:stop].copy_(total.to(result.dtype), non_blocking=True)
+        if ctx.device != q.device:
+            torch.accelerator.synchronize(q.device)  # what comes next may read them from the host
+        return dq.to(q.dtype), dk, dv, None, None, None
+
+
+def _present(mask: Mask | None) -> Mask:
+    assert mask is not None
+    return mask
