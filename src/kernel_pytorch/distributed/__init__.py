@@ -13,11 +13,25 @@ import torch
 from kernel_pytorch.distributed.chunks import Chunks
 from kernel_pytorch.distributed.context import Context, group_of
 from kernel_pytorch.distributed.cost import LINKS, Link
+from kernel_pytorch.distributed.module import parallelize, token_mean
 from kernel_pytorch.distributed.placement import Placement, place
 from kernel_pytorch.distributed.transport import RankError
 from kernel_pytorch.masks import Mask
 
-__all__ = ["LINKS", "Chunks", "Context", "Link", "Placement", "RankError", "place", "positions", "shard", "unshard"]
+__all__ = [
+    "LINKS",
+    "Chunks",
+    "Context",
+    "Link",
+    "Placement",
+    "RankError",
+    "parallelize",
+    "place",
+    "positions",
+    "shard",
+    "token_mean",
+    "unshard",
+]
 
 
 def total_length(tokens: int, group: Any) -> int:

@@ -134,8 +134,10 @@ def _checked(
         )
         ATTENTION.check(_whole(call, context))
         schedule = _schedule(context, q, k, v, mask)
-        if schedule != "heads" and terms.kernel is not None:
-            _kernels(context, schedule, q, k, v, mask, terms)
+        if schedule != "heads":
+            stages(mask, context.placement, context.rank, schedule)  # a placement may cut the mask's blocks
+            if terms.kernel is not None:
+                _kernels(context, schedule, q, k, v, mask, terms)
     except (ValueError, TypeError, NotImplementedError) as error:
         refusal = error
     if context.check and context.ranks > 1:
@@ -151,9 +153,9 @@ def _checked(
             "mask": fingerprint(mask.code.numpy().tobytes()),
             "scale": struct.unpack("<q", struct.pack("<d", terms.scale))[0],
             "placement": fingerprint(context.placement.ranges),
-            "schedule": fingerprint(schedule) if refusal is None else 0,
             "kernel": fingerprint(terms.kernel),
             "refused": int(refusal is not None),
+            "schedule": fingerprint(schedule),
         }
         if refusal is not None:
             shown["schedule"] = f"refused: {refusal}"

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -146,6 +147,14 @@ def _joined(x: torch.Tensor, ranges: Ranges) -> torch.Tensor:
     return torch.cat([x[:, :, a:b] for a, b in ranges], dim=2)
 
 
+def _add(totals: list[torch.Tensor], ranges: Ranges, *found: torch.Tensor) -> None:
+    for total, one in zip(totals, found, strict=True):
+        at = 0
+        for a, b in ranges:
+            total[:, :, a:b] += one[:, :, at : at + b - a]
+            at += b - a
+
+
 def _keys(stage: Stage) -> Ranges:
     return tuple((first, last) for _, first, last in stage.pieces)
 
@@ -178,11 +187,13 @@ class _Chunked(torch.autograd.Function):
         if chunks.offload and k.device == q.device:
             k, v = _pinned(k), _pinned(v)
         ctx.save_for_backward(q, k, v, out, lse)
+        ctx.set_materialize_grads(False)  # the gradient of an lse that nobody asked for is no tensor of zeros
         return out, lse
 
     @staticmethod
-    def backward(ctx: Any, dout: torch.Tensor, dlse: torch.Tensor) -> Any:
+    def backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> Any:
         q, k, v, out, lse = ctx.saved_tensors
+        dout = torch.zeros_like(out) if dout is None else dout
         terms, placement = ctx.terms, ctx.placement
         wide = lse_dtype(q.dtype)
         dq = torch.zeros(q.shape, dtype=wide, device=q.device)
@@ -209,26 +220,21 @@ class _Chunked(torch.autograd.Function):
                 own = tuple((a - start, b - start) for a, b in _keys(stage))
                 part = Part(_joined(chunk_k, own), _joined(chunk_v, own), _present(stage.mask), stage.queries)
 
-                def give_back(*found: torch.Tensor, own: Ranges = own, totals: list[torch.Tensor] = totals) -> None:
-                    for total, one in zip(totals, found, strict=True):
-                        at = 0
-                        for a, b in own:
-                            total[:, :, a:b] += one[:, :, at : at + b - a]
-                            at += b - a
-
                 rows = slice(first, last)
-                dq[:, :, rows] += attend_backward(
+                attend_backward(
                     dout[:, :, rows],
-                    dlse[:, :, rows] if terms.lse_flows else None,
+                    dlse[:, :, rows] if dlse is not None else None,
                     q[:, :, rows],
                     out[:, :, rows],
                     lse[:, :, rows],
                     [part],
-                    give_back,
+                    dq[:, :, rows],
+                    partial(_add, totals, own),
                     terms,
                 )
-            for result, total in zip((dk, dv), totals, strict=True):
-                result[:, :, start:stop].copy_(total.to(result.dtype), non_blocking=True)
+            while totals:  # from the end, so that none is held longer than it is needed
+                result = (dk, dv)[len(totals) - 1]
+                result[:, :, start:stop].copy_(totals.pop().to(result.dtype), non_blocking=True)
         if ctx.device != q.device:
             torch.accelerator.synchronize(q.device)  # what comes next may read them from the host
         return dq.to(q.dtype), dk, dv, None, None, None

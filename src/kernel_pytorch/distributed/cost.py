@@ -1,34 +1,64 @@
 """What each schedule would cost: bytes counted from the mask, seconds from a link's and a device's rates.
 
-``ring``: a stage's compute hides the next stage's keys, so a stage costs the longer of the two. ``gather``: first all
-keys, then all compute. ``heads``: an exchange before and after, then compute that every rank shares evenly.
+Bytes are exact: each rank's count of what ``stages`` and the head exchange send. Seconds are a simulation of the
+ranks side by side. ``ring``: a rank starts a stage when its keys have come, and the next stage's keys travel
+meanwhile; in the backward so do the last stage's gradients. ``gather``: first all keys, then all compute. ``heads``:
+an exchange before and after, then compute that every rank shares evenly. Nothing is measured on the way, so that
+every rank comes to the same choice.
+
+Shapes: R ranks, [r, s] what rank r needs of rank s.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import statistics
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from datetime import timedelta
 from functools import lru_cache
+from typing import Any
 
+import numpy as np
 import torch
+import torch.distributed as dist
 
-from kernel_pytorch.distributed.placement import Placement, needed_keys, work_of_queries
+from kernel_pytorch.distributed.placement import Placement
 from kernel_pytorch.distributed.schedules import SCHEDULES, Schedule, heads_refusal
+from kernel_pytorch.distributed.transport import Transport
 from kernel_pytorch.hardware_abstraction.catalogue import CATALOGUE
 from kernel_pytorch.hardware_abstraction.device import Device
 from kernel_pytorch.masks import Mask
-from kernel_pytorch.masks.part import size
+from kernel_pytorch.masks.layout import Layout
+from kernel_pytorch.masks.part import indices
 
-__all__ = ["LINKS", "Link", "Prediction", "ScheduleChoice", "Shape", "choose", "predict"]
+__all__ = [
+    "LINKS",
+    "Link",
+    "Prediction",
+    "ScheduleChoice",
+    "Shape",
+    "choose",
+    "measure_link",
+    "predict",
+    "sent_bytes",
+]
+
+Array = np.ndarray[Any, Any]
 
 
 @dataclass(frozen=True)
 class Link:
-    """How ranks are connected.
+    """How ranks are connected: all alike, or with a faster link inside nodes of some neighbouring ranks.
 
     Example:
         >>> import kernel_pytorch as kp
-        >>> kp.context_parallel.LINKS["nvlink4"].bandwidth
+        >>> links = kp.context_parallel.LINKS
+        >>> links["nvlink4"].bandwidth
         450000000000.0
+        >>> cluster = links["infiniband-ndr"].between_nodes(8, links["nvlink4"])
+        >>> cluster.name, cluster.node_ranks
+        ('infiniband-ndr between nodes of 8 on nvlink4', 8)
     """
 
     name: str
@@ -36,6 +66,21 @@ class Link:
     """Bytes a second that one rank sends, and receives at the same time."""
     latency: float
     """Seconds until the first byte of a message arrives."""
+    node_ranks: int = 1
+    """How many neighbouring ranks, from a multiple of that number on, share a node."""
+    inner: Link | None = None
+    """The link inside a node; None where there is but one kind of link."""
+
+    def __post_init__(self) -> None:
+        if not self.bandwidth > 0 or not self.latency >= 0:
+            raise ValueError(f"bandwidth={self.bandwidth}, latency={self.latency}: use above 0, and 0 or more")
+        if self.node_ranks < 1 or (self.inner is None) != (self.node_ranks == 1):
+            raise ValueError(f"node_ranks={self.node_ranks}: above 1 with an inner link, 1 without")
+
+    def between_nodes(self, node_ranks: int, inner: Link) -> Link:
+        """This link between nodes of so many ranks each, and another inside them."""
+        name = f"{self.name} between nodes of {node_ranks} on {inner.name}"
+        return replace(self, name=name, node_ranks=node_ranks, inner=inner)
 
 
 LINKS = {
@@ -52,7 +97,14 @@ LINKS = {
 
 @dataclass(frozen=True)
 class Shape:
-    """The part of a call that costs."""
+    """The part of a call that costs.
+
+    Example:
+        >>> import torch
+        >>> from kernel_pytorch.distributed.cost import Shape
+        >>> Shape(1, 32, 8, 128, 128, torch.bfloat16).key_bytes
+        4096
+    """
 
     batch: int
     heads: int
@@ -70,7 +122,12 @@ class Shape:
     @property
     def gradient_bytes(self) -> int:
         """What the gradients of one key and its value weigh: float32 at the least."""
-        return self.key_bytes // self.dtype.itemsize * max(4, self.dtype.itemsize)
+        return self.key_bytes // self.dtype.itemsize * self.wide
+
+    @property
+    def wide(self) -> int:
+        """Bytes of a number that is added up, or of a log-sum-exp."""
+        return max(4, self.dtype.itemsize)
 
 
 @dataclass(frozen=True)
@@ -83,6 +140,10 @@ class Prediction:
     link_seconds: float
     """Time on the link, hidden or not."""
     sent_bytes: int
+    memory_bytes: int = 0
+    """What the schedule keeps of other ranks' tensors at the most, over what the rank holds anyway."""
+    fits: bool = True
+    """Whether that is less than the device's memory. If not it is never chosen, yet may be pinned."""
     refusal: str | None = None
 
     def __str__(self) -> str:
@@ -91,6 +152,7 @@ class Prediction:
         return (
             f"{self.schedule:<6}  {self.seconds * 1e3:9.3f} ms: compute {self.compute_seconds * 1e3:.3f} ms, "
             f"link {self.link_seconds * 1e3:.3f} ms, {self.sent_bytes / 1e6:.2f} MB sent a rank"
+            + ("" if self.fits else f", does not fit: needs {self.memory_bytes / 2**30:.0f} GiB")
         )
 
 
@@ -125,8 +187,11 @@ class ScheduleChoice:
 
 
 _EFFICIENCY = 0.5  # of the matrix units' peak, what attention kernels reach
-_STAGE_SECONDS = 3e-5  # launches of a stage and its merge
+_STAGE_SECONDS = 3e-5  # launches of a stage and its merge, in one pass
 _DEFAULT_RATE, _DEFAULT_BANDWIDTH = 5e10, 1e10  # a core or two, where a device has no known rates
+_AT_ONCE = 8  # messages of one exchange whose latencies overlap
+_AS_FAST = 1.02  # predictions are no better than this: within it, the schedule that needs less memory
+_SAMPLES = 2048  # queries of a rank that stand for all of them when pairs are counted
 
 
 def _rates(device: Device, dtype: torch.dtype) -> tuple[float, float]:
@@ -137,8 +202,113 @@ def _rates(device: Device, dtype: torch.dtype) -> tuple[float, float]:
         rates = same[0] if same else None
     if rates is None:
         return _DEFAULT_RATE, _DEFAULT_BANDWIDTH
-    name = str(dtype).removeprefix("torch.")
-    return rates.matmul.get(name, _DEFAULT_RATE) * _EFFICIENCY, rates.bandwidth
+    # A format that the data sheet leaves out is at worst as slow as the slowest in it.
+    slowest = min(rates.matmul.values(), default=_DEFAULT_RATE)
+    return rates.matmul.get(str(dtype).removeprefix("torch."), slowest) * _EFFICIENCY, rates.bandwidth
+
+
+@dataclass(frozen=True, eq=False)
+class _Volumes:
+    """What each rank needs of each other, whatever the heads and the link."""
+
+    keys: Array
+    """(R, R) keys, exact."""
+    pairs: Array
+    """(R, R) attended pairs, for one batch entry and head on average; a long sequence is sampled."""
+
+
+@lru_cache(maxsize=16)
+def _volumes(mask: Mask, placement: Placement) -> _Volumes:
+    """Counted in O(length + ranks x ranges): ``needed_keys`` lists the ranges, at O(ranks x length)."""
+    known = mask.layout(placement.length, placement.length)
+    pieces = sorted((one, rank) for rank, own in enumerate(placement.ranges) for one in own)
+    edges = np.array([0, *(last for (_, last), _ in pieces)], dtype=np.int64)
+    owners = np.array([rank for _, rank in pieces], dtype=np.int64)
+    ranks = placement.ranks
+    keys, pairs = np.zeros((ranks, ranks), dtype=np.int64), np.zeros((ranks, ranks))
+    every = _tiled(known, placement) if known.tables else _by_query(known, placement)
+    for rank, lists in enumerate(every):
+        runs = [_joined(first, last) for first, last, _ in lists]
+        first, last = (
+            _joined(*(np.concatenate(ends) for ends in zip(*runs, strict=True))) if runs else (_NONE, _NONE)
+        )
+        keys[rank] = np.bincount(owners, np.diff(_until(first, last, edges)), ranks)[:ranks]
+        for first, last, weight in lists:
+            step = max(1, len(first) // _SAMPLES)
+            some = slice(step // 2, None, step)
+            weight *= len(first) / max(1, len(first[some]))
+            pairs[rank] += (
+                weight * np.bincount(owners, np.diff(_until(first[some], last[some], edges)), ranks)[:ranks]
+            )
+    return _Volumes(keys, pairs / (known.batch * known.heads))
+
+
+_NONE = np.zeros(0, dtype=np.int64)
+_Lists = list[tuple[Array, Array, float]]
+"""Intervals of keys, and how many queries each of them counts for."""
+
+
+def _by_query(known: Layout, placement: Placement) -> Iterator[_Lists]:
+    """For each rank its queries' intervals, a list for each batch entry and slot: there they mostly rise."""
+    for own in placement.ranges:
+        ends = [
+            np.concatenate([part[:, :, a:b] for a, b in own], axis=2) if own else part[:, :, :0]
+            for part in (known.first, known.last)
+        ]
+        first, last = (part.reshape(part.shape[0] * part.shape[1], part.shape[2]) for part in ends)
+        yield [(first[i], last[i], 1.0) for i in range(len(first))]
+
+
+def _tiled(known: Layout, placement: Placement) -> Iterator[_Lists]:
+    """For each rank its tiles' intervals where the mask has tables; a partial tile counts half."""
+    tile = known.finest_block
+    walk = known.walk(tile, tile)
+    rows = -(-known.q_len // tile)
+    span, full_offsets, full, partial_offsets, partial, _ = (x.numpy().astype(np.int64) for x in walk.tensors())
+    found: list[_Lists] = [[] for _ in placement.ranges]
+    rank_of = np.zeros(max(rows, 1), dtype=np.int64)
+    for rank, own in enumerate(placement.ranges):
+        rank_of[indices(tuple((a // tile, -(-b // tile)) for a, b in own))] = rank
+    row_of = np.arange(len(span))
+    for low, high, row, weight in (
+        (span[:, 0], span[:, 1], row_of, 1.0),
+        (full, full + 1, np.repeat(row_of, np.diff(full_offsets)), 1.0),
+        (partial, partial + 1, np.repeat(row_of, np.diff(partial_offsets)), 0.5),
+    ):
+        owner = rank_of[row % max(rows, 1)]
+        order = np.argsort(owner, kind="stable")
+        cuts = np.searchsorted(owner[order], np.arange(1, placement.ranks))
+        parts = (np.split((ends * tile).clip(max=known.kv_len)[order], cuts) for ends in (low, high))
+        for lists, first, last in zip(found, *parts, strict=True):
+            lists.append((first, last, weight * tile))
+    yield from found
+
+
+def _joined(first: Array, last: Array) -> tuple[Array, Array]:
+    """The union of intervals, as intervals that rise and do not touch."""
+    some = last > first
+    if not some.all():
+        first, last = first[some], last[some]
+    if len(first) == 0:
+        return _NONE, _NONE
+    if (first[1:] < first[:-1]).any():
+        order = np.argsort(first, kind="stable")
+        first, last = first[order], last[order]
+    reach = np.maximum.accumulate(last)
+    new = np.flatnonzero(first[1:] > reach[:-1]) + 1
+    return first[np.concatenate([[0], new])], reach[np.concatenate([new - 1, [len(reach) - 1]])]
+
+
+def _until(first: Array, last: Array, edges: Array) -> Array:
+    """For each edge, how many keys of the intervals are before it, together."""
+
+    def total(ends: Array) -> Array:
+        ends = np.sort(ends, kind="stable").astype(np.int64)
+        at = np.searchsorted(ends, edges)
+        return np.concatenate([[0], np.cumsum(ends)])[at] + edges * (len(ends) - at)
+
+    found: Array = total(last) - total(first)
+    return found
 
 
 @lru_cache(maxsize=256)
@@ -155,92 +325,212 @@ def predict(mask: Mask, placement: Placement, shape: Shape, device: Device, link
         >>> [one.schedule for one in found]
         ['ring', 'gather', 'heads']
     """
-    ranks, length = placement.ranks, placement.length
-    rate, bandwidth = _rates(device, shape.dtype)
-    pairs = float(work_of_queries(mask, length, 128 if length >= 128 else 1).sum())
-    known = mask.layout(length, length)
-    a_pair = 2 * (shape.head_dim + shape.value_dim) * (3.5 if shape.training else 1.0)
-    flops = pairs * shape.batch / known.batch * shape.heads / known.heads * a_pair
-    compute = flops / rate / ranks
-    busiest = compute * placement.imbalance
-    needed = [[size(ranges) for ranges in row] for row in needed_keys(mask, placement)]
-    a_key = 2 * shape.key_bytes + shape.gradient_bytes if shape.training else shape.key_bytes
-    return tuple(
-        _ring(needed, shape, busiest, a_key, link, bandwidth, placement)
-        if schedule == "ring"
-        else _gather(needed, busiest, a_key, link)
-        if schedule == "gather"
-        else _heads(ranks, length, shape, compute, link)
-        for schedule in SCHEDULES
-    )
+    call = _Call(placement, _volumes(mask, placement), shape, device, link)
+    found = []
+    for schedule in SCHEDULES:
+        refusal = heads_refusal(placement.ranks, shape.heads, shape.kv_heads) if schedule == "heads" else None
+        if refusal:
+            infinite = float("inf")
+            compute = float(call.compute.sum(1).mean())
+            found.append(Prediction(schedule, infinite, compute, infinite, 0, refusal=refusal))
+            continue
+        if schedule == "ring":
+            compute, (seconds, on_link), memory = call.compute.sum(1).max(), _ring(call), _ring_memory(call)
+        else:
+            exchanges = _gather_exchanges(call) if schedule == "gather" else _heads_exchanges(call)
+            memory = _gather_memory(call) if schedule == "gather" else _heads_memory(call)
+            work = call.compute.sum(1)
+            compute = work.max() if schedule == "gather" else work.mean()
+            on_link = sum(_exchange_seconds(link, one) for one in exchanges)
+            copied = sum(max(one.sum(0).max(), one.sum(1).max()) for one in exchanges) * 4 / call.bandwidth
+            seconds = compute + on_link + copied + call.passes * _STAGE_SECONDS
+        fits = device.memory_bytes == 0 or memory < device.memory_bytes  # 0 where nobody knows
+        sent = max(sent_bytes(mask, placement, shape, schedule))
+        found.append(Prediction(schedule, float(seconds), float(compute), float(on_link), sent, int(memory), fits))
+    return tuple(found)
 
 
-def _sent(needed: list[list[int]], shape_bytes: int) -> int:
-    """What the rank that sends most sends: its keys to others, and others' gradients back."""
-    ranks = range(len(needed))
-    return max(sum(needed[r][s] for r in ranks if r != s) for s in ranks) * shape_bytes
+def sent_bytes(mask: Mask, placement: Placement, shape: Shape, schedule: Schedule) -> tuple[int, ...]:
+    """What each rank sends in a call, and in its backward where the shape trains.
+
+    Exact for calls whose loss uses no log-sum-exp and pins no kernel: those may send a little more or less.
+
+    Example:
+        >>> import torch, kernel_pytorch as kp
+        >>> from kernel_pytorch.distributed.cost import Shape, sent_bytes
+        >>> mask = kp.masks.window(15, 0)
+        >>> placement = kp.context_parallel.place(mask, length=256, ranks=2)
+        >>> sent_bytes(mask, placement, Shape(1, 1, 1, 8, 8, torch.float32, training=False), "ring")
+        (960, 0)
+    """
+    refusal = heads_refusal(placement.ranks, shape.heads, shape.kv_heads)
+    if schedule == "heads" and refusal:
+        raise ValueError(f"schedule={schedule!r}: {refusal}")
+    call = _Call(placement, _volumes(mask, placement), shape, None, None)
+    exchanges = _heads_exchanges(call) if schedule == "heads" else _gather_exchanges(call)
+    found = sum((one.sum(0) for one in exchanges), np.zeros(placement.ranks, dtype=np.int64))
+    return tuple(int(one) for one in found)
 
 
-def _ring(
-    needed: list[list[int]],
-    shape: Shape,
-    compute: float,
-    a_key: int,
-    link: Link,
-    bandwidth: float,
-    placement: Placement,
-) -> Prediction:
-    ranks, slowest, on_link = len(needed), 0.0, 0.0
-    passes = 2 if shape.training else 1
-    for r in range(ranks):
-        total = max(sum(needed[r]), 1)
-        distances = [d for d in range(ranks) if d == 0 or needed[r][(r - d) % ranks] or needed[(r + d) % ranks][r]]
-        comm = [
-            max(needed[r][(r - d) % ranks], needed[(r + d) % ranks][r]) * a_key / link.bandwidth
-            + 2 * passes * link.latency
-            for d in distances[1:]
-        ]
-        merge = 12 * placement.sizes[r] * shape.batch * shape.heads * shape.value_dim / bandwidth
-        work = [compute * needed[r][(r - d) % ranks] / total + passes * _STAGE_SECONDS + merge for d in distances]
-        slowest = max(slowest, sum(max(a, b) for a, b in zip(work, [*comm, 0.0], strict=True)))
-        on_link = max(on_link, sum(comm))
-    return Prediction("ring", slowest, compute, on_link, _sent(needed, a_key))
+class _Call:
+    """A call with its placement, device and link, as arrays over ranks."""
+
+    def __init__(
+        self, placement: Placement, volumes: _Volumes, shape: Shape, device: Device | None, link: Link | None
+    ) -> None:
+        self.sizes = np.array(placement.sizes, dtype=np.int64)
+        self.length, self.ranks = placement.length, placement.ranks
+        self.shape, self.keys, self.pairs = shape, volumes.keys, volumes.pairs
+        self.others = self.keys * (1 - np.eye(self.ranks, dtype=np.int64))
+        self.passes = 2 if shape.training else 1
+        if device is not None and link is not None:
+            self.link = link
+            self.rate, self.bandwidth = _rates(device, shape.dtype)
+            flops = self.pairs * shape.batch * shape.heads * 2.0
+            # Products with K and V forward; backward both again, and one for each of dq, dk and dv.
+            self.forward = flops * (shape.head_dim + shape.value_dim) / self.rate
+            self.backward = flops * (3 * shape.head_dim + 2 * shape.value_dim) / self.rate
+            self.compute = self.forward + self.backward if shape.training else self.forward
 
 
-def _gather(needed: list[list[int]], compute: float, a_key: int, link: Link) -> Prediction:
-    ranks = len(needed)
-    busiest = max(
-        max(
-            sum(needed[r][s] for s in range(ranks) if s != r),
-            sum(needed[s][r] for s in range(ranks) if s != r),
-        )
-        for r in range(ranks)
-    )
-    on_link = busiest * a_key / link.bandwidth + (3 * link.latency if ranks > 1 else 0.0)
-    return Prediction("gather", compute + on_link + 2 * _STAGE_SECONDS, compute, on_link, _sent(needed, a_key))
+def _gather_exchanges(call: _Call) -> list[Array]:
+    """[r, s]: bytes from rank s to rank r in each exchange. The ring sends the same, in more exchanges."""
+    keys = call.others * call.shape.key_bytes
+    return [keys, keys, call.others.T * call.shape.gradient_bytes] if call.shape.training else [keys]
 
 
-def _heads(ranks: int, length: int, shape: Shape, compute: float, link: Link) -> Prediction:
-    refusal = heads_refusal(ranks, shape.heads, shape.kv_heads)
-    if refusal:
-        return Prediction("heads", float("inf"), compute, float("inf"), 0, refusal)
-    own = -(-length // ranks)
-    to_others = (ranks - 1) / ranks
-    narrow = shape.dtype.itemsize * shape.batch
-    q = shape.heads * shape.head_dim * narrow
-    out = shape.heads * (shape.value_dim * narrow + 4 * shape.batch)
-    shared = max(shape.kv_heads, ranks)  # a head that several ranks need is sent to each
-    kv = shared * (shape.head_dim + shape.value_dim) * narrow
-    sent = own * to_others * (q + kv + out)
+def _heads_exchanges(call: _Call) -> list[Array]:
+    shape, ranks = call.shape, call.ranks
+    different = 1 - np.eye(ranks, dtype=np.int64)
+    from_tokens, to_tokens = different * call.sizes[None, :], different * call.sizes[:, None]
+    heads = shape.batch * shape.heads // ranks
+    kv_heads = shape.batch * max(shape.kv_heads // ranks, 1)  # a head that several ranks need is sent to each
+    narrow, both = shape.dtype.itemsize, shape.head_dim + shape.value_dim
+    found = [
+        from_tokens * (heads * shape.head_dim + kv_heads * both) * narrow,
+        to_tokens * heads * shape.value_dim * narrow,
+        to_tokens * heads * shape.wide,
+    ]
     if shape.training:
-        gradients = kv if shape.kv_heads >= ranks else kv // shape.dtype.itemsize * 4
-        sent += own * to_others * (2 * q + 2 * out + kv + gradients)
-    on_link = sent / link.bandwidth + (8 if shape.training else 3) * link.latency * (ranks > 1)
-    return Prediction("heads", compute + on_link + 2 * _STAGE_SECONDS, compute, on_link, int(sent))
+        # Gradients of a head that several ranks share are added up, and travel in float32.
+        gradients = kv_heads * both * (narrow if shape.kv_heads >= ranks else shape.wide)
+        found += [
+            from_tokens * (heads * (shape.head_dim + 2 * shape.value_dim) + kv_heads * both) * narrow,
+            from_tokens * heads * shape.wide,
+            to_tokens * heads * shape.head_dim * narrow,
+            to_tokens * gradients,
+        ]
+    return found
+
+
+def _exchange_seconds(link: Link, given: Array) -> float:
+    """All messages of an exchange at once; a node's inner link and the link between nodes work side by side."""
+    node = np.arange(len(given)) // link.node_ranks
+    inside = (node[:, None] == node[None, :]) if link.inner else np.zeros(given.shape, dtype=bool)
+    slowest = 0.0
+    for one, mine in ((link, ~inside), (link.inner, inside)):
+        if one is None:
+            continue
+        for axis in (0, 1):  # what a rank sends, and what it receives
+            amount = np.where(mine, given, 0)
+            rounds = -(-(amount > 0).sum(axis) // _AT_ONCE)
+            slowest = max(slowest, float((amount.sum(axis) / one.bandwidth + rounds * one.latency).max()))
+    return slowest
+
+
+def _ring(call: _Call) -> tuple[float, float]:
+    """(seconds, seconds on the link) of the slowest rank, forward and backward after one another."""
+    seconds, on_link = _ring_pass(call, call.forward, backward=False)
+    if call.shape.training:
+        again = _ring_pass(call, call.backward, backward=True)
+        seconds, on_link = seconds + again[0], on_link + again[1]
+    return float(seconds.max()), float(on_link.max())
+
+
+def _ring_pass(call: _Call, compute: Array, *, backward: bool) -> tuple[Array, Array]:
+    """(seconds, seconds on the link) of each rank.
+
+    A rank posts a stage's keys when it starts the stage before, starts when they have come and its own have gone,
+    and posts a stage's gradients when it ends; it waits for those one stage later. On the link they queue up.
+    """
+    shape, link, ranks = call.shape, call.link, np.arange(call.ranks)
+    node = ranks // link.node_ranks
+    # Merging reads two partial results and writes one, in float32, or adds up dq; gradients of keys are added too.
+    width = shape.head_dim if backward else shape.value_dim
+    merge = 3 * shape.wide * shape.batch * shape.heads * width * call.sizes / call.bandwidth
+    a_key = (4 * shape.key_bytes + (7 * shape.gradient_bytes if backward else 0)) / call.bandwidth  # and packing
+    start, free = np.zeros(call.ranks), compute[ranks, ranks] + _STAGE_SECONDS
+    link_free, owed, on_link = (np.zeros(call.ranks) for _ in range(3))
+
+    def sent(amount: Array, ready: Array, source: Array, back: Array) -> tuple[Array, Array]:
+        """(end, seconds) of the message into each rank; ``back`` is the rank that each rank's own goes to."""
+        inside = node == node[source] if link.inner else False
+        bandwidth = np.where(inside, (link.inner or link).bandwidth, link.bandwidth)
+        latency = np.where(inside, (link.inner or link).latency, link.latency)
+        some = amount > 0
+        takes = np.where(some, amount / bandwidth + latency, 0.0)
+        begin = np.maximum(np.maximum(ready, ready[source]), np.maximum(link_free, link_free[source]))
+        end = np.where(some, begin + takes, 0.0)
+        return np.maximum(end, end[back]), np.maximum(takes, takes[back])
+
+    def finish(held: tuple[Array, Array, Array, Array, Array]) -> None:
+        """Gradients go on the link once the next stage's keys, posted before them, are through."""
+        nonlocal link_free, owed, on_link
+        amount, ended, source, target, active = held
+        end, takes = sent(amount[target], ended, target, source)
+        link_free, owed = np.maximum(link_free, end), np.where(active, end, owed)
+        on_link = on_link + takes
+
+    held: tuple[Array, Array, Array, Array, Array] | None = None
+    for distance in range(1, call.ranks):
+        source, target = (ranks - distance) % call.ranks, (ranks + distance) % call.ranks
+        keys = call.keys[ranks, source]
+        if not keys.any():
+            continue
+        active = (keys > 0) | (keys[target] > 0)
+        come, takes = sent(keys * shape.key_bytes, start, source, target)
+        link_free, on_link = np.maximum(link_free, come), on_link + takes
+        if held:
+            finish(held)
+        start = np.where(active, np.maximum(free, come), start)
+        attends = np.where(keys > 0, _STAGE_SECONDS + merge, 0.0)
+        ended = start + compute[ranks, source] + attends + a_key * (keys + keys[target]) / 2
+        free = np.where(active, np.maximum(ended, owed), free)
+        if backward:
+            held = (keys * shape.gradient_bytes, ended, source, target, active)
+    if held:
+        finish(held)
+    return np.maximum(free, owed), on_link
+
+
+def _ring_memory(call: _Call) -> int:
+    """Two stages' keys, coming and in use, and as many gradients that go and that come."""
+    largest = int(call.others.max(initial=0))
+    return largest * (2 * call.shape.key_bytes + (4 * call.shape.gradient_bytes if call.shape.training else 0))
+
+
+def _gather_memory(call: _Call) -> int:
+    """All keys as they come and in order; their gradients, and those packed to go."""
+    keys = int(call.keys.sum(1).max()) if int(call.others.sum()) else 0
+    return 2 * keys * (call.shape.key_bytes + (call.shape.gradient_bytes if call.shape.training else 0))
+
+
+def _heads_memory(call: _Call) -> int:
+    """The largest exchange as it comes and in order, and what is computed from it."""
+    largest = [int(one.sum(1).max()) for one in _heads_exchanges(call)]
+    return 2 * largest[0] + largest[1] if not call.shape.training else 2 * largest[3] + 2 * sum(largest[5:])
 
 
 def choose(predictions: tuple[Prediction, ...], pinned: Schedule | None) -> tuple[Schedule, str]:
-    """The pinned schedule, or the one predicted fastest; a pinned one that cannot run is an error."""
+    """The pinned schedule, or the one predicted fastest; a pinned one that cannot run is an error.
+
+    Where predictions are too close to tell apart, the schedule that needs the least memory.
+
+    Example:
+        >>> from kernel_pytorch.distributed.cost import Prediction, choose
+        >>> choose((Prediction("ring", 2.0, 1.0, 1.0, 8), Prediction("gather", 1.5, 1.0, 0.5, 8)), None)
+        ('gather', 'predicted fastest')
+    """
     by_name = {one.schedule: one for one in predictions}
     if pinned is not None:
         if pinned not in by_name:
@@ -248,5 +538,88 @@ def choose(predictions: tuple[Prediction, ...], pinned: Schedule | None) -> tupl
         if by_name[pinned].refusal:
             raise ValueError(f"schedule={pinned!r}: {by_name[pinned].refusal}; use another, or auto")
         return pinned, "pinned"
-    best = min(predictions, key=lambda one: one.seconds)
-    return best.schedule, "predicted fastest"
+    can = [one for one in predictions if one.refusal is None]
+    if not can:
+        raise ValueError(
+            "no schedule can run: " + "; ".join(f"{one.schedule}: {one.refusal}" for one in predictions)
+        )
+    can = [one for one in can if one.fits] or can
+    fastest = min(can, key=lambda one: one.seconds)
+    best = min((one for one in can if one.seconds <= _AS_FAST * fastest.seconds), key=lambda one: one.memory_bytes)
+    return best.schedule, "predicted fastest" if best is fastest else "as fast as any, with the least memory"
+
+
+def measure_link(
+    group: Any,
+    *,
+    node_ranks: int | None = None,
+    sizes: tuple[int, ...] = (),
+    repeats: int = 7,
+    timeout: float = 300.0,
+) -> Link:
+    """The link of a group, measured: every rank calls it, and every rank gets the same, that of the slowest.
+
+    Args:
+        group: a process group, or one dimension of a DeviceMesh.
+        node_ranks: how many neighbouring ranks share a node: links inside and between nodes are told apart.
+        sizes: bytes of the messages, rising; chosen for the group's device when left out.
+        repeats: how often each size is sent; medians count.
+        timeout: seconds after which a rank that does not answer is an error.
+
+    Example:
+        >>> import torch.distributed as dist, kernel_pytorch as kp
+        >>> from kernel_pytorch.distributed.cost import measure_link
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> measure_link(dist.group.WORLD)  # one rank sends nothing: what is known of the backend
+        Link(name='gloo', bandwidth=1000000000.0, latency=0.0002, node_ranks=1, inner=None)
+        >>> dist.destroy_process_group()
+    """
+    from kernel_pytorch.distributed.context import _guessed_link, group_of  # which imports this module
+
+    process_group = group_of(group)
+    transport = Transport(process_group, timedelta(seconds=timeout))
+    ranks = transport.ranks
+    if node_ranks is not None and (node_ranks < 1 or ranks % node_ranks):
+        raise ValueError(f"node_ranks={node_ranks}: use a number that divides the {ranks} ranks")
+    if len(sizes) == 1 or list(sizes) != sorted(set(sizes)) or (sizes and sizes[0] < 1) or repeats < 1:
+        raise ValueError(f"sizes={sizes}, repeats={repeats}: use two sizes or more, rising, and 1 or more")
+    if ranks == 1:
+        return _guessed_link(process_group)
+    on_cpu = "gloo" in dist.get_backend(process_group)
+    device = torch.device("cpu") if on_cpu else torch.device(torch.accelerator.current_accelerator() or "cuda")
+    sizes = sizes or ((1 << 12, 1 << 20, 1 << 24) if on_cpu else (1 << 12, 1 << 24, 1 << 28))
+
+    def timed(target: int, source: int) -> tuple[float, float]:
+        """(bytes a second, seconds of latency) with every rank sending and receiving at once."""
+        medians = []
+        for size in sizes:
+            outgoing, incoming = (torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(2))
+            times = []
+            for _ in range(repeats + 1):
+                if not on_cpu:
+                    torch.accelerator.synchronize(device)
+                started = time.perf_counter()
+                transport.exchange("the measurement of a link", {target: outgoing}, {source: incoming}).wait()
+                if not on_cpu:
+                    torch.accelerator.synchronize(device)
+                times.append(time.perf_counter() - started)
+            medians.append(statistics.median(times[1:]))  # the first connects, and finds its memory
+        # Whole times: differences of times on a busy machine can be anything, and latency is little of a long one.
+        return max(size / took for size, took in zip(sizes, medians, strict=True)), min(medians)
+
+    rank, nodes = transport.rank, node_ranks or 1
+    found: list[float] = []
+    if nodes > 1:
+        base = rank // nodes * nodes
+        found += timed(base + (rank + 1) % nodes, base + (rank - 1) % nodes)
+    if nodes < ranks:
+        found += timed((rank + nodes) % ranks, (rank - nodes) % ranks)
+    own = torch.tensor(found, dtype=torch.float64, device=device)
+    others = [r for r in range(ranks) if r != rank]
+    incoming = {r: torch.empty_like(own) for r in others}
+    transport.exchange("the measurement of a link", dict.fromkeys(others, own), incoming).wait()
+    every = torch.stack([own, *incoming.values()]).cpu()
+    measured = [
+        Link("measured", float(every[:, at].min()), float(every[:, at + 1].max())) for at in range(0, len(found), 2)
+    ]
+    return measured[0] if len(measured) == 1 else measured[1].between_nodes(nodes, measured[0])

@@ -87,12 +87,12 @@ def attend_backward(
     out: torch.Tensor,
     lse: torch.Tensor,
     parts: Iterable[Part],
+    dq: torch.Tensor,
     give_back: Callable[[torch.Tensor, torch.Tensor], None],
     terms: Terms,
-) -> torch.Tensor:
-    """dq in float32; ``give_back`` gets dk and dv of each part, in the order of the parts."""
-    wide, wanted = lse_dtype(q.dtype), terms.wanted(q.dtype, merged=True)
-    dq = torch.zeros(q.shape, dtype=wide, device=q.device)
+) -> None:
+    """Adds to dq, which is in float32; ``give_back`` gets dk and dv of each part, in the order of the parts."""
+    wanted = terms.wanted(q.dtype, merged=True)
     function = function_of(ATTENTION)
     none = torch.zeros((), dtype=lse.dtype, device=lse.device).expand(lse.shape) if dlse is None else dlse
     for part in parts:
@@ -108,5 +108,5 @@ def attend_backward(
         )
         part_dq, dk, dv = function.run("backward", arguments, terms.kernel)
         dq[:, :, rows] += part_dq
+        del part_dq
         give_back(dk, dv)
-    return dq

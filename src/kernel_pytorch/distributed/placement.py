@@ -219,7 +219,10 @@ def _attended_keys(known: Layout, queries: Ranges) -> Array:
                 tiles[partial[partial_offsets[a] : partial_offsets[b]]] = True
                 for low, high in span[a:b]:
                     tiles[low:high] = True
-        return np.repeat(tiles, tile)[: known.kv_len]
+        # Whole blocks: a part cannot cut one.
+        a_unit = table_unit(known) // tile
+        units = np.pad(tiles, (0, -len(tiles) % a_unit)).reshape(-1, a_unit).any(axis=1)
+        return np.repeat(units, a_unit * tile)[: known.kv_len]
     change = np.zeros(known.kv_len + 1, dtype=np.int64)
     for first, last in queries:
         low, high = (ends[:, :, first:last].reshape(-1) for ends in (known.first, known.last))

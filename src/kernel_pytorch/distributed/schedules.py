@@ -266,7 +266,9 @@ def run_backward(
         if going is not None:
             going.finish()
 
-    dq = attend_backward(dout, dlse, q, out, lse, parts(), lambda dk, dv: result.append((dk, dv)), terms)
+    every = parts() if plan else ()
+    dq = torch.zeros(q.shape, dtype=wide, device=q.device)
+    attend_backward(dout, dlse, q, out, lse, every, dq, lambda dk, dv: result.append((dk, dv)), terms)
     return dq.to(q.dtype), totals[0].to(k.dtype), totals[1].to(v.dtype)
 
 
@@ -404,13 +406,15 @@ def _heads_backward(
     all_lse, *all_dlse = by_heads.whole("head exchange, log-sum-exp backward", sums)
     part = Part(all_k, all_v, _head_mask(mask, transport, placement.length, q.shape[1]), slice(0, placement.length))
     given: list[torch.Tensor] = []
-    dq = attend_backward(
+    dq = torch.zeros(all_q.shape, dtype=lse_dtype(q.dtype), device=q.device)
+    attend_backward(
         all_dout,
         all_dlse[0] if all_dlse else None,
         all_q,
         all_out,
         all_lse,
         [part],
+        dq,
         lambda dk, dv: given.extend((dk, dv)),
         terms,
     )

@@ -1,0 +1,134 @@
+"""What Hugging Face models need besides: no masks of their own making, and a loss over the labels of all ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from kernel_pytorch.distributed.context import Context
+
+__all__ = ["labels", "prepare", "window"]
+
+_IMPLEMENTATION = "kernel_pytorch_context_parallel"
+_SHIFTED = ("ForCausalLM", "ForConditionalGeneration")
+_TOKENWISE = (*_SHIFTED, "ForMaskedLM", "ForTokenClassification")
+
+Mean = Callable[[torch.Tensor, Any], torch.Tensor]
+
+
+class _Local(threading.local):
+    whole: torch.Tensor | None = None
+    context: Context | None = None
+    window: int | None = None
+
+
+_local = _Local()
+
+
+@contextlib.contextmanager
+def labels(whole: Any, context: Context) -> Iterator[None]:
+    """The labels of the whole sequence, for the loss of the model inside."""
+    before = _local.whole, _local.context
+    _local.whole, _local.context = whole if isinstance(whole, torch.Tensor) else None, context
+    try:
+        yield
+    finally:
+        _local.whole, _local.context = before
+
+
+class _Loss:
+    """The model's loss: the mean over the labels of all ranks, each token's next one found in the whole sequence."""
+
+    def __init__(self, kind: str, mean: Mean) -> None:
+        self.kind, self.mean = kind, mean
+
+    def __deepcopy__(self, _: Any) -> _Loss:
+        return self  # holds a process group, which cannot be copied
+
+    def __call__(
+        self,
+        logits: torch.Tensor,
+        labels: torch.Tensor,  # noqa: ARG002  this rank's; the next label of its last token is on another rank
+        vocab_size: int | None = None,  # noqa: ARG002
+        num_items_in_batch: int | torch.Tensor | None = None,
+        ignore_index: int = -100,
+        shift_labels: torch.Tensor | None = None,
+        **_: Any,
+    ) -> torch.Tensor:
+        whole, context = _local.whole, _local.context
+        if self.kind not in _TOKENWISE:
+            raise NotImplementedError(
+                f"labels: the loss of a model of kind {self.kind} is not a mean over tokens; drop labels, compute "
+                "the loss from the outputs and average it with kp.context_parallel.token_mean"
+            )
+        if context is None or (whole is None and shift_labels is None):
+            raise ValueError(
+                "labels: pass the labels of the whole sequence, (batch, tokens), to the model's forward"
+            )
+        if shift_labels is None:
+            assert whole is not None
+            if self.kind in _SHIFTED:
+                whole = functional.pad(whole, (0, 1), value=ignore_index)[..., 1:]
+            shift_labels = context.shard(whole)
+        targets = shift_labels.to(logits.device).flatten()
+        losses = functional.cross_entropy(
+            logits.float().flatten(0, 1), targets, ignore_index=ignore_index, reduction="none"
+        )
+        return self.mean(losses[targets != ignore_index], num_items_in_batch)
+
+
+def prepare(model: nn.Module, mean: Mean) -> None:
+    """Give a Hugging Face model attention that builds no mask, and a loss of all ranks; others are left alone."""
+    transformers = sys.modules.get("transformers")
+    if transformers is None or not any(
+        isinstance(module, transformers.PreTrainedModel) for module in model.modules()
+    ):
+        return
+    for name, module in model.named_modules():
+        if not isinstance(module, transformers.PreTrainedModel):
+            continue
+        kind = getattr(module, "loss_type", None) or ""
+        if kind.endswith("SequenceClassification"):
+            raise NotImplementedError(
+                f"model: {type(module).__name__} pools its tokens, and a rank has only some of them; parallelize its "
+                "base model and pool what that returns"
+            )
+        implementation = module.config._attn_implementation
+        if implementation not in ("sdpa", _IMPLEMENTATION):
+            raise ValueError(
+                f"model: {name or type(module).__name__} has attn_implementation={implementation!r}, which sees only "
+                'this rank\'s tokens; load or make the model with attn_implementation="sdpa"'
+            )
+    _register()
+    for module in model.modules():
+        if isinstance(module, transformers.PreTrainedModel):
+            # With "sdpa", the model would take a jump in this rank's positions for the start of another document,
+            # and build a dense mask of tokens by tokens.
+            module.config._attn_implementation = _IMPLEMENTATION
+            module.loss_function = _Loss(getattr(module, "loss_type", None) or "", mean)
+
+
+def window() -> int | None:
+    """The sliding window of the layer that is attending, where its model gives it one."""
+    return _local.window
+
+
+def _register() -> None:
+    sdpa = importlib.import_module("transformers.integrations.sdpa_attention").sdpa_attention_forward
+
+    def attend(*args: Any, sliding_window: int | None = None, **kwargs: Any) -> Any:
+        before, _local.window = _local.window, sliding_window
+        try:
+            return sdpa(*args, **kwargs)
+        finally:
+            _local.window = before
+
+    importlib.import_module("transformers").AttentionInterface.register(_IMPLEMENTATION, attend)

@@ -1,0 +1,560 @@
+"""A whole model made context-parallel: ``parallelize``, and ``token_mean`` for its loss.
+
+The model's forward is wrapped so that it shards its inputs, and ``scaled_dot_product_attention`` inside it becomes
+``kp.attention`` over all ranks, through a TorchFunctionMode. Every module that could call attention is wrapped as
+well: activation checkpointing runs modules again in the backward, where the model's own forward is long over.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import threading
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._ops import HigherOrderOperator
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+from kernel_pytorch.distributed import hugging_face
+from kernel_pytorch.distributed.context import Context, group_of
+from kernel_pytorch.distributed.cost import Link
+from kernel_pytorch.distributed.schedules import Schedule
+from kernel_pytorch.masks import Mask
+from kernel_pytorch.ops.attention import attention
+from kernel_pytorch.ops.attention.definition import lse_dtype
+
+__all__ = ["parallelize", "token_mean"]
+
+_STORAGES = 4096  # remembered before those that are gone are first dropped
+_SDPA = "use torch.nn.functional.scaled_dot_product_attention, which becomes kp.attention over all ranks"
+_REFUSED: dict[Any, str] = {
+    functional.multi_head_attention_forward: "nn.MultiheadAttention hides its attention: project q, k and v with "
+    f"nn.Linear and {_SDPA}",
+    torch._native_multi_head_attention: f"nn.MultiheadAttention hides its attention: {_SDPA}",
+}
+for _name in dir(torch.ops.aten):
+    if _name.startswith("_scaled_dot_product_") and "backward" not in _name:
+        for _overload in getattr(torch.ops.aten, _name).overloads():
+            _REFUSED[getattr(getattr(torch.ops.aten, _name), _overload)] = (
+                f"{_name} sees only this rank's tokens: {_SDPA}"
+            )
+        _REFUSED[getattr(torch.ops.aten, _name)] = f"{_name} sees only this rank's tokens: {_SDPA}"
+
+
+def token_mean(values: torch.Tensor, group: Any) -> torch.Tensor:
+    """The mean over the tokens of all ranks of what this rank has for each of its own, such as their losses.
+
+    Its value is the same on every rank. Its gradient is made for gradients that are *averaged* over the ranks of the
+    group, as DDP and FSDP2 do: their average is then exactly the gradient of the mean over all tokens. Each rank's
+    gradient is scaled by the number of ranks for that; a mean of each rank's own mean would be wrong where ranks
+    hold different numbers of tokens.
+
+    Args:
+        values: one number for each token of this rank that counts, of any shape; ranks may have different numbers
+            of them, or none. Leave out those that do not count, as in ``losses[labels != -100]``.
+        group: a ``Context``, a process group, or one dimension of a DeviceMesh.
+
+    Example:
+        >>> import torch, torch.distributed as dist, kernel_pytorch as kp
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> losses = torch.tensor([1.0, 2.0, 6.0], requires_grad=True)
+        >>> loss = kp.context_parallel.token_mean(losses, dist.group.WORLD)
+        >>> loss.backward()
+        >>> loss.item(), losses.grad
+        (3.0, tensor([0.3333, 0.3333, 0.3333]))
+        >>> dist.destroy_process_group()
+    """
+    process_group = group.group if isinstance(group, Context) else group_of(group)
+    return _token_mean(values, process_group, None)
+
+
+def _token_mean(values: torch.Tensor, group: dist.ProcessGroup, count: Any) -> torch.Tensor:
+    """The sum over all ranks, divided by ``count`` or else by the number of values of all ranks."""
+    if not isinstance(values, torch.Tensor) or not values.is_floating_point():
+        raise TypeError(f"values={values!r}: expected a tensor of floating-point numbers, one for each token")
+    # Not compiled: a collective inside an autograd function is nothing that torch.compile can trace.
+    mean: torch.Tensor = torch.compiler.disable(_Mean.apply)(values, group, count)
+    return mean
+
+
+class _Mean(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, values: torch.Tensor, group: dist.ProcessGroup, count: Any) -> torch.Tensor:
+        # In float64, in which a count is exact and the order of the ranks' sums does not show.
+        sums = torch.stack(
+            [values.sum(dtype=torch.float64), values.new_tensor(values.numel(), dtype=torch.float64)]
+        )
+        dist.all_reduce(sums, group=group)
+        total = sums[1] if count is None else count
+        ctx.shape, ctx.dtype = values.shape, values.dtype
+        ctx.weight = dist.get_world_size(group) / total
+        return (sums[0] / total).to(lse_dtype(values.dtype))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return (gradient * ctx.weight).to(ctx.dtype).expand(ctx.shape), None, None
+
+
+class _Scaled(torch.autograd.Function):
+    """The tensor itself, with its gradient times a number."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, factor: float) -> torch.Tensor:
+        ctx.factor = factor
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return gradient * ctx.factor, None
+
+
+@dataclass(eq=False)
+class _Pass:
+    """One forward of the model; what a module that runs again in the backward must be given once more."""
+
+    context: Context
+    masks: dict[str, Mask] = field(default_factory=dict)
+    """By module, as they were found in the forward."""
+    calls: int = 0
+
+
+class _Local(threading.local):
+    """Where this thread is; the backward of a GPU runs modules again in a thread of its own."""
+
+    current: _Pass | None = None
+    inside: bool = False
+    names: tuple[tuple[str, bool], ...] = ()
+    """The modules around this point, innermost last, and whether gradients were on when each began."""
+
+
+class _Parallel:
+    """What the wrapped modules of one model share."""
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        mask: Mask | Callable[[str], Mask],
+        place_for: Mask,
+        make: Callable[[int], Context],
+        gather_output: bool,
+        positions: str | None,
+        inputs: frozenset[str] | None,
+    ) -> None:
+        self.group, self.mask, self.place_for = group, mask, place_for
+        self.gather_output, self.positions, self.inputs = gather_output, positions, inputs
+        self.make = make
+        self.contexts: dict[int, Context] = {}
+        self.local = _Local()
+        self.storages: dict[int, tuple[StorageWeakRef, _Pass | None]] = {}
+        self.most_storages = _STORAGES
+
+    def __deepcopy__(self, _: Any) -> _Parallel:
+        return self  # a copied model is parallel over the same group, and a group cannot be copied
+
+    def context(self, length: int) -> Context:
+        if length not in self.contexts:
+            self.contexts[length] = self.make(length)
+        return self.contexts[length]
+
+    def mask_of(self, found: _Pass, name: str) -> Mask:
+        if isinstance(self.mask, Mask):
+            return self.mask
+        if name not in found.masks:
+            mask = self.mask(name)
+            if not isinstance(mask, Mask):
+                raise TypeError(f"mask({name!r}) returned {mask!r}: return a mask of kp.masks for every module")
+            found.masks[name] = mask
+        return found.masks[name]
+
+    # Which pass a module belongs to that runs again: told by the memory of its inputs, which checkpointing keeps.
+
+    def remember(self, found: _Pass, arguments: Any) -> None:
+        for storage in _storages(arguments):
+            key = storage._cdata
+            known = self.storages.get(key)
+            if known is None:
+                if len(self.storages) >= self.most_storages:
+                    self.storages = {k: v for k, v in self.storages.items() if not v[0].expired()}
+                    self.most_storages = max(_STORAGES, 2 * len(self.storages))
+                self.storages[key] = StorageWeakRef(storage), found
+            elif known[1] is not None and known[1] is not found:
+                # What several passes share tells nothing, as long as it lives.
+                self.storages[key] = known[0], None
+
+    def recall(self, arguments: Any) -> _Pass | None:
+        known = [self.storages.get(storage._cdata) for storage in _storages(arguments)]
+        passes = {one[1] for one in known if one is not None and one[1] is not None}
+        if len(passes) == 1:
+            return passes.pop()
+        if passes:
+            return None
+        # Inputs that were moved away meanwhile, to the host for instance: where one context alone can be meant.
+        if len(self.contexts) == 1 and known:
+            return _Pass(next(iter(self.contexts.values())))
+        return None
+
+
+def _storages(arguments: Any) -> Iterator[torch.UntypedStorage]:
+    for leaf in pytree.tree_leaves(arguments):
+        if isinstance(leaf, torch.Tensor) and not isinstance(leaf, nn.Parameter):
+            with contextlib.suppress(NotImplementedError, RuntimeError):  # a subclass without memory of its own
+                yield leaf.untyped_storage()
+
+
+class _Spread(TorchFunctionMode):
+    """scaled_dot_product_attention as kp.attention over all ranks, and an error for attention of another kind."""
+
+    def __init__(self, parallel: _Parallel, found: _Pass | None) -> None:
+        super().__init__()
+        self.parallel, self.found = parallel, found
+
+    def __torch_function__(
+        self, func: Any, _types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is functional.scaled_dot_product_attention:
+            return self.attend(*args, **(kwargs or {}))
+        if func in _REFUSED:
+            raise NotImplementedError(f"{self.name}: {_REFUSED[func]}")
+        if isinstance(func, HigherOrderOperator) and func.name() == "flex_attention":
+            raise NotImplementedError(
+                f"{self.name}: flex_attention sees only this rank's tokens; {_SDPA}, and describe its mask with "
+                "kp.masks"
+            )
+        return func(*args, **(kwargs or {}))
+
+    @property
+    def name(self) -> str:
+        return self.parallel.local.names[-1][0] or "the model"
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,  # noqa: ARG002  the mask of the whole sequence says so; see parallelize
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> torch.Tensor:
+        name, found = self.name, self.found
+        if found is None:
+            raise RuntimeError(
+                f"{name}: attention outside the forward of the parallelized model, with inputs that cannot be traced "
+                "to one of its forwards; call the model itself, or use inputs of one length where a saved input is "
+                "moved before the backward"
+            )
+        if attn_mask is not None:
+            raise ValueError(
+                f"{name}: attn_mask of shape {list(attn_mask.shape)} is of this rank's tokens alone; describe it for "
+                "the whole sequence as mask=kp.masks... of parallelize, and drop attention_mask from the call"
+            )
+        if dropout_p:
+            raise ValueError(f"{name}: dropout_p={dropout_p}: kp.attention has no dropout; set the model's to 0")
+        if self.parallel.local.names[-1][1] and not torch.is_grad_enabled():
+            raise RuntimeError(
+                f"{name}: attention without gradients in a module that has them: if it is a function that is "
+                "checkpointed with use_reentrant=True, checkpoint the module or use use_reentrant=False; if it is "
+                "torch.no_grad(), put it around the module"
+            )
+        tokens = found.context.tokens
+        if query.ndim not in (3, 4) or query.shape[-2] != tokens or key.shape[-2] != tokens:
+            raise ValueError(
+                f"{name}: attention of query {list(query.shape)} to key {list(key.shape)}, where this rank holds "
+                f"{tokens} tokens: only self-attention over the sequence is spread, without a cache "
+                "(use_cache=False) and without cross-attention"
+            )
+        if not enable_gqa and query.ndim == 4 and key.shape[1] not in (1, query.shape[1]):
+            raise ValueError(f"{name}: {query.shape[1]} query and {key.shape[1]} key heads: pass enable_gqa=True")
+        if torch.is_autocast_enabled(query.device.type):  # as autocast does for the function that is replaced
+            dtype = torch.get_autocast_dtype(query.device.type)
+            query, key, value = (x if x.dtype == torch.float64 else x.to(dtype) for x in (query, key, value))
+        mask = self.parallel.mask_of(found, self.parallel.local.names[-1][0])
+        window = hugging_face.window()
+        if window is not None and window < found.context.length and mask.is_causal:
+            raise ValueError(
+                f"{name}: its model has sliding_window={window}, and mask={mask} attends beyond; pass "
+                f"mask=kp.masks.causal() & kp.masks.window({window - 1}), or a function of the module's name where "
+                "layers differ"
+            )
+        found.calls += 1
+        if query.ndim == 3:
+            query, key, value = (x.unsqueeze(1) for x in (query, key, value))
+            return _attend(query, key, value, mask, scale, found.context).squeeze(1)
+        return _attend(query, key, value, mask, scale, found.context)
+
+
+def _attend(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask, scale: float | None, context: Context
+) -> torch.Tensor:
+    out = attention(q, k, v, mask, scale=scale, group=context)
+    assert isinstance(out, torch.Tensor)
+    return out
+
+
+class _Forward:
+    """A module's forward inside a parallelized model. An object, so that a copied model has copies of its own."""
+
+    def __init__(self, parallel: _Parallel, name: str, original: Callable[..., Any]) -> None:
+        functools.update_wrapper(self, original, updated=())
+        self.parallel, self.name, self.original = parallel, name, original
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        local = self.parallel.local
+        if not local.inside:
+            # Where torch.compile traces, it goes on with what is called from there, not with this.
+            return torch.compiler.disable(self.enter, recursive=False)(args, kwargs)
+        if local.current is not None and not torch.compiler.is_compiling():
+            self.parallel.remember(local.current, (args, kwargs))
+        outer = local.names
+        local.names = (*outer, (self.name, torch.is_grad_enabled()))
+        try:
+            return self.original(*args, **kwargs)
+        finally:
+            local.names = outer
+
+    def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Outside the model's forward: it is run again for a backward, or called by itself."""
+        found = self.parallel.recall((args, kwargs))
+        if found is not None:
+            self.parallel.remember(found, (args, kwargs))
+        return self.run(found, args, kwargs)
+
+    def run(self, found: _Pass | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        local = self.parallel.local
+        before = local.current, local.inside, local.names
+        local.current, local.inside = found, True
+        local.names = ((self.name, torch.is_grad_enabled()),)
+        try:
+            with _Spread(self.parallel, found):
+                return self.original(*args, **kwargs)
+        finally:
+            local.current, local.inside, local.names = before
+
+
+class _Root(_Forward):
+    """The model's own forward: whole inputs in, whole outputs out."""
+
+    def __init__(self, parallel: _Parallel, original: Callable[..., Any]) -> None:
+        super().__init__(parallel, "", original)
+        self.signature = inspect.signature(original)
+
+    def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        parallel = self.parallel
+        bound = self.signature.bind(*args, **kwargs)
+        context = parallel.context(self.length(bound))
+        found = _Pass(context)
+        self.defaults(bound, context)
+        whole_labels = _argument(bound, "labels")
+        self.shard(bound, context)
+        with hugging_face.labels(whole_labels, context):
+            outputs = self.run(found, bound.args, bound.kwargs)
+        if found.calls == 0:
+            raise RuntimeError(
+                "model called no scaled_dot_product_attention: its attention saw only this rank's tokens; "
+                f'{_SDPA} (Hugging Face models: attn_implementation="sdpa")'
+            )
+        return self.gather(outputs, context) if parallel.gather_output else outputs
+
+    def length(self, bound: inspect.BoundArguments) -> int:
+        """Tokens of the whole sequence, by the first input that has a second dimension."""
+        for name, value in _named(bound):
+            if self.parallel.inputs is None or name in self.parallel.inputs:
+                for leaf in pytree.tree_leaves(value):
+                    if isinstance(leaf, torch.Tensor) and leaf.ndim >= 2:
+                        return leaf.shape[1]
+        raise ValueError("the model's inputs have no tensor of shape (batch, tokens, ...): pass the whole sequence")
+
+    def defaults(self, bound: inspect.BoundArguments, context: Context) -> None:
+        for name, value in _named(bound):
+            if name.endswith("attention_mask") and value is not None:
+                raise ValueError(
+                    f"{name}: a parallelized model takes its mask from parallelize; describe it there as "
+                    f"mask=kp.masks... (padding and packing: kp.masks.documents), and drop {name} from the call"
+                )
+            if name == "use_cache" and value:
+                raise ValueError("use_cache=True: a cache would hold only this rank's tokens; pass use_cache=False")
+        if "use_cache" in self.signature.parameters:
+            bound.arguments["use_cache"] = False
+        positions = self.parallel.positions
+        if positions is None:
+            return
+        given = _argument(bound, positions)
+        if given is None:
+            device = next(
+                (x.device for x in pytree.tree_leaves(bound.arguments) if isinstance(x, torch.Tensor)), "cpu"
+            )
+            # Whole, as if the user had given them: they are sharded with everything else.
+            _set(self.signature, bound, positions, torch.arange(context.length, device=device).unsqueeze(0))
+        elif given.ndim == 1 and len(given) == context.length:
+            _set(self.signature, bound, positions, given.unsqueeze(0))
+
+    def shard(self, bound: inspect.BoundArguments, context: Context) -> None:
+        names = self.parallel.inputs
+
+        def own(x: Any) -> Any:
+            if isinstance(x, torch.Tensor) and x.ndim >= 2 and x.shape[1] == context.length:
+                return context.shard(x)
+            return x
+
+        for name, value in _named(bound):
+            if names is None or name in names or name == self.parallel.positions:
+                _set(self.signature, bound, name, pytree.tree_map(own, value))
+
+    def gather(self, outputs: Any, context: Context) -> Any:
+        leaves, spec = pytree.tree_flatten(outputs)
+        own = torch.tensor(
+            [isinstance(x, torch.Tensor) and x.ndim >= 2 and x.shape[1] == context.tokens for x in leaves],
+            dtype=torch.int64,
+        )
+        if len(set(context.placement.sizes)) > 1:
+            # A dimension may be as long as this rank's tokens by chance, but not on every rank.
+            others = [r for r in range(context.ranks) if r != context.rank]
+            incoming = {r: torch.empty_like(own) for r in others}
+            context.control.exchange("the outputs' shapes", dict.fromkeys(others, own), incoming, tag=5).wait()
+            for flags in incoming.values():
+                own = own * flags
+        ranks = context.ranks
+
+        def whole(x: torch.Tensor) -> torch.Tensor:
+            if x.requires_grad:
+                x = _Scaled.apply(x, ranks)  # type: ignore[no-untyped-call]
+            return context.unshard(x)
+
+        gathered = [whole(x) if flag else x for x, flag in zip(leaves, own.tolist(), strict=True)]
+        return pytree.tree_unflatten(gathered, spec)
+
+
+def _variable(signature: inspect.Signature) -> str | None:
+    """The name of ``**kwargs``, where there is one."""
+    return next((p.name for p in signature.parameters.values() if p.kind is p.VAR_KEYWORD), None)
+
+
+def _named(bound: inspect.BoundArguments) -> list[tuple[str, Any]]:
+    variable = _variable(bound.signature)
+    named = [(name, value) for name, value in bound.arguments.items() if name != variable]
+    return [*named, *bound.arguments.get(variable or "", {}).items()]
+
+
+def _argument(bound: inspect.BoundArguments, name: str) -> Any:
+    return dict(_named(bound)).get(name)
+
+
+def _set(signature: inspect.Signature, bound: inspect.BoundArguments, name: str, value: Any) -> None:
+    if name in signature.parameters:
+        bound.arguments[name] = value
+    else:
+        variable = _variable(signature)
+        assert variable is not None
+        bound.arguments.setdefault(variable, {})[name] = value
+
+
+def parallelize(
+    model: nn.Module,
+    group: Any,
+    mask: Mask | Callable[[str], Mask],
+    *,
+    place_for: Mask | None = None,
+    gather_output: bool = True,
+    positions: str | None = "position_ids",
+    inputs: Collection[str] | None = None,
+    schedule: Schedule | str = "auto",
+    timeout: float = 300.0,
+    link: Link | str | None = None,
+    check: bool = True,
+) -> nn.Module:
+    """Spread the sequences of a transformer over the ranks of a group: the model itself, changed in place.
+
+    Its forward then takes the same whole inputs on every rank, gives each rank its tokens, and attends over those of
+    all ranks. What is not attention must treat every token alone, as norms, projections and feed-forwards do.
+
+    Gradients are made to be *averaged* over the group's ranks, which DDP and FSDP2 do: whether the loss is computed
+    from gathered outputs by every rank alike, from this rank's tokens with ``token_mean``, or by a Hugging Face model
+    from ``labels``. Call it before ``fully_shard`` or DDP.
+
+    Args:
+        model: calls ``scaled_dot_product_attention`` for its attention; Hugging Face models with
+            ``attn_implementation="sdpa"`` do. Its parameters keep their names, and checkpointing of modules
+            (``gradient_checkpointing_enable``, ``torch.utils.checkpoint``) works.
+        group: a process group, or one dimension of a DeviceMesh.
+        mask: what the whole sequence attends to. It stands in for what the model would use: ``is_causal`` of a call
+            inside is not read. Where layers differ, a function of the name of the module that attends.
+        place_for: the mask that tokens are placed for; needed where ``mask`` is a function.
+        gather_output: give outputs of shape (batch, this rank's tokens, ...) back whole, the same on every rank;
+            with False, this rank's tokens alone.
+        positions: the forward's argument that takes the positions of tokens, of shape (1, tokens); filled in where a
+            call has none. None for a model that needs no positions.
+        inputs: the forward's arguments that hold the sequence in dimension 1; when left out, all tensors whose
+            dimension 1 is as long as the first one's.
+        schedule, timeout, link, check: as of ``Context``, of which one is made for each length.
+
+    Example:
+        >>> import torch, torch.distributed as dist, kernel_pytorch as kp
+        >>> class Attention(torch.nn.Module):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.qkv = torch.nn.Linear(32, 96)
+        ...
+        ...     def forward(self, x):
+        ...         q, k, v = self.qkv(x).unflatten(-1, (6, 16)).transpose(1, 2).chunk(3, dim=1)
+        ...         out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        ...         return out.transpose(1, 2).flatten(2)
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> causal = kp.masks.causal()
+        >>> model = kp.context_parallel.parallelize(Attention(), dist.group.WORLD, causal, positions=None)
+        >>> model(torch.randn(1, 100, 32)).shape
+        torch.Size([1, 100, 32])
+        >>> dist.destroy_process_group()
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model={model!r}: expected a torch.nn.Module")
+    if isinstance(mask, Mask):
+        place_for = mask if place_for is None else place_for
+    elif not callable(mask):
+        raise TypeError(f"mask={mask!r}: expected a mask of kp.masks, or a function of a module's name")
+    elif place_for is None:
+        raise ValueError("place_for: needed where mask is a function; pass the mask of most of the layers")
+    for name, module in model.named_modules():
+        if isinstance(module.__dict__.get("forward"), _Forward):
+            raise ValueError(f"model: {name or 'it'} is parallelized already; make a new one")
+    signature = inspect.signature(model.forward)
+    open_ended = _variable(signature) is not None
+    for name in [*([positions] if positions else []), *(inputs or ())]:
+        if name not in signature.parameters and not open_ended:
+            argument = "positions" if name == positions else "inputs"
+            remedy = (
+                "name the one that takes the positions of tokens; None if the model needs none"
+                if name == positions
+                else f"use some of {', '.join(signature.parameters)}"
+            )
+            raise ValueError(f"{argument}={name!r}: the model's forward has no such argument; {remedy}")
+    process_group, placed = group_of(group), place_for
+
+    def make(length: int) -> Context:
+        return Context(process_group, length, placed, schedule=schedule, timeout=timeout, link=link, check=check)
+
+    parallel = _Parallel(
+        process_group,
+        mask,
+        place_for,
+        make,
+        gather_output,
+        positions,
+        None if inputs is None else frozenset(inputs),
+    )
+    hugging_face.prepare(model, lambda values, count: _token_mean(values, process_group, count))
+    for name, module in model.named_modules():
+        if module is model:
+            module.forward = _Root(parallel, module.forward)
+        elif not type(module).__module__.startswith("torch.nn.modules."):
+            module.forward = _Forward(parallel, name, module.forward)
+    return model
