@@ -48,7 +48,7 @@ def on(kernel: str) -> Iterator[None]:
 
 def compared(kernel: str, arguments: dict[str, Any]) -> dict[str, Comparison]:
     function = function_of(ATTENTION)
-    with on(kernel):
+    with poisoned() if arguments["q"].is_cuda else on(kernel):
         found = compare(ATTENTION, lambda *values: function(*values, kernel=kernel), arguments)
     return {comparison.tensor: comparison for comparison in found}
 
@@ -93,7 +93,13 @@ class Shape:
 
 
 @st.composite
-def shapes(draw: st.DrawFn, formats: tuple[str, ...], longest: int, dense: bool = False) -> Shape:
+def shapes(
+    draw: st.DrawFn,
+    formats: tuple[str, ...],
+    longest: int,
+    dense: bool = False,
+    dims: tuple[int, ...] = (32, 64, 80, 96),
+) -> Shape:
     """Any call; with ``dense`` the few that torch's own kernels take."""
     batch, kv_heads, group = (draw(st.sampled_from(sizes)) for sizes in ([1, 1, 2], [1, 2], [1, 1, 2, 3]))
     lengths = st.integers(1, longest) | st.sampled_from([1, 16, 17, 64, 127, 128, 129, 150]).filter(
@@ -106,7 +112,7 @@ def shapes(draw: st.DrawFn, formats: tuple[str, ...], longest: int, dense: bool 
         expression = draw(expressions(q_len, kv_len, batch, kv_heads * group))
     elif q_len == kv_len:
         expression = draw(st.sampled_from([("causal",), ("full",)]))
-    dim = draw(st.sampled_from([32, 64, 80, 96]))
+    dim = draw(st.sampled_from(dims))
     return Shape(
         batch=batch,
         kv_heads=kv_heads,
@@ -131,8 +137,12 @@ def one_key_mostly(shape: Shape) -> bool:
     return int((keys > 1).sum()) < 0.6 * queries or int(live.sum()) < 0.6 * columns
 
 
-def within_budget(kernel: str, shape: Shape) -> None:
-    found = compared(kernel, shape.arguments())
+def within_budget(kernel: str, shape: Shape, device: str = "cpu") -> None:
+    arguments = {
+        name: value.to(device) if isinstance(value, torch.Tensor) else value
+        for name, value in shape.arguments().items()
+    }
+    found = compared(kernel, arguments)
     assert set(found) == {"out", "lse", "dq", "dk", "dv"}
     # dq and dk are what is left of larger terms, most of all in rows with one or two keys, where the reference
     # cancels exactly and a kernel that works from sum(out * dout) cannot. What is wrong is out by far more.
@@ -163,6 +173,34 @@ def test_cpu_flash(shape: Shape) -> None:
 @given(shapes(("float32", "float16"), 100))
 def test_triton(shape: Shape) -> None:
     within_budget("triton", shape)
+
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+@needs_gpu
+@pytest.mark.parametrize("dim", [32, 64, 80, 96, 128, 256])
+@pytest.mark.parametrize("number_format", FORMATS)
+def test_triton_on_a_gpu(number_format: str, dim: int) -> None:
+    @settings(max_examples=5, deadline=None, derandomize=True)
+    @given(shapes((number_format,), 300, dims=(dim,)))
+    def run(shape: Shape) -> None:
+        within_budget("triton", shape, "cuda")
+
+    run()
+
+
+@needs_gpu
+@pytest.mark.parametrize("kernel", ["cudnn", "flash", "tiled"])
+def test_other_kernels_on_a_gpu(kernel: str) -> None:
+    formats, dims = tuple(HALF), (64, 80, 96, 128)
+
+    @settings(max_examples=40, deadline=None, derandomize=True)
+    @given(shapes(formats, 300, dense=kernel != "tiled", dims=dims))
+    def run(shape: Shape) -> None:
+        within_budget(kernel, shape, "cuda")
+
+    run()
 
 
 # The tests, tested: kernels broken on purpose.
