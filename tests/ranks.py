@@ -53,6 +53,7 @@ class Ranks:
             here, there = context.Pipe()
             process = context.Process(target=_serve, args=(rank, ranks, store, there), daemon=True)
             process.start()
+            there.close()  # the rank's own is the last one then, and its end is seen here
             self.pipes.append(here)
             self.processes.append(process)
         for pipe in self.pipes:
@@ -66,7 +67,7 @@ class Ranks:
         return [value for _, value in results]
 
     def outcomes(self, function: Any, size: int, *arguments: Any, timeout: float = 120.0) -> list[tuple[str, Any]]:
-        """("ok", result) or ("error", text) of each rank."""
+        """("ok", result), ("error", text) or ("died", exit code) of each rank."""
         for pipe in self.pipes[:size]:
             pipe.send((function.__module__, function.__name__, size, arguments))
         found = []
@@ -74,7 +75,11 @@ class Ranks:
             if not pipe.poll(timeout):
                 self.close()
                 raise RankFailedError(f"rank {rank} gave no result in {timeout} s")
-            found.append(pipe.recv())
+            try:
+                found.append(pipe.recv())
+            except EOFError:
+                self.processes[rank].join(5)
+                found.append(("died", self.processes[rank].exitcode))
         return found
 
     def close(self) -> None:

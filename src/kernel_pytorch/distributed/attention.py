@@ -67,7 +67,9 @@ def spread_attention(
     return found
 
 
-_implied: dict[tuple[Any, ...], Context] = {}
+@lru_cache(maxsize=64)
+def _implied(group: torch.distributed.ProcessGroup, length: int, mask: Mask) -> Context:
+    return Context(group, length, mask)
 
 
 def _context_of(group: Any, q: torch.Tensor, mask: Mask) -> Context:
@@ -77,11 +79,7 @@ def _context_of(group: Any, q: torch.Tensor, mask: Mask) -> Context:
     if not isinstance(q, torch.Tensor) or q.ndim != 4:
         raise ValueError("q: use a tensor of shape (batch, heads, this rank's tokens, head_dim)")
     process_group = group_of(group)
-    length = total_length(q.shape[2], process_group)
-    key = (process_group.group_name, length, mask)
-    if key not in _implied:
-        _implied[key] = Context(process_group, length, mask)
-    return _implied[key]
+    return _implied(process_group, total_length(q.shape[2], process_group), mask)
 
 
 def _whole(call: Call, context: Context) -> Call:
@@ -182,6 +180,7 @@ def _kernels(
     """The kernel of each stage of this rank, as text; one that no kernel serves is an error."""
     device = device_of(q.device)
     policy = Policy(kernel=terms.kernel)
+    trains = any(x.requires_grad for x in (q, k, v))
     found = []
     plan = stages(mask, context.placement, context.rank, schedule)
     merged = sum(stage.mask is not None for stage in plan) > 1
@@ -196,7 +195,7 @@ def _kernels(
             for x, tokens in ((q, rows), (k, keys), (v, keys))
         ]
         values = (*specs, stage.mask, terms.scale, terms.wanted(q.dtype, merged=merged))
-        call = Call("attention", "forward", tuple(zip(ATTENTION.argument_names, values, strict=True)), False)
+        call = Call("attention", "forward", tuple(zip(ATTENTION.argument_names, values, strict=True)), trains)
         chosen = select(call, device, policy, None).kernel.name
         found.append(f"{stage.name}: {rows} queries, {keys} keys, {stage.mask}: {chosen}")
     return tuple(found)
@@ -288,6 +287,7 @@ torch.library.register_fake("kernel_pytorch::spread_attention_backward", _fake_b
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
     q, k, v, mask, *ctx.rest = inputs
+    ctx.context = context_named(inputs[6])  # it must live until the backward, which knows its name alone
     ctx.save_for_backward(q, k, v, *output, mask)
 
 

@@ -8,6 +8,7 @@ import struct
 from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 import torch.distributed as dist
@@ -21,7 +22,7 @@ from kernel_pytorch.masks import Mask
 
 __all__ = ["Context", "group_of"]
 
-_contexts: dict[str, Context] = {}
+_contexts: WeakValueDictionary[str, Context] = WeakValueDictionary()
 _numbers = itertools.count()
 
 
@@ -241,6 +242,9 @@ def _guessed_link(group: dist.ProcessGroup) -> Link:
 
 def context_named(name: str) -> Context:
     """The context that a compiled graph carries by its name."""
-    if name not in _contexts:
-        raise RuntimeError(f"context {name!r} is not of this process: make a Context here and compile again")
-    return _contexts[name]
+    found = _contexts.get(name)
+    if found is None:
+        raise RuntimeError(
+            f"context {name!r} is not of this process, or gone: keep a Context here and compile again"
+        )
+    return found

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch._ops import HigherOrderOperator
+from torch._higher_order_ops.flex_attention import flex_attention
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
@@ -39,6 +39,7 @@ _SDPA = "use torch.nn.functional.scaled_dot_product_attention, which becomes kp.
 _REFUSED: dict[Any, str] = {
     functional.multi_head_attention_forward: "nn.MultiheadAttention hides its attention: project q, k and v with "
     f"nn.Linear and {_SDPA}",
+    flex_attention: f"flex_attention sees only this rank's tokens; {_SDPA}, and describe its mask with kp.masks",
     torch._native_multi_head_attention: f"nn.MultiheadAttention hides its attention: {_SDPA}",
 }
 for _name in dir(torch.ops.aten):
@@ -141,17 +142,14 @@ class _Parallel:
 
     def __init__(
         self,
-        group: dist.ProcessGroup,
         mask: Mask | Callable[[str], Mask],
-        place_for: Mask,
         make: Callable[[int], Context],
         gather_output: bool,
         positions: str | None,
         inputs: frozenset[str] | None,
     ) -> None:
-        self.group, self.mask, self.place_for = group, mask, place_for
+        self.mask, self.make = mask, make
         self.gather_output, self.positions, self.inputs = gather_output, positions, inputs
-        self.make = make
         self.contexts: dict[int, Context] = {}
         self.local = _Local()
         self.storages: dict[int, tuple[StorageWeakRef, _Pass | None]] = {}
@@ -223,19 +221,13 @@ class _Spread(TorchFunctionMode):
         if func is functional.scaled_dot_product_attention:
             return self.attend(*args, **(kwargs or {}))
         if func in _REFUSED:
-            raise NotImplementedError(f"{self.name}: {_REFUSED[func]}")
-        if isinstance(func, HigherOrderOperator) and func.name() == "flex_attention":
-            raise NotImplementedError(
-                f"{self.name}: flex_attention sees only this rank's tokens; {_SDPA}, and describe its mask with "
-                "kp.masks"
-            )
+            raise NotImplementedError(f"{self.name()}: {_REFUSED[func]}")
         return func(*args, **(kwargs or {}))
 
-    @property
     def name(self) -> str:
         return self.parallel.local.names[-1][0] or "the model"
 
-    def attend(
+    def spread(
         self,
         query: torch.Tensor,
         key: torch.Tensor,
@@ -246,7 +238,7 @@ class _Spread(TorchFunctionMode):
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> torch.Tensor:
-        name, found = self.name, self.found
+        name, found = self.name(), self.found
         if found is None:
             raise RuntimeError(
                 f"{name}: attention outside the forward of the parallelized model, with inputs that cannot be traced "
@@ -292,6 +284,9 @@ class _Spread(TorchFunctionMode):
             return _attend(query, key, value, mask, scale, found.context).squeeze(1)
         return _attend(query, key, value, mask, scale, found.context)
 
+    # A break in a compiled model's graph: which pass this is, and what its masks are, is not for a graph to keep.
+    attend = torch.compiler.disable(spread)
+
 
 def _attend(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask, scale: float | None, context: Context
@@ -299,6 +294,11 @@ def _attend(
     out = attention(q, k, v, mask, scale=scale, group=context)
     assert isinstance(out, torch.Tensor)
     return out
+
+
+def _eager(function: Callable[..., Any], *args: Any) -> Any:
+    """A call that torch.compile leaves alone, with all that it calls."""
+    return torch.compiler.disable(function)(*args)
 
 
 class _Forward:
@@ -324,10 +324,14 @@ class _Forward:
 
     def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Outside the model's forward: it is run again for a backward, or called by itself."""
+        found = _eager(self.recalled, args, kwargs)
+        return torch.compiler.disable(self.run, recursive=False)(found, args, kwargs)
+
+    def recalled(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Pass | None:
         found = self.parallel.recall((args, kwargs))
         if found is not None:
             self.parallel.remember(found, (args, kwargs))
-        return self.run(found, args, kwargs)
+        return found
 
     def run(self, found: _Pass | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         local = self.parallel.local
@@ -349,21 +353,27 @@ class _Root(_Forward):
         self.signature = inspect.signature(original)
 
     def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        parallel = self.parallel
-        bound = self.signature.bind(*args, **kwargs)
-        context = parallel.context(self.length(bound))
+        bound, labels, context = _eager(self.spread, args, kwargs)
         found = _Pass(context)
-        self.defaults(bound, context)
-        whole_labels = _argument(bound, "labels")
-        self.shard(bound, context)
-        with hugging_face.labels(whole_labels, context):
-            outputs = self.run(found, bound.args, bound.kwargs)
+        with hugging_face.labels(labels, context):
+            outputs = torch.compiler.disable(self.run, recursive=False)(found, bound.args, bound.kwargs)
         if found.calls == 0:
             raise RuntimeError(
                 "model called no scaled_dot_product_attention: its attention saw only this rank's tokens; "
                 f'{_SDPA} (Hugging Face models: attn_implementation="sdpa")'
             )
-        return self.gather(outputs, context) if parallel.gather_output else outputs
+        return _eager(self.gather, outputs, context) if self.parallel.gather_output else outputs
+
+    def spread(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[inspect.BoundArguments, torch.Tensor | None, Context]:
+        """This rank's part of the arguments, the labels of the whole sequence, and the context."""
+        bound = self.signature.bind_partial(*args, **kwargs)  # positions may be filled in
+        context = self.parallel.context(self.length(bound))
+        self.defaults(bound, context)
+        labels = _argument(bound, "labels")
+        self.shard(bound, context)
+        return bound, labels, context
 
     def length(self, bound: inspect.BoundArguments) -> int:
         """Tokens of the whole sequence, by the first input that has a second dimension."""
@@ -484,7 +494,8 @@ def parallelize(
     Args:
         model: calls ``scaled_dot_product_attention`` for its attention; Hugging Face models with
             ``attn_implementation="sdpa"`` do. Its parameters keep their names, and checkpointing of modules
-            (``gradient_checkpointing_enable``, ``torch.utils.checkpoint``) works.
+            (``gradient_checkpointing_enable``, ``torch.utils.checkpoint``) works. ``torch.compile`` works on what
+            is between two attentions: each is a break in the graph.
         group: a process group, or one dimension of a DeviceMesh.
         mask: what the whole sequence attends to. It stands in for what the model would use: ``is_causal`` of a call
             inside is not read. Where layers differ, a function of the name of the module that attends.
@@ -542,15 +553,8 @@ def parallelize(
     def make(length: int) -> Context:
         return Context(process_group, length, placed, schedule=schedule, timeout=timeout, link=link, check=check)
 
-    parallel = _Parallel(
-        process_group,
-        mask,
-        place_for,
-        make,
-        gather_output,
-        positions,
-        None if inputs is None else frozenset(inputs),
-    )
+    chosen = None if inputs is None else frozenset(inputs)
+    parallel = _Parallel(mask, make, gather_output, positions, chosen)
     hugging_face.prepare(model, lambda values, count: _token_mean(values, process_group, count))
     for name, module in model.named_modules():
         if module is model:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any, Literal
 
 import numpy as np
@@ -139,11 +139,16 @@ def place(mask: Mask, length: int, ranks: int, style: Style = "auto") -> Placeme
 
 
 def _pieces(length: int, ranks: int, unit: int, *, zigzag: bool) -> tuple[Ranges, ...]:
-    count = 2 * ranks if zigzag else ranks
+    """Each rank's share in one piece; in zigzag half of it, and the other half in the opposite order."""
     units = -(-length // unit)
-    ends = [min(length, units * n // count * unit) for n in range(count + 1)]
-    pieces = list(pairwise(ends))
-    own = [[pieces[r], pieces[count - 1 - r]] if zigzag else [pieces[r]] for r in range(ranks)]
+    # The end may cut the last unit short: whoever holds it is among those with one more.
+    shares = [units // ranks + ((r if zigzag else ranks - 1 - r) < units % ranks) for r in range(ranks)]
+    low = [share // 2 if zigzag else share for share in shares]
+    order = [*range(ranks), *reversed(range(ranks))]
+    sizes = [*low, *(shares[r] - low[r] for r in reversed(range(ranks)))]
+    own: list[list[tuple[int, int]]] = [[] for _ in range(ranks)]
+    for rank, (first, last) in zip(order, pairwise(accumulate(sizes, initial=0)), strict=True):
+        own[rank].append((min(length, first * unit), min(length, last * unit)))
     return tuple(checked_ranges("ranges", ranges, length) for ranges in own)
 
 
@@ -152,7 +157,9 @@ def _dealt(work: Array, tile: int, length: int, ranks: int) -> tuple[Ranges, ...
     room = [len(work) // ranks + (r < len(work) % ranks) for r in range(ranks)]
     busy = [0.0] * ranks
     own: list[list[int]] = [[] for _ in range(ranks)]
-    for t in np.argsort(-work, kind="stable").tolist():
+    falling, last = np.argsort(-work, kind="stable").tolist(), len(work) - 1
+    # The last one, which the end may cut short, before all others: rank 0 takes it, among those with one more.
+    for t in (last, *(t for t in falling if t != last)):
         rank = min((r for r in range(ranks) if len(own[r]) < room[r]), key=lambda r: (busy[r], r))
         own[rank].append(t)
         busy[rank] += work[t]
@@ -166,6 +173,7 @@ def _imbalance(ranges: tuple[Ranges, ...], work: Array, tile: int) -> float:
         return 1.0
     before = np.concatenate([[0.0], np.cumsum(work)])
     tiles = np.arange(len(before)) * tile
+    tiles[-1] = sum(size(own) for own in ranges)
 
     def until(position: int) -> float:
         return float(np.interp(position, tiles, before))
