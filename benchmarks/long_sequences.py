@@ -77,16 +77,19 @@ def measure(length: int, console: Console, checked: Comparison) -> Iterator[Meas
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
+        if "host" in subject:  # pinning memory for the gradients takes seconds, once: a second step finds it pinned
+            pinned = [torch.empty(x.shape, dtype=x.dtype, pin_memory=True) for x in leaves[1:]]
+            del pinned
         times: list[float] = []
-        # The first run compiles kernels and pins memory, and short ones run until the clocks have settled under load.
-        while len(times) < (1 if subject == "baseline:SDPA" else 2) or (sum(times[1:]) < 3.0 and len(times) < 12):
+        # Several short runs, until the clocks have settled under load; a long one settles them itself.
+        while sum(times) < 3.0 and len(times) < 12:
             started = time.perf_counter()
             out = function(*leaves)
             gradients = torch.autograd.grad(out, leaves, dout)
             torch.cuda.synchronize()
             times.append(time.perf_counter() - started)
             del out, gradients
-        kept = times[-(len(times) // 2) :] if len(times) > 1 else times
+        kept = times[len(times) // 2 :]
         yield Measurement(
             case=f"causal {length} 8 heads d128, forward and backward",
             phase="forward and backward",
@@ -152,6 +155,7 @@ def main() -> None:
             name = benchmarking.record_name(OP, device).replace("attention.", "attention-long.")
             write_record(record, arguments.out / name)
 
+    list(measure(2 * CHUNK, Console(quiet=True), checked))  # compiles every kernel that the lengths below run
     for length in arguments.lengths:
         measurements += measure(length, console, checked)
         torch.cuda.empty_cache()

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 import kernel_pytorch as kp
@@ -182,7 +182,8 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GP
 @pytest.mark.parametrize("dim", [32, 64, 80, 96, 128, 256])
 @pytest.mark.parametrize("number_format", FORMATS)
 def test_triton_on_a_gpu(number_format: str, dim: int) -> None:
-    @settings(max_examples=5, deadline=None, derandomize=True)
+    # No shrinking: every smaller example would be compiled anew.
+    @settings(max_examples=5, deadline=None, derandomize=True, phases=[Phase.generate])
     @given(shapes((number_format,), 300, dims=(dim,)))
     def run(shape: Shape) -> None:
         within_budget("triton", shape, "cuda")
@@ -195,7 +196,7 @@ def test_triton_on_a_gpu(number_format: str, dim: int) -> None:
 def test_other_kernels_on_a_gpu(kernel: str) -> None:
     formats, dims = tuple(HALF), (64, 80, 96, 128)
 
-    @settings(max_examples=40, deadline=None, derandomize=True)
+    @settings(max_examples=40, deadline=None, derandomize=True, phases=[Phase.generate])
     @given(shapes(formats, 300, dense=kernel != "tiled", dims=dims))
     def run(shape: Shape) -> None:
         within_budget(kernel, shape, "cuda")

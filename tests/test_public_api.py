@@ -22,6 +22,7 @@ PUBLIC = [
     "UnsupportedCallError",
     "__version__",
     "attention",
+    "context_parallel",
     "device",
     "devices",
     "explain",
@@ -29,7 +30,7 @@ PUBLIC = [
     "policy",
     "rms_norm",
 ]
-PUBLIC_MODULES = {"masks"}  # the public names that are meant to be modules
+PUBLIC_MODULES = {"context_parallel", "masks"}  # the public names that are meant to be modules
 MASKS = ["Mask", "blocks", "causal", "documents", "full", "prefix", "sinks", "window"]
 # Kernel modules need a device or the interpreter to be imported, and have no doctests.
 MODULES = sorted(
