@@ -9,6 +9,7 @@ import torch
 
 import kernel_pytorch as kp
 from kernel_pytorch import masks
+from kernel_pytorch.distributed.chunks import _gathered
 from kernel_pytorch.hardware_abstraction.op import registered_op
 from kernel_pytorch.testing.budget import compare, exceeded
 
@@ -78,6 +79,12 @@ def test_the_memory_formula_is_linear() -> None:
     steps = [peak((n + 1) << 16) - peak(n << 16) for n in range(1, 4)]
     assert max(steps) == min(steps) > 0
     assert peak(1 << 20) < 8 * peak(1 << 18)
+
+
+def test_chunks_are_gathered_head_by_head() -> None:
+    x = torch.randn(2, 3, 50, 4)
+    found = _gathered(x, ((3, 10), (20, 21), (40, 50)), torch.device("cpu"))
+    assert torch.equal(found, torch.cat([x[:, :, 3:10], x[:, :, 20:21], x[:, :, 40:50]], dim=2))
 
 
 def test_wrong_calls_say_what_is_wrong() -> None:

@@ -21,7 +21,7 @@ from kernel_pytorch.distributed.placement import Placement, table_unit
 from kernel_pytorch.distributed.schedules import Stage, stages
 from kernel_pytorch.hardware_abstraction.op import Call, TensorSpec
 from kernel_pytorch.masks import Mask
-from kernel_pytorch.masks.part import Ranges
+from kernel_pytorch.masks.part import Ranges, size
 from kernel_pytorch.ops.attention.definition import ATTENTION, lse_dtype
 
 __all__ = ["Chunks", "chunked_attention"]
@@ -75,7 +75,8 @@ class Chunks:
         whole = a_query + (a_key * narrow if not on_host or (held and k.device == q.device) else 0)
         gradients = heads * dim * (wide + narrow) + (a_key * narrow if k.device == q.device else 0)
         # One chunk of keys with its gradients, in full and of one part, and what a kernel keeps of its queries.
-        keys = a_key * (2 * wide + (3 * narrow if on_host else 0))
+        buffers = min(3, -(-length // max(chunk, 1))) if on_host else 0  # in use, coming, and not yet given back
+        keys = a_key * (2 * wide + buffers * narrow)
         queries = heads * (dim * wide + value_dim * narrow + 4 * wide)
         during = heads * dim * wide + (a_key * narrow if k.device == q.device else 0)
         at_end = batch * length * (whole + gradients)
@@ -122,8 +123,7 @@ class _Incoming:
             return tuple(_joined(x, ranges) for x in self.kv), None
         assert self.copies is not None
         with self.copies:
-            pieces = [[x[:, :, a:b].to(self.device, non_blocking=True) for a, b in ranges] for x in self.kv]
-            fetched = tuple(one[0] if len(one) == 1 else torch.cat(one, dim=2) for one in pieces)
+            fetched = tuple(_gathered(x, ranges, self.device) for x in self.kv)
             return fetched, self.copies.record_event()
 
     def __call__(self, order: list[Ranges]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
@@ -139,6 +139,22 @@ class _Incoming:
                     x.record_stream(current)  # its memory is the copies' stream's, and in use on this one
             ahead = self._fetch(following) if following else None
             yield k, v
+
+
+def _copied(to: torch.Tensor, source: torch.Tensor) -> None:
+    """A copy between host and device, head by head: what is not in one piece would be packed first, waiting."""
+    for b in range(source.shape[0]):
+        for h in range(source.shape[1]):
+            to[b, h].copy_(source[b, h], non_blocking=True)
+
+
+def _gathered(x: torch.Tensor, ranges: Ranges, device: torch.device) -> torch.Tensor:
+    found = torch.empty((*x.shape[:2], size(ranges), x.shape[3]), dtype=x.dtype, device=device)
+    at = 0
+    for a, b in ranges:
+        _copied(found[:, :, at : at + b - a], x[:, :, a:b])
+        at += b - a
+    return found
 
 
 def _joined(x: torch.Tensor, ranges: Ranges) -> torch.Tensor:
@@ -234,7 +250,7 @@ class _Chunked(torch.autograd.Function):
                 )
             while totals:  # from the end, so that none is held longer than it is needed
                 result = (dk, dv)[len(totals) - 1]
-                result[:, :, start:stop].copy_(totals.pop().to(result.dtype), non_blocking=True)
+                _copied(result[:, :, start:stop], totals.pop().to(result.dtype))
         if ctx.device != q.device:
             torch.accelerator.synchronize(q.device)  # what comes next may read them from the host
         return dq.to(q.dtype), dk, dv, None, None, None

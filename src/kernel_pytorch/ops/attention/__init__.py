@@ -118,6 +118,8 @@ def _cudnn_supports(call: Call, device: Device) -> str | None:
         return f"multiplies float16 and bfloat16; q is {q.format}"
     if q.shape[3] % 8 or v.shape[3] % 8 or max(q.shape[3], v.shape[3]) > 128:
         return f"needs head_dim a multiple of 8 and at most 128; q has {q.shape[3]} and v {v.shape[3]}"
+    if call["k"].shape[2] == 1:
+        return "takes no single key: cuDNN refuses it, or crashes"
     if device.arch in ("sm_80", "sm_86", "sm_89"):
         return f"is fastest from sm_90 on, and this is {device.arch}"
     return _torch_mask(call)
