@@ -146,23 +146,24 @@ def main() -> None:
     checked = gate()
     measurements: list[Measurement] = []
 
-    def keep() -> None:
+    def keep(name: str, rows: list[Measurement]) -> None:
         if arguments.record:  # after every length: what was measured is kept whatever happens to the next
             kernels = [kernel for kernel in backend(device.backend).kernels if kernel.op == OP.name]
             used = [kernel for kernel in kernels if kernel.name in ("triton", "cudnn")]
             command = "python benchmarks/long_sequences.py --record"
-            record = benchmarking.record(OP.name, device, used, measurements, command=command, commit=commit)
-            name = benchmarking.record_name(OP, device).replace("attention.", "attention-long.")
-            write_record(record, arguments.out / name)
+            record = benchmarking.record(OP.name, device, used, rows, command=command, commit=commit)
+            path = arguments.out / benchmarking.record_name(OP, device).replace("attention.", f"attention-{name}.")
+            write_record(record, path)
 
     list(measure(2 * CHUNK, Console(quiet=True), checked))  # compiles every kernel that the lengths below run
     for length in arguments.lengths:
         measurements += measure(length, console, checked)
         torch.cuda.empty_cache()
-        keep()
+        keep("long", measurements)
     if not arguments.no_step:
-        measurements.append(training_step())
-        keep()
+        step = training_step()
+        keep("step", [step])
+        measurements.append(step)
     for row in measurements:
         if row.predicted_peak_bytes:
             share = (row.peak_bytes or 0) / row.predicted_peak_bytes

@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import redirect_stderr
 from functools import partial
+from types import MethodType
 from typing import Any
 
 import pytest
@@ -197,6 +198,38 @@ def test_a_plain_transformer_is_the_same(
     ranks: Ranks, size: int, length: int, recompute: str | None, gather: bool
 ) -> None:
     assert max(ranks.run(run_plain, size, length, recompute, gather)) <= 1
+
+
+def own_forward(self: Attention, x_BNE: torch.Tensor, positions_BN: torch.Tensor) -> torch.Tensor:
+    """The same attention through kp.attention, without a word about ranks."""
+    qkv = self.qkv(x_BNE).unflatten(-1, (HEADS + 2 * KV_HEADS, HIDDEN // HEADS)).transpose(1, 2)
+    q, k, v = qkv.split([HEADS, KV_HEADS, KV_HEADS], dim=1)
+    q, k = rotated(q, positions_BN), rotated(k, positions_BN)
+    out = kp.attention(q, k, v, kp.masks.causal() & kp.masks.window(9), scale=0.3)
+    assert isinstance(out, torch.Tensor)
+    return self.out(out.transpose(1, 2).flatten(2))
+
+
+def ours() -> Transformer:
+    model = transformer("module")
+    for block in model.blocks:
+        block.attention.forward = MethodType(own_forward, block.attention)
+    return model
+
+
+def run_ours(group: dist.ProcessGroup, length: int) -> float:
+    tokens = text(length)
+    model = kp.context_parallel.parallelize(ours(), group, kp.masks.causal())
+    logits, loss = plain_step(tokens, model)
+    loss.backward()
+    found = [logits.detach(), loss.detach(), *averaged(model, group)]
+    step = partial(plain_step, tokens)
+    return excess(found, alone(ours, step, torch.float32), alone(ours, step, torch.float64))
+
+
+def test_our_own_attention_is_spread_as_well(ranks: Ranks) -> None:
+    """With its own mask: inside a parallelized model no attention may see this rank's tokens alone."""
+    assert max(ranks.run(run_ours, 4, 37)) <= 1
 
 
 def run_two_lengths(group: dist.ProcessGroup, lengths: tuple[int, int]) -> float:

@@ -12,7 +12,7 @@ import torch
 
 from kernel_pytorch.distributed.chunks import Chunks
 from kernel_pytorch.distributed.context import Context, group_of
-from kernel_pytorch.distributed.cost import LINKS, Link
+from kernel_pytorch.distributed.cost import LINKS, Link, measure_link
 from kernel_pytorch.distributed.module import parallelize, token_mean
 from kernel_pytorch.distributed.placement import Placement, place
 from kernel_pytorch.distributed.transport import RankError
@@ -25,6 +25,7 @@ __all__ = [
     "Link",
     "Placement",
     "RankError",
+    "measure_link",
     "parallelize",
     "place",
     "positions",

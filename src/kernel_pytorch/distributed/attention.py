@@ -6,6 +6,7 @@ One torch custom op, forward and backward, so that torch.compile keeps it whole;
 from __future__ import annotations
 
 import struct
+from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any
 
@@ -16,7 +17,7 @@ from kernel_pytorch.distributed.context import Context, context_named, fingerpri
 from kernel_pytorch.distributed.cost import Link, ScheduleChoice, Shape, choose, predict
 from kernel_pytorch.distributed.parts import Terms
 from kernel_pytorch.distributed.placement import Placement
-from kernel_pytorch.distributed.schedules import Schedule, run_backward, run_forward, stages
+from kernel_pytorch.distributed.schedules import Schedule, head_mask, run_backward, run_forward, stages
 from kernel_pytorch.hardware_abstraction.device import Device
 from kernel_pytorch.hardware_abstraction.dispatch import explained, explaining
 from kernel_pytorch.hardware_abstraction.op import Call, TensorSpec
@@ -134,8 +135,8 @@ def _checked(
         schedule = _schedule(context, q, k, v, mask)
         if schedule != "heads":
             stages(mask, context.placement, context.rank, schedule)  # a placement may cut the mask's blocks
-            if terms.kernel is not None:
-                _kernels(context, schedule, q, k, v, mask, terms)
+        if terms.kernel is not None:
+            _kernels(context, schedule, q, k, v, mask, terms)
     except (ValueError, TypeError, NotImplementedError) as error:
         refusal = error
     if context.check and context.ranks > 1:
@@ -143,11 +144,11 @@ def _checked(
         facts = {
             "tokens": context.tokens,
             "dtype": fingerprint(q.dtype, k.dtype, v.dtype),
-            "batch": q.shape[0],
-            "q_heads": q.shape[1] if q.ndim > 1 else 0,
-            "kv_heads": k.shape[1] if k.ndim > 1 else 0,
-            "head_dim": q.shape[-1],
-            "value_dim": v.shape[-1],
+            "batch": _size(q, 0),
+            "q_heads": _size(q, 1),
+            "kv_heads": _size(k, 1),
+            "head_dim": _size(q, 3),
+            "value_dim": _size(v, 3),
             "mask": fingerprint(mask.code.numpy().tobytes()),
             "scale": struct.unpack("<q", struct.pack("<d", terms.scale))[0],
             "placement": fingerprint(context.placement.ranges),
@@ -168,6 +169,10 @@ def _checked(
     return schedule
 
 
+def _size(x: torch.Tensor, dim: int) -> int:
+    return x.shape[dim] if x.ndim > dim else 0
+
+
 def _kernels(
     context: Context,
     schedule: Schedule,
@@ -182,23 +187,35 @@ def _kernels(
     policy = Policy(kernel=terms.kernel)
     trains = any(x.requires_grad for x in (q, k, v))
     found = []
+    for name, part, rows, keys, merged in _calls(context, schedule, mask, q.shape[1]):
+        if part is None:
+            found.append(f"{name}: sends only")
+            continue
+        heads = [x.shape[1] if schedule != "heads" else -(-x.shape[1] // context.ranks) for x in (q, k, v)]
+        shapes = [
+            (x.shape[0], h, n, x.shape[3]) for x, h, n in zip((q, k, v), heads, (rows, keys, keys), strict=True)
+        ]
+        specs = [TensorSpec.of(torch.empty(shape, dtype=q.dtype, device="meta")) for shape in shapes]
+        values = (*specs, part, terms.scale, terms.wanted(q.dtype, merged=merged))
+        call = Call("attention", "forward", tuple(zip(ATTENTION.argument_names, values, strict=True)), trains)
+        chosen = select(call, device, policy, None).kernel.name
+        found.append(f"{name}: {heads[0]} heads, {rows} queries, {keys} keys, {part}: {chosen}")
+    return tuple(found)
+
+
+def _calls(
+    context: Context, schedule: Schedule, mask: Mask, heads: int
+) -> Iterator[tuple[str, Mask | None, int, int, bool]]:
+    """What this rank computes: (name, mask, queries, keys, whether results are merged); no mask, no compute."""
+    if schedule == "heads":
+        whole = head_mask(mask, context.transport, context.length, heads)
+        yield "head exchange", whole, context.length, context.length, False
+        return
     plan = stages(mask, context.placement, context.rank, schedule)
     merged = sum(stage.mask is not None for stage in plan) > 1
     for stage in plan:
-        if stage.mask is None:
-            found.append(f"{stage.name}: sends only")
-            continue
         keys = sum(last - first for _, first, last in stage.pieces)
-        rows = stage.queries.stop - stage.queries.start
-        specs = [
-            TensorSpec.of(torch.empty((*x.shape[:2], tokens, x.shape[3]), dtype=x.dtype, device="meta"))
-            for x, tokens in ((q, rows), (k, keys), (v, keys))
-        ]
-        values = (*specs, stage.mask, terms.scale, terms.wanted(q.dtype, merged=merged))
-        call = Call("attention", "forward", tuple(zip(ATTENTION.argument_names, values, strict=True)), trains)
-        chosen = select(call, device, policy, None).kernel.name
-        found.append(f"{stage.name}: {rows} queries, {keys} keys, {stage.mask}: {chosen}")
-    return tuple(found)
+        yield stage.name, stage.mask, stage.queries.stop - stage.queries.start, keys, merged
 
 
 def _explanation(
@@ -214,11 +231,7 @@ def _explanation(
     predictions = predict(mask, context.placement, _shape(q, k, v, True), device_of(q.device), context.link)
     schedule, reason = choose(predictions, context.schedule)
     call = f"attention(q={list(q.shape)}, k={list(k.shape)}, mask={mask}) on rank {context.rank} of {context.ranks}"
-    kernels = (
-        _kernels(context, schedule, q, k, v, mask, terms)
-        if schedule != "heads"
-        else (f"heads: {q.shape[1] // context.ranks} heads, {context.length} tokens",)
-    )
+    kernels = _kernels(context, schedule, q, k, v, mask, terms)
     return ScheduleChoice(call, context.placement, context.link, schedule, predictions, reason, kernels)
 
 

@@ -232,12 +232,15 @@ def _guessed_link(group: dist.ProcessGroup) -> Link:
 
     if "nccl" not in dist.get_backend(group):
         return LINKS["gloo"]
-    one_host = dist.get_world_size(group) <= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    if not one_host:
-        return LINKS["infiniband-ndr"]
     if torch.version.hip:
-        return LINKS["xgmi-mi300x"]
-    return LINKS["nvlink5" if torch.cuda.get_device_capability()[0] >= 10 else "nvlink4"]
+        inner = LINKS["xgmi-mi300x"]
+    else:
+        inner = LINKS["nvlink5" if torch.cuda.get_device_capability()[0] >= 10 else "nvlink4"]
+    on_host = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if dist.get_world_size(group) <= on_host:
+        return inner
+    between = LINKS["infiniband-ndr"]
+    return between.between_nodes(on_host, inner) if on_host > 1 else between
 
 
 def context_named(name: str) -> Context:

@@ -220,6 +220,8 @@ class _Spread(TorchFunctionMode):
     ) -> Any:
         if func is functional.scaled_dot_product_attention:
             return self.attend(*args, **(kwargs or {}))
+        if func is attention and (kwargs or {}).get("group") is None:
+            return self.attend_ours(*args, **(kwargs or {}))
         if func in _REFUSED:
             raise NotImplementedError(f"{self.name()}: {_REFUSED[func]}")
         return func(*args, **(kwargs or {}))
@@ -227,17 +229,8 @@ class _Spread(TorchFunctionMode):
     def name(self) -> str:
         return self.parallel.local.names[-1][0] or "the model"
 
-    def spread(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attn_mask: torch.Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,  # noqa: ARG002  the mask of the whole sequence says so; see parallelize
-        scale: float | None = None,
-        enable_gqa: bool = False,
-    ) -> torch.Tensor:
+    def pass_of(self, query: torch.Tensor, key: torch.Tensor) -> _Pass:
+        """The forward that an attention belongs to; one that cannot be spread is an error."""
         name, found = self.name(), self.found
         if found is None:
             raise RuntimeError(
@@ -245,13 +238,6 @@ class _Spread(TorchFunctionMode):
                 "to one of its forwards; call the model itself, or use inputs of one length where a saved input is "
                 "moved before the backward"
             )
-        if attn_mask is not None:
-            raise ValueError(
-                f"{name}: attn_mask of shape {list(attn_mask.shape)} is of this rank's tokens alone; describe it for "
-                "the whole sequence as mask=kp.masks... of parallelize, and drop attention_mask from the call"
-            )
-        if dropout_p:
-            raise ValueError(f"{name}: dropout_p={dropout_p}: kp.attention has no dropout; set the model's to 0")
         if self.parallel.local.names[-1][1] and not torch.is_grad_enabled():
             raise RuntimeError(
                 f"{name}: attention without gradients in a module that has them: if it is a function that is "
@@ -265,6 +251,38 @@ class _Spread(TorchFunctionMode):
                 f"{tokens} tokens: only self-attention over the sequence is spread, without a cache "
                 "(use_cache=False) and without cross-attention"
             )
+        return found
+
+    def ours(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask | None = None, **keywords: Any
+    ) -> Any:
+        """kp.attention without a group, under its own mask."""
+        found = self.pass_of(q, k)
+        found.calls += 1
+        return attention(q, k, v, mask, **{**keywords, "group": found.context})
+
+    attend_ours = torch.compiler.disable(ours)
+
+    def spread(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,  # noqa: ARG002  the mask of the whole sequence says so; see parallelize
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> torch.Tensor:
+        name = self.name()
+        if attn_mask is not None:
+            raise ValueError(
+                f"{name}: attn_mask of shape {list(attn_mask.shape)} is of this rank's tokens alone; describe it for "
+                "the whole sequence as mask=kp.masks... of parallelize, and drop attention_mask from the call"
+            )
+        if dropout_p:
+            raise ValueError(f"{name}: dropout_p={dropout_p}: kp.attention has no dropout; set the model's to 0")
+        found = self.pass_of(query, key)
         if not enable_gqa and query.ndim == 4 and key.shape[1] not in (1, query.shape[1]):
             raise ValueError(f"{name}: {query.shape[1]} query and {key.shape[1]} key heads: pass enable_gqa=True")
         if torch.is_autocast_enabled(query.device.type):  # as autocast does for the function that is replaced

@@ -52,6 +52,13 @@ class Placement:
         if [first for first, _ in every] != ends[:-1] or ends[-1] != self.length:
             raise ValueError(f"ranges={self.ranges}: every token of {self.length} must be on one rank")
 
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.length, self.ranges))  # once: every call across ranks looks plans up by it
+
+    def __hash__(self) -> int:
+        return self._hash
+
     @property
     def ranks(self) -> int:
         return len(self.ranges)

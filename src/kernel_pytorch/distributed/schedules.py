@@ -23,7 +23,7 @@ from kernel_pytorch.masks import Mask
 from kernel_pytorch.masks.part import Ranges, checked_ranges, size
 from kernel_pytorch.ops.attention.definition import lse_dtype
 
-__all__ = ["SCHEDULES", "Schedule", "Stage", "heads_refusal", "run_backward", "run_forward", "stages"]
+__all__ = ["SCHEDULES", "Schedule", "Stage", "head_mask", "heads_refusal", "run_backward", "run_forward", "stages"]
 
 Schedule = Literal["ring", "gather", "heads"]
 SCHEDULES: tuple[Schedule, ...] = ("ring", "gather", "heads")
@@ -361,7 +361,7 @@ class _ByHeads:
         return found
 
 
-def _head_mask(mask: Mask, transport: Transport, length: int, heads: int) -> Mask:
+def head_mask(mask: Mask, transport: Transport, length: int, heads: int) -> Mask:
     """The whole mask, or its tables for this rank's heads where they differ by head."""
     if mask.layout(length, length).heads == 1:
         return mask
@@ -380,7 +380,7 @@ def _heads_forward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     by_heads = _ByHeads(transport, placement)
     all_q, all_k, all_v = by_heads.whole("head exchange", (q, k, v))
-    part = Part(all_k, all_v, _head_mask(mask, transport, placement.length, q.shape[1]), slice(0, placement.length))
+    part = Part(all_k, all_v, head_mask(mask, transport, placement.length, q.shape[1]), slice(0, placement.length))
     out, lse = attend(all_q, [part], v.shape[3], terms, merged=False)
     (own_out,) = by_heads.spread("head exchange, results", [out], [q.shape[1]])
     (own_lse,) = by_heads.spread("head exchange, log-sum-exp", [lse], [q.shape[1]])
@@ -404,7 +404,7 @@ def _heads_backward(
     all_q, all_k, all_v, all_out, all_dout = by_heads.whole("head exchange, backward", (q, k, v, out, dout))
     sums = (lse, dlse) if dlse is not None else (lse,)
     all_lse, *all_dlse = by_heads.whole("head exchange, log-sum-exp backward", sums)
-    part = Part(all_k, all_v, _head_mask(mask, transport, placement.length, q.shape[1]), slice(0, placement.length))
+    part = Part(all_k, all_v, head_mask(mask, transport, placement.length, q.shape[1]), slice(0, placement.length))
     given: list[torch.Tensor] = []
     dq = torch.zeros(all_q.shape, dtype=lse_dtype(q.dtype), device=q.device)
     attend_backward(

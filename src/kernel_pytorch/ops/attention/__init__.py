@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.overrides import handle_torch_function
 
 from kernel_pytorch.hardware_abstraction.device import Device
 from kernel_pytorch.hardware_abstraction.dispatch import Function
@@ -53,6 +54,12 @@ def attention(
         >>> kp.attention(q, k, v, kp.masks.causal() & kp.masks.window(32)).shape
         torch.Size([1, 4, 128, 64])
     """
+    if torch._C._len_torch_function_stack() and not torch.compiler.is_compiling():
+        # A mode sees this call as it sees torch's own attention; kp.context_parallel.parallelize is one.
+        found: torch.Tensor | tuple[torch.Tensor, torch.Tensor] = handle_torch_function(
+            attention, (), q, k, v, mask, scale=scale, return_lse=return_lse, kernel=kernel, group=group
+        )
+        return found
     if scale is None:
         # Where q has no head_dim, the check says so.
         known = isinstance(q, torch.Tensor) and q.ndim > 0 and q.shape[-1] > 0
