@@ -27,7 +27,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 import kernel_pytorch as kp
-from kernel_pytorch.distributed import Context, Placement, RankError, parts, schedules
+from kernel_pytorch.context_parallel import Context, Placement, RankError
+from kernel_pytorch.distributed import parts, schedules
 from kernel_pytorch.distributed.context import _contexts as contexts
 from kernel_pytorch.distributed.placement import table_unit
 from kernel_pytorch.distributed.schedules import heads_refusal

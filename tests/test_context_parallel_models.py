@@ -217,19 +217,21 @@ def ours() -> Transformer:
     return model
 
 
-def run_ours(group: dist.ProcessGroup, length: int) -> float:
+def run_ours(group: dist.ProcessGroup, length: int, compiled: bool) -> float:
     tokens = text(length)
     model = kp.context_parallel.parallelize(ours(), group, kp.masks.causal())
-    logits, loss = plain_step(tokens, model)
+    run = torch.compile(model, backend="aot_eager") if compiled else model
+    logits, loss = plain_step(tokens, run)
     loss.backward()
     found = [logits.detach(), loss.detach(), *averaged(model, group)]
     step = partial(plain_step, tokens)
     return excess(found, alone(ours, step, torch.float32), alone(ours, step, torch.float64))
 
 
-def test_our_own_attention_is_spread_as_well(ranks: Ranks) -> None:
+@pytest.mark.parametrize("compiled", [False, True])
+def test_our_own_attention_is_spread_as_well(ranks: Ranks, compiled: bool) -> None:
     """With its own mask: inside a parallelized model no attention may see this rank's tokens alone."""
-    assert max(ranks.run(run_ours, 4, 37)) <= 1
+    assert max(ranks.run(run_ours, 2 if compiled else 4, 37, compiled)) <= 1
 
 
 def run_two_lengths(group: dist.ProcessGroup, lengths: tuple[int, int]) -> float:
@@ -515,7 +517,10 @@ class Cross(nn.Module):
     [
         ("attn_mask", r"ValueError: blocks.1.attention: attn_mask of shape \[12, 12\].*mask=kp.masks"),
         ("dropout", "ValueError: blocks.1.attention: dropout_p=0.1"),
-        ("no attention", 'RuntimeError: model called no scaled_dot_product_attention.*attn_implementation="sdpa"'),
+        (
+            "no attention",
+            'RuntimeError: model called neither scaled_dot_product_attention.*attn_implementation="sdpa"',
+        ),
         ("function, reentrant", "RuntimeError: the model: attention without gradients.*use_reentrant=False"),
         ("function", "CheckpointError: .*different"),
         ("multi-head", "NotImplementedError: .*nn.MultiheadAttention hides its attention: project"),

@@ -142,14 +142,16 @@ def test_a_measurement_of_memory_has_a_table_of_its_own(tmp_path: Path) -> None:
         sources={},
         measurements=[
             msgspec.structs.replace(
-                measurement("kernel:tiled", 1.0), case="window(1) | sinks(1)", peak_bytes=3 << 20
+                measurement("kernel:tiled", 1.0),
+                case="window(1) | sinks(1)",
+                peak_bytes=3 << 20,
+                predicted_peak_bytes=4 << 20,
             )
         ],
     )
     write_record(record, tmp_path / "record.json")
     page = pages.benchmarks_page(tmp_path)
-    assert "| window(1) \\| sinks(1) | float32 | forward | `tiled` | 3 |" in page
-    assert "1 s" not in page
+    assert "| window(1) \\| sinks(1) | float32 | forward | `tiled` | 1 s | 0 | 3 | 4 |" in page
 
 
 def test_a_checks_record_shows_the_most_any_case_needs_and_when_it_is_stale(tmp_path: Path) -> None:

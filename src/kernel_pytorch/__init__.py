@@ -2,6 +2,8 @@
 
 __version__ = "0.1.0"
 
+import importlib
+
 from kernel_pytorch import masks
 from kernel_pytorch.hardware_abstraction.device import Device
 from kernel_pytorch.hardware_abstraction.dispatch import explain, policy
@@ -13,9 +15,7 @@ from kernel_pytorch.ops.rms_norm import rms_norm
 
 def __getattr__(name: str) -> object:
     if name == "context_parallel":  # imported when first used: torch.distributed takes a while
-        from kernel_pytorch import distributed
-
-        return distributed
+        return importlib.import_module("kernel_pytorch.context_parallel")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

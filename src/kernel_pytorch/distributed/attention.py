@@ -13,13 +13,13 @@ from typing import Any
 import torch
 
 from kernel_pytorch.distributed.chunks import Chunks, chunked_attention
-from kernel_pytorch.distributed.context import Context, context_named, fingerprint, group_of
+from kernel_pytorch.distributed.context import Context, context_named, fingerprint, group_of, total_length
 from kernel_pytorch.distributed.cost import Link, ScheduleChoice, Shape, choose, predict
 from kernel_pytorch.distributed.parts import Terms
 from kernel_pytorch.distributed.placement import Placement
 from kernel_pytorch.distributed.schedules import Schedule, head_mask, run_backward, run_forward, stages
 from kernel_pytorch.hardware_abstraction.device import Device
-from kernel_pytorch.hardware_abstraction.dispatch import explained, explaining
+from kernel_pytorch.hardware_abstraction.dispatch import asked_device, explained, explaining, pinned_kernel
 from kernel_pytorch.hardware_abstraction.op import Call, TensorSpec
 from kernel_pytorch.hardware_abstraction.registry import device_of
 from kernel_pytorch.hardware_abstraction.selection import Policy, select
@@ -50,6 +50,7 @@ def spread_attention(
     kernel: str | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, lse) of this rank's queries over the keys of all ranks."""
+    kernel = pinned_kernel() if kernel is None else kernel
     if isinstance(group, Chunks):
         return chunked_attention(q, k, v, mask, scale, lse_flows, group, kernel)
     if not torch.compiler.is_compiling():
@@ -75,8 +76,6 @@ def _implied(group: torch.distributed.ProcessGroup, length: int, mask: Mask) -> 
 
 def _context_of(group: Any, q: torch.Tensor, mask: Mask) -> Context:
     """The context of a bare group: tokens placed for the call's own mask, as ``shard`` with that mask places them."""
-    from kernel_pytorch.distributed import total_length
-
     if not isinstance(q, torch.Tensor) or q.ndim != 4:
         raise ValueError("q: use a tensor of shape (batch, heads, this rank's tokens, head_dim)")
     process_group = group_of(group)
@@ -183,7 +182,7 @@ def _kernels(
     terms: Terms,
 ) -> tuple[str, ...]:
     """The kernel of each stage of this rank, as text; one that no kernel serves is an error."""
-    device = device_of(q.device)
+    device = asked_device() or device_of(q.device)
     policy = Policy(kernel=terms.kernel)
     trains = any(x.requires_grad for x in (q, k, v))
     found = []
@@ -228,7 +227,8 @@ def _explanation(
     kernel: str | None,
 ) -> ScheduleChoice:
     terms = Terms(scale, kernel)
-    predictions = predict(mask, context.placement, _shape(q, k, v, True), device_of(q.device), context.link)
+    device = asked_device() or device_of(q.device)
+    predictions = predict(mask, context.placement, _shape(q, k, v, True), device, context.link)
     schedule, reason = choose(predictions, context.schedule)
     call = f"attention(q={list(q.shape)}, k={list(k.shape)}, mask={mask}) on rank {context.rank} of {context.ranks}"
     kernels = _kernels(context, schedule, q, k, v, mask, terms)

@@ -7,6 +7,7 @@ import itertools
 import struct
 from collections.abc import Mapping
 from datetime import timedelta
+from functools import lru_cache
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -20,7 +21,7 @@ from kernel_pytorch.distributed.schedules import SCHEDULES, Schedule
 from kernel_pytorch.distributed.transport import RankError, Traffic, Transport
 from kernel_pytorch.masks import Mask
 
-__all__ = ["Context", "group_of"]
+__all__ = ["Context", "group_of", "total_length"]
 
 _contexts: WeakValueDictionary[str, Context] = WeakValueDictionary()
 _numbers = itertools.count()
@@ -38,6 +39,16 @@ def group_of(group: Any) -> dist.ProcessGroup:
         f"group={group!r}: expected a process group, a one-dimensional DeviceMesh, "
         "kp.context_parallel.Context or kp.context_parallel.Chunks"
     )
+
+
+def total_length(tokens: int, group: Any) -> int:
+    """The tokens of all ranks together."""
+    count = torch.tensor([tokens], dtype=torch.int64)
+    process_group = group_of(group)
+    if "nccl" in dist.get_backend(process_group):
+        count = count.cuda()
+    dist.all_reduce(count, group=process_group)
+    return int(count)
 
 
 class Context:
@@ -96,6 +107,8 @@ class Context:
                 f"there are {length} on {self.ranks}"
             )
         self.schedule: Schedule | None = None if schedule == "auto" else schedule  # type: ignore[assignment]
+        if isinstance(link, str) and link not in LINKS:
+            raise ValueError(f"link={link!r}: use one of {', '.join(LINKS)}, or a kp.context_parallel.Link")
         self.link = LINKS[link] if isinstance(link, str) else link or _guessed_link(self.group)
         self.check = check
         self.name = f"{self.group.group_name}/{next(_numbers)}"
@@ -210,20 +223,17 @@ class _Unshard(torch.autograd.Function):
         return ctx.context.shard(gradient, ctx.dim), None, None
 
 
-_control: dict[str, dist.ProcessGroup] = {}
-
-
+@lru_cache(maxsize=64)
 def _control_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
     """A group for small messages between CPUs: the group itself with Gloo, else a Gloo group of the same ranks."""
     if "gloo" in dist.get_backend(group):
         return group
-    if group.group_name not in _control:
-        ranks = dist.get_process_group_ranks(group)
-        made = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
-        # NCCL wants every rank in a group's first operation; later exchanges are between a few.
-        dist.barrier(group)
-        _control[group.group_name] = made
-    return _control[group.group_name]
+    made: dist.ProcessGroup = dist.new_group(
+        dist.get_process_group_ranks(group), backend="gloo", use_local_synchronization=True
+    )
+    # NCCL wants every rank in a group's first operation; later exchanges are between a few.
+    dist.barrier(group)
+    return made
 
 
 def _guessed_link(group: dist.ProcessGroup) -> Link:

@@ -29,7 +29,7 @@ from kernel_pytorch.distributed.context import Context, group_of
 from kernel_pytorch.distributed.cost import Link
 from kernel_pytorch.distributed.schedules import Schedule
 from kernel_pytorch.masks import Mask
-from kernel_pytorch.ops.attention import attention
+from kernel_pytorch.ops.attention import attention, spreading
 from kernel_pytorch.ops.attention.definition import lse_dtype
 
 __all__ = ["parallelize", "token_mean"]
@@ -215,13 +215,19 @@ class _Spread(TorchFunctionMode):
         super().__init__()
         self.parallel, self.found = parallel, found
 
+    def __enter__(self) -> Any:
+        spreading.append(self.attend_ours)
+        return super().__enter__()  # type: ignore[no-untyped-call]
+
+    def __exit__(self, *raised: Any) -> None:
+        super().__exit__(*raised)  # type: ignore[no-untyped-call]
+        spreading.pop()
+
     def __torch_function__(
         self, func: Any, _types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func is functional.scaled_dot_product_attention:
             return self.attend(*args, **(kwargs or {}))
-        if func is attention and (kwargs or {}).get("group") is None:
-            return self.attend_ours(*args, **(kwargs or {}))
         if func in _REFUSED:
             raise NotImplementedError(f"{self.name()}: {_REFUSED[func]}")
         return func(*args, **(kwargs or {}))
@@ -377,8 +383,9 @@ class _Root(_Forward):
             outputs = torch.compiler.disable(self.run, recursive=False)(found, bound.args, bound.kwargs)
         if found.calls == 0:
             raise RuntimeError(
-                "model called no scaled_dot_product_attention: its attention saw only this rank's tokens; "
-                f'{_SDPA} (Hugging Face models: attn_implementation="sdpa")'
+                "model called neither scaled_dot_product_attention nor kp.attention: its attention saw only this "
+                f"rank's tokens; {_SDPA} "
+                '(Hugging Face models: attn_implementation="sdpa")'
             )
         return _eager(self.gather, outputs, context) if self.parallel.gather_output else outputs
 

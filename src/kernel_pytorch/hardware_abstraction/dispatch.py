@@ -26,7 +26,17 @@ from kernel_pytorch.hardware_abstraction.registry import device_of
 from kernel_pytorch.hardware_abstraction.selection import Choice, Policy, encode_policy, fitting, select
 from kernel_pytorch.hardware_abstraction.timing import median_seconds
 
-__all__ = ["Function", "explain", "explained", "explaining", "forget_choices", "function_of", "policy"]
+__all__ = [
+    "Function",
+    "asked_device",
+    "explain",
+    "explained",
+    "explaining",
+    "forget_choices",
+    "function_of",
+    "pinned_kernel",
+    "policy",
+]
 
 _LIBRARY = torch.library.Library("kernel_pytorch", "FRAGMENT")
 _PLAIN_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
@@ -131,6 +141,16 @@ def forget_choices() -> None:
 def explaining() -> bool:
     """Whether this thread is inside ``explain``."""
     return bool(_asking) and threading.get_ident() in _asking
+
+
+def asked_device() -> Device | None:
+    """The device that ``explain`` was asked about on this thread; None for the tensors' own."""
+    return _asking.get(threading.get_ident())
+
+
+def pinned_kernel() -> str | None:
+    """The kernel that the policy in force pins."""
+    return _current.policy.kernel
 
 
 def explained(choice: Any) -> NoReturn:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.overrides import handle_torch_function
 
 from kernel_pytorch.hardware_abstraction.device import Device
 from kernel_pytorch.hardware_abstraction.dispatch import Function
@@ -16,6 +16,9 @@ from kernel_pytorch.ops.attention.definition import ATTENTION, lse_dtype, lse_fl
 __all__ = ["KERNEL_CPU_FLASH", "KERNEL_CUDNN", "KERNEL_FLASH", "KERNEL_TILED", "KERNEL_TRITON", "attention"]
 
 _function = Function(ATTENTION)
+
+spreading: list[Callable[..., Any]] = []
+"""What takes calls without a group, the last one first: a model that is spread over ranks does, inside it."""
 
 
 def attention(
@@ -54,10 +57,9 @@ def attention(
         >>> kp.attention(q, k, v, kp.masks.causal() & kp.masks.window(32)).shape
         torch.Size([1, 4, 128, 64])
     """
-    if torch._C._len_torch_function_stack() and not torch.compiler.is_compiling():
-        # A mode sees this call as it sees torch's own attention; kp.context_parallel.parallelize is one.
-        found: torch.Tensor | tuple[torch.Tensor, torch.Tensor] = handle_torch_function(
-            attention, (), q, k, v, mask, scale=scale, return_lse=return_lse, kernel=kernel, group=group
+    if spreading and group is None:
+        found: torch.Tensor | tuple[torch.Tensor, torch.Tensor] = spreading[-1](
+            q, k, v, mask, scale=scale, return_lse=return_lse, kernel=kernel
         )
         return found
     if scale is None:
