@@ -132,7 +132,9 @@ def _check_numbers(node: Node) -> None:
             good = len(counts) == rows and min(counts) >= 0 and sum(counts) == len(kept)
             good = good and (not kept or (min(kept) >= 0 and (numbers[3] < 0 or max(kept) < numbers[3])))
     elif node.kind == PART:
-        good = len(numbers) >= 6 and min(numbers) >= 0 and not node.children[0].uses(PART)
+        from kernel_pytorch.masks.part import is_part
+
+        good = is_part(node)
     else:
         good = len(numbers) == {WINDOW: 2, SINKS: 1, PREFIX: 1}.get(node.kind, 0) and min(numbers, default=0) >= 0
     if not good:

@@ -70,6 +70,20 @@ def part_numbers(node: Node) -> tuple[int, int, tuple[int, int] | None, Ranges, 
     return q_len, kv_len, ((first_head, last_head) if last_head else None), found[0], found[1]
 
 
+def is_part(node: Node) -> bool:
+    """Whether a node that was read from a code is a part that could have been made."""
+    if len(node.numbers) < 6 or min(node.numbers) < 0 or node.children[0].uses(PART):
+        return False
+    try:
+        q_len, kv_len, _, queries, keys = part_numbers(node)
+        return (queries, keys) == (
+            checked_ranges("queries", queries, q_len),
+            checked_ranges("keys", keys, kv_len),
+        )
+    except (ValueError, IndexError):
+        return False
+
+
 def indices(ranges: Ranges) -> Array:
     return np.concatenate([np.arange(*one) for one in ranges]) if ranges else np.zeros(0, dtype=np.int64)
 
