@@ -4,14 +4,20 @@ from kernel_pytorch.evidence import evidence_directory
 from kernel_pytorch.hardware_abstraction.catalogue import CATALOGUE
 from kernel_pytorch.hardware_abstraction.probe import probe_intel
 from kernel_pytorch.hardware_abstraction.registry import Backend
-from kernel_pytorch.ops import attention, rms_norm
+from kernel_pytorch.ops import attention, fp8_cast, rms_norm
 
 BACKEND = Backend(
     name="intel",
     title="Intel GPUs: Data Center Max, Arc",
     probe=probe_intel,
     catalogue=tuple(device for device in CATALOGUE.values() if device.backend == "intel"),
-    kernels=(attention.KERNEL_TRITON, attention.KERNEL_TILED, rms_norm.KERNEL_TRITON, rms_norm.KERNEL_TORCH),
+    kernels=(
+        attention.KERNEL_TRITON,
+        attention.KERNEL_TILED,
+        rms_norm.KERNEL_TRITON,
+        rms_norm.KERNEL_TORCH,
+        fp8_cast.KERNEL_TORCH,
+    ),
     install_hint="an XPU build of torch and its Triton",
     evidence=evidence_directory(),
 )

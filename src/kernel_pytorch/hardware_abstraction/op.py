@@ -149,7 +149,9 @@ class Kernel:
 
     def refusal(self, call: Call, device: Device) -> str | None:
         """Why this kernel cannot serve the call, or None."""
-        if not self.backward and (call.needs_grad or call.phase == "backward"):
+        op = _REGISTERED.get(self.op)
+        trains = op is None or bool(op.differentiable_outputs)  # else no gradient can be asked for
+        if not self.backward and trains and (call.needs_grad or call.phase == "backward"):
             return "has no backward, and the call needs gradients"
         return self.supports(call, device)
 
@@ -166,9 +168,10 @@ class Codec:
 class Op:
     """A mathematical operation: its definition, its shape rules, its cases.
 
-    ``reference`` is the definition: plain PyTorch, differentiable, exact in float64 on a CPU. Arguments that
-    gradients flow to are named in ``differentiable``; ``saved`` names, in order, what the backward takes
-    besides the output gradients: inputs, and outputs by the names in ``outputs``.
+    ``reference`` is the definition: plain PyTorch, differentiable, exact in float64 on a CPU; that of an ``exact``
+    op may be any program that gives its bytes. Arguments that gradients flow to are named in ``differentiable``;
+    ``saved`` names, in order, what the backward takes besides the output gradients: inputs, and outputs by the
+    names in ``outputs``. Where no output is differentiable, the op has no backward and its kernels need none.
     """
 
     name: str
@@ -194,6 +197,8 @@ class Op:
     low_precision: Callable[[torch.dtype], Callable[..., Any]] | None = None
     """For tensors of a narrow dtype, the reference with the roundings that every kernel on matrix units makes;
     where it is None, the reference in float32 is the yardstick of the error budget."""
+    exact: bool = False
+    """Whether the reference defines every byte of the outputs, in the arguments' own precision: no error budget."""
     cancelling: tuple[str, ...] = ()
     """Results, as ``"dq"``, whose rows can be the small difference of larger terms."""
     codecs: Mapping[str, Codec] = field(default_factory=dict)

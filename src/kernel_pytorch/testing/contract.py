@@ -127,15 +127,16 @@ class BackendContract:
             leaves = _require_gradients(op, arguments)
             run = function_of(op).pinned(kernel.name)
 
-            def shifted(*values: Any) -> torch.Tensor:
-                total: torch.Tensor = run(*values)[0] + 1
-                return total
+            def shifted(*values: Any) -> tuple[torch.Tensor, ...]:
+                outputs = run(*values)
+                return (outputs[0] + 1,) if leaves else tuple(out.view(torch.uint8) for out in outputs if out.ndim)
 
             torch._dynamo.reset()
             results = []
             for function in (shifted, torch.compile(shifted, fullgraph=True, backend="aot_eager")):
                 out = function(*arguments.values())
-                results.append((out, *torch.autograd.grad(out, leaves, torch.ones_like(out))))
+                gradients = torch.autograd.grad(out[0], leaves, torch.ones_like(out[0])) if leaves else ()
+                results.append((*out, *gradients))
             for eager, compiled in zip(*results, strict=True):
                 assert torch.equal(eager, compiled)
 
@@ -151,6 +152,8 @@ class BackendContract:
 
 
 def _require_gradients(op: Op, arguments: dict[str, Any]) -> list[torch.Tensor]:
+    if not op.differentiable_outputs:
+        return []
     leaves = [arguments[name] for name in op.differentiable if isinstance(arguments[name], torch.Tensor)]
     for leaf in leaves:
         leaf.requires_grad_()

@@ -1,0 +1,378 @@
+"""fp8_cast: a matrix to an 8-bit floating-point format with its scales. The definition and its cases.
+
+Shapes: R rows, C columns of x. Every number of x belongs to one group, and each group g has one scale s_g:
+
+    amax_g    = the largest |x| among the finite numbers of the group
+    s_g       = 1                                                    where amax_g = 0
+                min(2^126, the largest float32 with s_g * amax_g <= L)    otherwise; L the format's largest value
+                rounded down to a power of two where ``power_of_two``
+    data      = encode(float32(x * s_g))                             nearest, ties to even, saturating
+    inverse_g = float32(1 / s_g)                                     so that x is about data * inverse_g
+
+``float32()`` is one rounding to nearest, and ``encode`` is ``Format.encode``: the result is defined to the byte,
+and computing in another order or with a compiler may not change it. Rounding s_g down means that with scales
+from the amax nothing saturates; the bound 2^126 keeps s_g finite for a subnormal amax (and 1 / s_g a normal
+number), at the price that numbers below 2^-126 * L do not use the format's whole range. Where ``scale`` is given
+(delayed scaling) it takes the place of s_g and no amax is needed first; numbers beyond L saturate and are counted.
+
+A number that is not finite becomes NaN, whatever its scale; it is counted and left out of the amax.
+
+    granularity   one scale for                  shape of inverse           shape of inverse_t
+    tensor        the whole matrix               ()                         the same number
+    row           a row                          (R, 1)                     (C, 1)
+    block         128 adjacent numbers of a row  (R, ceil(C / 128))         (C, ceil(R / 128))
+    square        128 x 128 numbers              (ceil(R / 128), ceil(C / 128))   its transpose
+
+What the copies are for. A matrix unit multiplies rows by rows: both operands of an 8-bit GEMM lie with the
+dimension that is summed over last, and a scale must be constant along it, or along 128 of it. For a linear layer
+y = x W^T, with x (M, K), W (N, K) and dy (M, N), ``data`` and ``data_t`` of each tensor serve the three GEMMs:
+
+    y  = x  W^T     sums over K     data of x,     data of W
+    dx = dy W       sums over N     data of dy,    data_t of W
+    dW = dy^T x     sums over M     data_t of dy,  data_t of x
+
+So ``data_t`` of the granularities row and block is scaled by ITS OWN rows, the columns of x, and is another
+rounding of x, not the transpose of ``data``. For tensor and square the scales agree, and data_t is data's
+transpose to the byte. In ``torch._scaled_mm(a.data, b.data.t(), a.inverse, b.inverse.t())`` the scales have the
+layout that torch asks for: those of block lie column after column (strides 1, R), the others row after row.
+
+``counts`` holds, for data in its first row and for data_t in its second (zeros where there is none):
+
+    saturated     finite numbers with |float32(x * s)| > L, which the format cannot hold
+    underflowed   numbers that are not zero and became zero
+    nonfinite     infinities and NaN in x
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from kernel_pytorch.hardware_abstraction.op import Call, Case, Draw, Op, TensorSpec
+from kernel_pytorch.precision.formats import FORMATS, Format, format_named
+
+__all__ = ["BLOCK", "FP8_CAST", "GRANULARITIES", "LARGEST_SCALE", "empty_inverse", "inverse_shape"]
+
+BLOCK = 128
+GRANULARITIES = ("tensor", "row", "block", "square")
+LARGEST_SCALE = 2.0**126
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def inverse_shape(granularity: str, rows: int, columns: int) -> tuple[int, ...]:
+    """The shape of the scales of a matrix."""
+    across, down = -(-columns // BLOCK), -(-rows // BLOCK)
+    return {"tensor": (), "row": (rows, 1), "block": (rows, across), "square": (down, across)}[granularity]
+
+
+def empty_inverse(x: torch.Tensor, granularity: str, rows: int, columns: int) -> torch.Tensor:
+    """Memory for the scales of a matrix, in the layout of the module's table."""
+    shape = inverse_shape(granularity, rows, columns)
+    if granularity == "block":
+        return x.new_empty(shape[::-1], dtype=torch.float32).t()
+    return x.new_empty(shape, dtype=torch.float32)
+
+
+# The reference: numpy in float64, where a product of two float32 numbers is exact, and the table of the format.
+
+
+def _largest(magnitude: npt.NDArray[np.float64], granularity: str) -> npt.NDArray[np.float64]:
+    """The largest number of each group, in the shape of the scales."""
+    rows, columns = magnitude.shape
+    shape = inverse_shape(granularity, rows, columns)
+    found = np.zeros(shape)
+    if magnitude.size == 0:
+        return found
+    if granularity == "tensor":
+        return np.asarray(magnitude.max())
+    if granularity == "row":
+        return np.asarray(magnitude.max(axis=1, keepdims=True))
+    height = 1 if granularity == "block" else BLOCK
+    for i, j in np.ndindex(*shape):
+        found[i, j] = magnitude[i * height : (i + 1) * height, j * BLOCK : (j + 1) * BLOCK].max()
+    return found
+
+
+def _scales(amax: npt.NDArray[np.float64], chosen: Format, power_of_two: bool) -> npt.NDArray[np.float32]:
+    quotient = np.minimum(chosen.largest / np.where(amax == 0, np.inf, amax), LARGEST_SCALE)
+    scale = quotient.astype(np.float32)
+    scale = np.where(scale.astype(np.float64) * amax > chosen.largest, np.nextafter(scale, np.float32(0)), scale)
+    if power_of_two:
+        _, exponent = np.frexp(scale)
+        scale = np.ldexp(np.float32(0.5), exponent)
+    return np.where(amax == 0, np.float32(1), scale).astype(np.float32)
+
+
+def _spread(scale: npt.NDArray[np.float32], granularity: str, rows: int, columns: int) -> npt.NDArray[np.float32]:
+    """The scale of every number."""
+    if granularity in ("block", "square"):
+        scale = scale.repeat(BLOCK, axis=1)[:, :columns]
+    if granularity == "square":
+        scale = scale.repeat(BLOCK, axis=0)[:rows]
+    return np.broadcast_to(scale, (rows, columns))
+
+
+def _quantise(
+    x: npt.NDArray[np.float32], scale: npt.NDArray[np.float32], granularity: str, chosen: Format
+) -> tuple[npt.NDArray[np.uint8], list[int]]:
+    """The codes of a matrix, and how many numbers saturated, underflowed and were not finite."""
+    spread = _spread(scale, granularity, *x.shape)
+    finite = np.isfinite(x)
+    with np.errstate(over="ignore", invalid="ignore", under="ignore"):
+        product = x * spread
+    # A finite number that overflows float32 saturates like any other.
+    clipped = np.clip(product, -chosen.largest, chosen.largest)
+    codes = chosen.encode(np.where(finite, clipped, np.nan))
+    saturated = finite & (np.abs(product) > chosen.largest)
+    underflowed = finite & (x != 0) & (chosen.decode(codes) == 0)
+    return codes, [int(saturated.sum()), int(underflowed.sum()), int((~finite).sum())]
+
+
+def reference(
+    x: torch.Tensor,
+    number_format: str,
+    granularity: str,
+    transposed: bool,
+    scale: torch.Tensor | None,
+    power_of_two: bool,
+) -> tuple[torch.Tensor, ...]:
+    """The definition, in numpy: slow, and exact to the byte."""
+    chosen = format_named(number_format)
+    x_RC = x.detach().to("cpu", torch.float32).numpy()
+    magnitude = np.where(np.isfinite(x_RC), np.abs(x_RC), 0).astype(np.float64)
+    counts = np.zeros((2, 3), dtype=np.int64)
+
+    def quantise(
+        matrix: npt.NDArray[np.float32], sizes: npt.NDArray[np.float64], copy: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if scale is None:
+            scales = _scales(_largest(sizes, granularity), chosen, power_of_two)
+        else:
+            given = scale.detach().to("cpu").numpy()
+            scales = given.T if copy else given
+        codes, counts[copy] = _quantise(matrix, scales, granularity, chosen)
+        with np.errstate(divide="ignore", over="ignore"):
+            inverse = (1.0 / scales.astype(np.float64)).astype(np.float32)
+        laid_out = empty_inverse(x, granularity, *matrix.shape)
+        laid_out.copy_(torch.from_numpy(np.array(inverse)))
+        return torch.from_numpy(codes).to(x.device).view(chosen.dtype), laid_out
+
+    data, inverse = quantise(x_RC, magnitude, 0)
+    data_t, inverse_t = x.new_empty((0, 0), dtype=chosen.dtype), x.new_empty(0, dtype=torch.float32)
+    if transposed:
+        data_t, inverse_t = quantise(np.ascontiguousarray(x_RC.T), magnitude.T, 1)
+        if granularity == "tensor":
+            inverse_t = x.new_empty(0, dtype=torch.float32)
+    amax = torch.tensor(magnitude.max(initial=0.0), dtype=torch.float32, device=x.device)
+    return data, data_t, inverse, inverse_t, amax, torch.from_numpy(counts).to(x.device)
+
+
+def check(call: Call) -> None:
+    x, granularity, transposed, scale = call["x"], call["granularity"], call["transposed"], call["scale"]
+    if not isinstance(x, TensorSpec):
+        raise TypeError(f"x={x!r}: expected a tensor")
+    if x.dtype not in _DTYPES:
+        raise TypeError(f"x has dtype {x.format}: use float32, float16 or bfloat16")
+    if len(x.shape) != 2:
+        raise ValueError(f"x has shape {list(x.shape)}: expected a matrix, so reshape it to rows and columns")
+    format_named(call["number_format"])
+    if granularity not in GRANULARITIES:
+        raise ValueError(f"granularity={granularity!r}: use one of {', '.join(GRANULARITIES)}")
+    for name in ("transposed", "power_of_two"):
+        if not isinstance(call[name], bool):
+            raise TypeError(f"{name}={call[name]!r}: use True or False")
+    if scale is None:
+        return
+    if not isinstance(scale, TensorSpec):
+        raise TypeError(f"scale={scale!r}: expected a float32 tensor, or None for scales from the largest numbers")
+    if call["power_of_two"]:
+        raise ValueError("power_of_two=True: it rounds scales that are computed here; leave it out with a scale")
+    if transposed and granularity in ("row", "block"):
+        raise ValueError(
+            f"transposed=True with a scale: the transposed copy has scales of its own for granularity="
+            f"{granularity!r}; cast x and x.t() with a scale each, or leave out scale"
+        )
+    if scale.dtype != torch.float32:
+        raise TypeError(f"scale has dtype {scale.format}: use float32")
+    expected = inverse_shape(granularity, *x.shape)
+    if scale.shape != expected:
+        raise ValueError(
+            f"scale has shape {list(scale.shape)}: granularity={granularity!r} takes {list(expected)} for x of shape "
+            f"{list(x.shape)}"
+        )
+    if scale.device != x.device:
+        raise ValueError(f"scale is on {scale.device} and x on {x.device}: move one with .to()")
+
+
+def fake(
+    x: torch.Tensor,
+    number_format: str,
+    granularity: str,
+    transposed: bool,
+    scale: torch.Tensor | None,
+    power_of_two: bool,
+) -> tuple[torch.Tensor, ...]:
+    rows, columns = x.shape
+    dtype = FORMATS[number_format].dtype
+    second = transposed and granularity != "tensor"
+    return (
+        x.new_empty((rows, columns), dtype=dtype),
+        x.new_empty((columns, rows) if transposed else (0, 0), dtype=dtype),
+        empty_inverse(x, granularity, rows, columns),
+        empty_inverse(x, granularity, columns, rows) if second else x.new_empty(0, dtype=torch.float32),
+        x.new_empty((), dtype=torch.float32),
+        x.new_empty((2, 3), dtype=torch.int64),
+    )
+
+
+def fake_backward(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return (torch.empty_like(x, memory_format=torch.contiguous_format),)
+
+
+def traffic(call: Call) -> int:
+    x: TensorSpec = call["x"]
+    rows, columns = x.shape
+    copies = 2 if call["transposed"] else 1
+    scales = math.prod(inverse_shape(call["granularity"], rows, columns))
+    return math.prod(x.shape) * (x.dtype.itemsize + copies) + 4 * scales
+
+
+def flops(call: Call) -> int:
+    x: TensorSpec = call["x"]
+    return 2 * math.prod(x.shape)  # a comparison for the amax and a product; the conversion is no arithmetic
+
+
+def plain(
+    x: torch.Tensor,
+    number_format: str,
+    granularity: str,
+    transposed: bool,
+    scale: torch.Tensor | None,
+    power_of_two: bool,
+) -> tuple[torch.Tensor, ...]:
+    """What a user would write without us: no statistics, no care for zeros, whole blocks only."""
+    chosen = FORMATS[number_format]
+
+    def cast(matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        rows, columns = matrix.shape
+        parts = {
+            "tensor": (1, rows, 1, columns),
+            "row": (rows, 1, 1, columns),
+            "block": (rows, 1, columns // BLOCK, BLOCK),
+            "square": (rows // BLOCK, BLOCK, columns // BLOCK, BLOCK),
+        }[granularity]
+        wide = matrix.reshape(parts).float()
+        if scale is None:
+            factor = chosen.largest / wide.abs().amax(dim=(1, 3), keepdim=True).clamp_min(1e-12)
+        else:
+            factor = scale.reshape(parts[0], 1, parts[2], 1)
+        data = (wide * factor).clamp(-chosen.largest, chosen.largest).to(chosen.dtype)
+        return data.reshape(rows, columns), factor.reciprocal()
+
+    return (*cast(x), *(cast(x.t().contiguous()) if transposed else ()))
+
+
+def _tensors(
+    rows: int,
+    columns: int,
+    granularity: str = "tensor",
+    *,
+    number_format: str = "e4m3fn",
+    transposed: bool = False,
+    scale: float | None = None,
+    power_of_two: bool = False,
+    change: Callable[[torch.Tensor], torch.Tensor] = lambda x: x,
+) -> Callable[[torch.dtype, torch.device, Draw], Mapping[str, Any]]:
+    def make(dtype: torch.dtype, device: torch.device, draw: Draw) -> Mapping[str, Any]:
+        x = change(draw(rows, columns).to(dtype))
+        given = None
+        if scale is not None:
+            given = torch.full(inverse_shape(granularity, *x.shape), scale, device=device)
+        return {
+            "x": x,
+            "number_format": number_format,
+            "granularity": granularity,
+            "transposed": transposed,
+            "scale": given,
+            "power_of_two": power_of_two,
+        }
+
+    return make
+
+
+def _zero_rows(x: torch.Tensor) -> torch.Tensor:
+    x[::2] = 0
+    return x
+
+
+def _outlier(x: torch.Tensor) -> torch.Tensor:
+    x[1, 2] = 30000
+    return x
+
+
+def _nonfinite(x: torch.Tensor) -> torch.Tensor:
+    x[0, 0], x[1, 1], x[2, 2] = math.inf, -math.inf, math.nan
+    return x
+
+
+def _benchmark(rows: int, columns: int, granularity: str) -> Case:
+    return Case(
+        f"{rows}x{columns}-{granularity}",
+        _tensors(rows, columns, granularity, transposed=True),
+        benchmark=True,
+        formats=("bfloat16",),
+        gate=f"both-{granularity}",
+    )
+
+
+CASES = (
+    Case("odd", _tensors(5, 37)),
+    *(Case(f"both-{kind}", _tensors(131, 260, kind, transposed=True)) for kind in GRANULARITIES),
+    *(Case(f"format-{name}", _tensors(9, 150, "block", number_format=name, transposed=True)) for name in FORMATS),
+    Case("one-number", _tensors(1, 1, "row", transposed=True)),
+    Case("no-rows", _tensors(0, 40, "row", transposed=True)),
+    Case("no-columns", _tensors(3, 0, "block", transposed=True)),
+    Case("power-of-two", _tensors(20, 130, "row", power_of_two=True)),
+    Case("given-scale", _tensors(20, 30, scale=300.0, transposed=True)),
+    Case("given-squares", _tensors(130, 129, "square", scale=1.5, transposed=True, number_format="e5m2")),
+    Case("transposed-strides", _tensors(33, 140, "block", transposed=True, change=lambda x: x.t())),
+    Case("every-other", _tensors(20, 80, "row", transposed=True, change=lambda x: x[::2, ::3])),
+    Case("zero-rows", _tensors(12, 40, "row", transposed=True, change=_zero_rows)),
+    Case("zeros", _tensors(4, 8, change=lambda x: x * 0)),
+    Case("subnormal-amax", _tensors(4, 8, "row", change=lambda x: x * 2.0**-100 * 2.0**-40)),
+    Case("outlier", _tensors(6, 50, transposed=True, change=_outlier)),
+    Case("nonfinite", _tensors(6, 50, "row", transposed=True, change=_nonfinite)),
+    *(_benchmark(8192, 4096, kind) for kind in GRANULARITIES),
+    _benchmark(16384, 14336, "tensor"),
+)
+
+FP8_CAST = Op(
+    name="fp8_cast",
+    arguments=(
+        "Tensor x",
+        "str number_format",
+        "str granularity",
+        "bool transposed",
+        "Tensor? scale",
+        "bool power_of_two",
+    ),
+    outputs=("data", "data_t", "inverse", "inverse_t", "amax", "counts"),
+    differentiable=("x",),  # no output is: nothing flows back, but torch wants an argument and a result in a schema
+    differentiable_outputs=(),
+    saved=("x",),
+    exact=True,
+    reference=reference,
+    check=check,
+    fake=fake,
+    fake_backward=fake_backward,
+    cases=CASES,
+    compile_cases=(),
+    traffic=traffic,
+    flops=flops,
+    baselines={"torch": plain},
+)

@@ -1,0 +1,115 @@
+"""fp8_cast in plain torch operations, byte for byte as defined: runs wherever torch does.
+
+torch's own cast rounds to nearest even, but what it makes of numbers beyond the largest and of infinities
+depends on the format, the device and torch's version (in 2.13 on a CPU, e4m3fn turns infinity into 448). So the
+cast only ever sees numbers inside the format's range, and one NaN.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from kernel_pytorch.hardware_abstraction.device import Device
+from kernel_pytorch.ops.fp8_cast.definition import BLOCK, LARGEST_SCALE, empty_inverse
+from kernel_pytorch.precision.formats import FORMATS, Format
+
+
+def group_amax(magnitude_RC: torch.Tensor, granularity: str) -> torch.Tensor:
+    """The largest number of each group, in the shape of the scales; 0 for a group of none."""
+    rows, columns = magnitude_RC.shape
+    if granularity == "tensor":
+        return magnitude_RC.amax() if magnitude_RC.numel() else magnitude_RC.new_zeros(())
+    if granularity == "row":
+        return magnitude_RC.amax(dim=1, keepdim=True) if columns else magnitude_RC.new_zeros((rows, 1))
+    down, across = -(-rows // BLOCK), -(-columns // BLOCK)
+    if magnitude_RC.numel() == 0:
+        return magnitude_RC.new_zeros((rows if granularity == "block" else down, across))
+    below = 0 if granularity == "block" else down * BLOCK - rows
+    padded = torch.nn.functional.pad(magnitude_RC, (0, across * BLOCK - columns, 0, below))
+    if granularity == "block":
+        return padded.view(rows, across, BLOCK).amax(dim=2)
+    return padded.view(down, BLOCK, across, BLOCK).amax(dim=(1, 3))
+
+
+def scale_from_amax(amax: torch.Tensor, largest: float, power_of_two: bool) -> torch.Tensor:
+    """The largest float32 s with s * amax <= largest, at most 2^126; 1 where amax is 0.
+
+    In float64, where the product is exact: the quotient rounded to float32 is that number or the next above.
+    """
+    exact = amax.double()
+    scale = (largest / exact.clamp_min(largest / LARGEST_SCALE)).float()
+    # The float32 below a positive one has the bit pattern before it.
+    scale = (scale.view(torch.int32) - (scale.double() * exact > largest).int()).view(torch.float32)
+    if power_of_two:
+        scale = (scale.view(torch.int32) & 0x7F800000).view(torch.float32)
+    return torch.where(amax == 0, 1.0, scale)
+
+
+def _spread(scale: torch.Tensor, granularity: str, rows: int, columns: int) -> torch.Tensor:
+    """The scales in a shape that multiplies a matrix."""
+    if granularity in ("block", "square"):
+        scale = scale.repeat_interleave(BLOCK, dim=1)[:, :columns]
+    if granularity == "square":
+        scale = scale.repeat_interleave(BLOCK, dim=0)[:rows]
+    return scale
+
+
+def _quantised(
+    x_RC: torch.Tensor, finite_RC: torch.Tensor, scale: torch.Tensor, granularity: str, chosen: Format
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The contiguous matrix in the format, and (saturated, underflowed, not finite)."""
+    product = x_RC * _spread(scale, granularity, *x_RC.shape)
+    magnitude = product.abs()
+    saturated = (magnitude > chosen.largest) & finite_RC
+    underflowed = (magnitude <= chosen.smallest_subnormal / 2) & (x_RC != 0)  # the tie goes to zero, which is even
+    lost = (saturated, underflowed, finite_RC.logical_not())
+    counts = torch.stack([numbers.count_nonzero() for numbers in lost])
+    # A NaN of the format's own sign, also out of 0 times an infinite scale.
+    number = finite_RC & (product == product)
+    inside = torch.where(number, product.clamp(-chosen.largest, chosen.largest), torch.nan)
+    return x_RC.new_empty(x_RC.shape, dtype=chosen.dtype).copy_(inside), counts
+
+
+def _inverse(x: torch.Tensor, scale: torch.Tensor, granularity: str, rows: int, columns: int) -> torch.Tensor:
+    return empty_inverse(x, granularity, rows, columns).copy_(scale.double().reciprocal())
+
+
+def _transposed_copy(data_RC: torch.Tensor) -> torch.Tensor:
+    """As bytes, for not every device copies 8-bit floats with strides."""
+    data_CR = data_RC.new_empty((data_RC.shape[1], data_RC.shape[0]), dtype=torch.uint8)
+    return data_CR.copy_(data_RC.view(torch.uint8).t()).view(data_RC.dtype)
+
+
+def forward(
+    device: Device,
+    x: torch.Tensor,
+    number_format: str,
+    granularity: str,
+    transposed: bool,
+    scale: torch.Tensor | None,
+    power_of_two: bool,
+) -> tuple[torch.Tensor, ...]:
+    chosen = FORMATS[number_format]
+    rows, columns = x.shape
+    x_RC = x.float()
+    finite_RC = x_RC.isfinite()
+    magnitude_RC = torch.where(finite_RC, x_RC.abs(), 0.0)
+    amax = group_amax(magnitude_RC, "tensor")
+    if scale is None:
+        groups = amax if granularity == "tensor" else group_amax(magnitude_RC, granularity)
+        scale = scale_from_amax(groups, chosen.largest, power_of_two)
+    data, counts = _quantised(x_RC, finite_RC, scale, granularity, chosen)
+    inverse = _inverse(x, scale, granularity, rows, columns)
+    data_t, inverse_t = data.new_empty((0, 0)), inverse.new_empty(0)
+    counts_t = torch.zeros_like(counts)
+    if transposed and granularity in ("tensor", "square"):
+        data_t, counts_t = _transposed_copy(data), counts
+        if granularity == "square":
+            inverse_t = _inverse(x, scale.t(), granularity, columns, rows)
+    elif transposed:
+        # Turned once: every operation below would walk across memory otherwise.
+        x_CR, magnitude_CR, finite_CR = (matrix.t().contiguous() for matrix in (x_RC, magnitude_RC, finite_RC))
+        own = scale_from_amax(group_amax(magnitude_CR, granularity), chosen.largest, power_of_two)
+        data_t, counts_t = _quantised(x_CR, finite_CR, own, granularity, chosen)
+        inverse_t = _inverse(x, own, granularity, columns, rows)
+    return data, data_t, inverse, inverse_t, amax, torch.stack([counts, counts_t])
