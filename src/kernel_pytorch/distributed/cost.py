@@ -23,7 +23,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from kernel_pytorch.distributed.placement import Placement
+from kernel_pytorch.distributed.placement import NO_INTERVALS, Placement, joined_intervals
 from kernel_pytorch.distributed.schedules import SCHEDULES, Schedule, heads_refusal
 from kernel_pytorch.distributed.transport import Transport
 from kernel_pytorch.hardware_abstraction.catalogue import CATALOGUE
@@ -228,9 +228,11 @@ def _volumes(mask: Mask, placement: Placement) -> _Volumes:
     keys, pairs = np.zeros((ranks, ranks), dtype=np.int64), np.zeros((ranks, ranks))
     every = _tiled(known, placement) if known.tables else _by_query(known, placement)
     for rank, lists in enumerate(every):
-        runs = [_joined(first, last) for first, last, _ in lists]
+        runs = [joined_intervals(first, last) for first, last, _ in lists]
         first, last = (
-            _joined(*(np.concatenate(ends) for ends in zip(*runs, strict=True))) if runs else (_NONE, _NONE)
+            joined_intervals(*(np.concatenate(ends) for ends in zip(*runs, strict=True)))
+            if runs
+            else (NO_INTERVALS, NO_INTERVALS)
         )
         keys[rank] = np.bincount(owners, np.diff(_until(first, last, edges)), ranks)[:ranks]
         for first, last, weight in lists:
@@ -243,7 +245,6 @@ def _volumes(mask: Mask, placement: Placement) -> _Volumes:
     return _Volumes(keys, pairs / (known.batch * known.heads))
 
 
-_NONE = np.zeros(0, dtype=np.int64)
 _Lists = list[tuple[Array, Array, float]]
 """Intervals of keys, and how many queries each of them counts for."""
 
@@ -282,21 +283,6 @@ def _tiled(known: Layout, placement: Placement) -> Iterator[_Lists]:
         for lists, first, last in zip(found, *parts, strict=True):
             lists.append((first, last, weight * tile))
     yield from found
-
-
-def _joined(first: Array, last: Array) -> tuple[Array, Array]:
-    """The union of intervals, as intervals that rise and do not touch."""
-    some = last > first
-    if not some.all():
-        first, last = first[some], last[some]
-    if len(first) == 0:
-        return _NONE, _NONE
-    if (first[1:] < first[:-1]).any():
-        order = np.argsort(first, kind="stable")
-        first, last = first[order], last[order]
-    reach = np.maximum.accumulate(last)
-    new = np.flatnonzero(first[1:] > reach[:-1]) + 1
-    return first[np.concatenate([[0], new])], reach[np.concatenate([new - 1, [len(reach) - 1]])]
 
 
 def _until(first: Array, last: Array, edges: Array) -> Array:

@@ -19,13 +19,14 @@ from kernel_pytorch.masks import Mask
 from kernel_pytorch.masks.layout import Layout
 from kernel_pytorch.masks.part import Ranges, checked_ranges, indices, size
 
-__all__ = ["Placement", "needed_keys", "place", "table_unit", "work_of_queries"]
+__all__ = ["NO_INTERVALS", "Placement", "joined_intervals", "needed_keys", "place", "table_unit", "work_of_queries"]
 
 Style = Literal["auto", "contiguous", "zigzag", "balanced"]
 _EVEN_ENOUGH = 1.05  # the busiest rank over the mean: a more local placement is kept up to here
 _TILES_A_RANK = 32  # what is dealt out in the balanced placement, at the most fine
 
 Array = np.ndarray[Any, Any]
+NO_INTERVALS = np.zeros(0, dtype=np.int64)
 
 
 @dataclass(frozen=True)
@@ -189,6 +190,21 @@ def _imbalance(ranges: tuple[Ranges, ...], work: Array, tile: int) -> float:
     return busiest * len(ranges) / total
 
 
+def joined_intervals(first: Array, last: Array) -> tuple[Array, Array]:
+    """The union of intervals, as intervals that rise and do not touch."""
+    some = last > first
+    if not some.all():
+        first, last = first[some], last[some]
+    if len(first) == 0:
+        return NO_INTERVALS, NO_INTERVALS
+    if (first[1:] < first[:-1]).any():
+        order = np.argsort(first, kind="stable")
+        first, last = first[order], last[order]
+    reach = np.maximum.accumulate(last)
+    new = np.flatnonzero(first[1:] > reach[:-1]) + 1
+    return first[np.concatenate([[0], new])], reach[np.concatenate([new - 1, [len(reach) - 1]])]
+
+
 @lru_cache(maxsize=64)
 def needed_keys(mask: Mask, placement: Placement) -> tuple[tuple[Ranges, ...], ...]:
     """``[r][s]``: the keys on rank s, as ranges of the whole sequence, that rank r's queries attend to.
@@ -198,9 +214,8 @@ def needed_keys(mask: Mask, placement: Placement) -> tuple[tuple[Ranges, ...], .
     known = mask.layout(placement.length, placement.length)
     found = []
     for rank in range(placement.ranks):
-        need = _attended_keys(known, placement.ranges[rank])
-        edges = np.flatnonzero(np.diff(np.concatenate([[0], need.view(np.int8), [0]])))
-        runs = tuple(zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True))
+        first, last = _attended_keys(known, placement.ranges[rank])
+        runs = tuple(zip(first.tolist(), last.tolist(), strict=True))
         found.append(tuple(_common(runs, own) for own in placement.ranges))
     return tuple(found)
 
@@ -219,8 +234,8 @@ def _common(a: Ranges, b: Ranges) -> Ranges:
     return tuple(found)
 
 
-def _attended_keys(known: Layout, queries: Ranges) -> Array:
-    """Which keys any of these queries attends to, as booleans."""
+def _attended_keys(known: Layout, queries: Ranges) -> tuple[Array, Array]:
+    """The keys that any of these queries attends to, as intervals."""
     if known.tables:
         tile = known.finest_block
         walk = known.walk(tile, tile)
@@ -237,11 +252,12 @@ def _attended_keys(known: Layout, queries: Ranges) -> Array:
         # Whole blocks: a part cannot cut one.
         a_unit = table_unit(known) // tile
         units = np.pad(tiles, (0, -len(tiles) % a_unit)).reshape(-1, a_unit).any(axis=1)
-        return np.repeat(units, a_unit * tile)[: known.kv_len]
-    change = np.zeros(known.kv_len + 1, dtype=np.int64)
-    for first, last in queries:
-        low, high = (ends[:, :, first:last].reshape(-1) for ends in (known.first, known.last))
-        some = high > low
-        change += np.bincount(low[some], minlength=known.kv_len + 1)
-        change -= np.bincount(high[some], minlength=known.kv_len + 1)
-    return np.cumsum(change)[:-1] > 0
+        edges = np.flatnonzero(np.diff(np.concatenate([[0], units.view(np.int8), [0]]))) * table_unit(known)
+        return edges[::2], edges[1::2].clip(max=known.kv_len)
+    if not queries:
+        return NO_INTERVALS, NO_INTERVALS
+    # Slot by slot, where intervals mostly rise: then there is nothing to sort.
+    ends = [np.concatenate([part[:, :, a:b] for a, b in queries], axis=2) for part in (known.first, known.last)]
+    slots = zip(*(part.reshape(-1, part.shape[2]) for part in ends), strict=True)
+    parts = [joined_intervals(first, last) for first, last in slots]
+    return joined_intervals(*(np.concatenate(one) for one in zip(*parts, strict=True)))
