@@ -7,10 +7,12 @@ return is put together here, apart from the code under test, and goes through th
 from __future__ import annotations
 
 import contextlib
+import copy
 import gc
 import math
 import multiprocessing
 import os
+import pickle
 import re
 import time
 from collections.abc import Iterator
@@ -33,7 +35,8 @@ from kernel_pytorch.distributed.context import _contexts as contexts
 from kernel_pytorch.distributed.placement import table_unit
 from kernel_pytorch.distributed.schedules import heads_refusal
 from kernel_pytorch.distributed.transport import Transport
-from kernel_pytorch.masks import Mask, blocks, causal, documents, full, prefix, window
+from kernel_pytorch.hardware_abstraction.dispatch import Function
+from kernel_pytorch.masks import Mask, blocks, causal, documents, full, prefix, sinks, window
 from kernel_pytorch.ops.attention.definition import ATTENTION, reference
 from kernel_pytorch.testing import Comparison, compare, poisoned
 from ranks import SIZES, Ranks, started
@@ -758,3 +761,100 @@ def test_broken_ranks_are_caught(pool: Ranks, how: str, name: str, caught: set[s
     run = Run(pool, 4, CASES[name], broken=how)
     assert set(run.wrong()) == caught
     assert Run(pool, 4, CASES[name]).wrong() == {}
+
+
+# What NCCL, gradients of gradients, and a policy need.
+
+
+def without_tags(group: Any, length: int) -> list[float]:
+    """NCCL tells messages apart by their order alone: without tags, ranks must post them in the same one."""
+    mask = window(60, 60) | sinks(4)
+    before = schedules._KEYS, schedules._GRADIENTS
+    schedules._KEYS = schedules._GRADIENTS = 0
+    try:
+        q, k, v = (torch.randn(1, 2, length, 16, generator=torch.Generator().manual_seed(n)) for n in range(3))
+        cp = Context(group, length, mask, schedule="ring", placement="contiguous", timeout=20)
+        own = [cp.shard(x, 2).requires_grad_() for x in (q, k, v)]
+        out = kp.attention(*own, mask, group=cp)
+        found = [out, *torch.autograd.grad(out.square().sum(), own)]
+        alone = [x.requires_grad_() for x in (q, k, v)]
+        whole = kp.attention(*alone, mask)
+        expected = [whole, *torch.autograd.grad(whole.square().sum(), alone)]
+        return [float((a - cp.shard(b, 2)).abs().max()) for a, b in zip(found, expected, strict=True)]
+    finally:
+        schedules._KEYS, schedules._GRADIENTS = before
+
+
+def test_messages_need_no_tags(pool: Ranks) -> None:
+    for errors in pool.run(without_tags, 4, 1024):
+        assert max(errors) < 1e-5
+
+
+def other_uses(group: Any, what: str) -> str:
+    mask = causal()
+    cp = Context(group, 40, mask)
+    own = [torch.randn(1, 2, cp.tokens, 16).requires_grad_() for _ in range(3)]
+    if what == "second derivative":
+        out = kp.attention(*own, mask, group=cp, kernel="tiled")
+        first = torch.autograd.grad(out.square().sum(), own, create_graph=True)
+        torch.autograd.grad(first[0].sum(), own)
+    elif what == "forward mode":
+        torch.func.jvp(lambda q: kp.attention(q, q, q, mask, group=cp), (own[0].detach(),), (own[1].detach(),))
+    elif what == "export":
+
+        class Module(torch.nn.Module):
+            def forward(self, q: torch.Tensor) -> Any:
+                return kp.attention(q, q, q, mask, group=cp)
+
+        torch.export.export(Module(), (own[0].detach(),))
+    elif what == "mask":
+        kp.attention(*own, torch.ones(40, 40), group=cp)  # type: ignore[arg-type]
+    elif what == "copy":
+        assert copy.deepcopy(cp) is cp
+        pickle.dumps(cp)
+    return "nothing was refused"
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("second derivative", "NotImplementedError: attention has no second derivative"),
+        ("forward mode", "NotImplementedError: .*forward-mode"),
+        ("export", "an exported graph cannot name ranks"),
+        ("mask", "TypeError: mask=.*expected a mask of kp.masks"),
+        ("copy", "TypeError: a Context belongs to the ranks of this process"),
+    ],
+)
+def test_uses_that_cannot_be_right_are_refused(pool: Ranks, what: str, message: str) -> None:
+    for kind, text in pool.outcomes(other_uses, 2, what):
+        assert kind == "error", text
+        assert re.search(message, text, re.DOTALL), text
+    works(pool, 2)
+
+
+def under_policy(group: Any) -> list[bool]:
+    """Whether each kernel was chosen under a deterministic policy, the backward's too."""
+    seen = []
+    original = Function._runner
+
+    def spy(self: Function, phase: Any, arguments: Any, state: Any, needs_grad: bool) -> Any:
+        seen.append(state.policy.deterministic)
+        return original(self, phase, arguments, state, needs_grad)
+
+    Function._runner = spy  # type: ignore[method-assign]
+    try:
+        for where in (Context(group, 40, causal()), kp.context_parallel.Chunks(16)):
+            tokens = where.tokens if isinstance(where, Context) else 40
+            own = [torch.randn(1, 2, tokens, 16).requires_grad_() for _ in range(3)]
+            with kp.policy(deterministic=True):
+                out = kp.attention(*own, causal(), group=where)
+            out.sum().backward()
+    finally:
+        Function._runner = original  # type: ignore[method-assign]
+    return seen
+
+
+def test_the_backward_keeps_the_policy_of_its_forward(pool: Ranks) -> None:
+    for seen in pool.run(under_policy, 2):
+        assert len(seen) > 4
+        assert all(seen)

@@ -540,3 +540,12 @@ def test_png(tmp_path: Path) -> None:
     text = (causal() & window(30)).show(200, path=path)
     assert text.count("\n") == 31
     assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_mask_first_made_in_inference_mode_can_be_trained_with() -> None:
+    with torch.inference_mode():
+        mask = causal() & window(137)
+    assert not mask.code.is_inference()
+    q = torch.randn(1, 1, 8, 16, requires_grad=True)
+    torch.compile(lambda q: kp.attention(q, q, q, mask), backend="aot_eager")(q).sum().backward()
+    assert q.grad is not None

@@ -125,3 +125,11 @@ def test_what_cannot_be_placed(arguments: dict[str, Any], message: str) -> None:
 def test_a_placement_of_ones_own_has_every_token_once(ranges: Any) -> None:
     with pytest.raises(ValueError, match="every token of 8 must be on one rank"):
         Placement(8, ranges, "own", 1.0)
+
+
+def test_a_placement_by_hand_is_put_in_order_or_refused() -> None:
+    made = Placement(50, (((0, 20), (20, 50)), ((50, 50),), ()), "own", 1.0)
+    assert made.ranges == (((0, 50),), (), ())
+    for ranges in ((((25, 50), (0, 25)),), (((0, 5), (5, 3)),), (((0, 40),),)):
+        with pytest.raises(ValueError, match="ranges="):
+            Placement(50, ranges, "own", 1.0)

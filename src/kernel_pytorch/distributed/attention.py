@@ -15,11 +15,17 @@ import torch
 from kernel_pytorch.distributed.chunks import Chunks, chunked_attention
 from kernel_pytorch.distributed.context import Context, context_named, fingerprint, group_of, total_length
 from kernel_pytorch.distributed.cost import Link, ScheduleChoice, Shape, choose, predict
-from kernel_pytorch.distributed.parts import Terms
+from kernel_pytorch.distributed.parts import NO_SECOND_DERIVATIVE, Terms
 from kernel_pytorch.distributed.placement import Placement
 from kernel_pytorch.distributed.schedules import Schedule, head_mask, run_backward, run_forward, stages
 from kernel_pytorch.hardware_abstraction.device import Device
-from kernel_pytorch.hardware_abstraction.dispatch import asked_device, explained, explaining, pinned_kernel
+from kernel_pytorch.hardware_abstraction.dispatch import (
+    asked_device,
+    effective_policy,
+    explained,
+    explaining,
+    function_of,
+)
 from kernel_pytorch.hardware_abstraction.op import Call, TensorSpec
 from kernel_pytorch.hardware_abstraction.registry import device_of
 from kernel_pytorch.hardware_abstraction.selection import Policy, select
@@ -31,11 +37,11 @@ __all__ = ["spread_attention"]
 _LIBRARY = torch.library.Library("kernel_pytorch", "FRAGMENT")
 _LIBRARY.define(
     "spread_attention(Tensor q, Tensor k, Tensor v, Tensor mask, float scale, bool lse_flows, str context, "
-    "str kernel) -> (Tensor, Tensor)"
+    "str policy) -> (Tensor, Tensor)"
 )
 _LIBRARY.define(
     "spread_attention_backward(Tensor dout, Tensor dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
-    "Tensor mask, float scale, bool lse_flows, str context, str kernel) -> (Tensor, Tensor, Tensor)"
+    "Tensor mask, float scale, bool lse_flows, str context, str policy) -> (Tensor, Tensor, Tensor)"
 )
 
 
@@ -50,13 +56,21 @@ def spread_attention(
     kernel: str | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, lse) of this rank's queries over the keys of all ranks."""
-    kernel = pinned_kernel() if kernel is None else kernel
+    policy = effective_policy(kernel)
+    if torch.compiler.is_exporting():
+        raise NotImplementedError(
+            "group: an exported graph cannot name ranks of this process; export without a group"
+        )
+    if not isinstance(mask, Mask):
+        raise TypeError(f"mask={mask!r}: expected a mask of kp.masks, such as kp.masks.causal()")
+    if not torch.compiler.is_compiling():
+        function_of(ATTENTION).refuse_tangents((q, k, v))
     if isinstance(group, Chunks):
-        return chunked_attention(q, k, v, mask, scale, lse_flows, group, kernel)
+        return chunked_attention(q, k, v, mask, scale, lse_flows, group, policy)
     if not torch.compiler.is_compiling():
         context = group if isinstance(group, Context) else _context_of(group, q, mask)
         if explaining():
-            explained(_explanation(context, q, k, v, mask, scale, kernel))
+            explained(_explanation(context, q, k, v, mask, scale, policy))
     elif isinstance(group, Context):
         context = group
     else:
@@ -64,7 +78,7 @@ def spread_attention(
             "group: a compiled function takes a kp.context_parallel.Context; make it outside, where ranks can talk"
         )
     found: tuple[torch.Tensor, torch.Tensor] = torch.ops.kernel_pytorch.spread_attention.default(
-        q, k, v, mask.code, scale, lse_flows, context.name, kernel or ""
+        q, k, v, mask.code, scale, lse_flows, context.name, policy
     )
     return found
 
@@ -136,7 +150,7 @@ def _checked(
             stages(mask, context.placement, context.rank, schedule)  # a placement may cut the mask's blocks
         if terms.kernel is not None:
             _kernels(context, schedule, q, k, v, mask, terms)
-    except (ValueError, TypeError, NotImplementedError) as error:
+    except Exception as error:  # whatever it is, the others must not wait for this rank
         refusal = error
     if context.check and context.ranks > 1:
         shown = {"mask": mask, "dtype": q.dtype, "schedule": schedule, "placement": context.placement.style}
@@ -183,7 +197,7 @@ def _kernels(
 ) -> tuple[str, ...]:
     """The kernel of each stage of this rank, as text; one that no kernel serves is an error."""
     device = asked_device() or device_of(q.device)
-    policy = Policy(kernel=terms.kernel)
+    policy = Policy.decode(terms.policy)
     trains = any(x.requires_grad for x in (q, k, v))
     found = []
     for name, part, rows, keys, merged in _calls(context, schedule, mask, q.shape[1]):
@@ -213,6 +227,8 @@ def _calls(
     plan = stages(mask, context.placement, context.rank, schedule)
     merged = sum(stage.mask is not None for stage in plan) > 1
     for stage in plan:
+        if stage.mask is None and not stage.sends:
+            continue
         keys = sum(last - first for _, first, last in stage.pieces)
         yield stage.name, stage.mask, stage.queries.stop - stage.queries.start, keys, merged
 
@@ -224,9 +240,9 @@ def _explanation(
     v: torch.Tensor,
     mask: Mask,
     scale: float,
-    kernel: str | None,
+    policy: str,
 ) -> ScheduleChoice:
-    terms = Terms(scale, kernel)
+    terms = Terms(scale, policy)
     device = asked_device() or device_of(q.device)
     predictions = predict(mask, context.placement, _shape(q, k, v, True), device, context.link)
     schedule, reason = choose(predictions, context.schedule)
@@ -243,9 +259,9 @@ def _forward(
     scale: float,
     lse_flows: bool,
     context: str,
-    kernel: str,
+    policy: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    where, terms, decoded = context_named(context), Terms(scale, kernel or None, lse_flows), from_code(mask)
+    where, terms, decoded = context_named(context), Terms(scale, policy, lse_flows), from_code(mask)
     schedule = _checked(where, q, k, v, decoded, terms)
     return run_forward(schedule, where.transport, where.placement, q, k, v, decoded, terms)
 
@@ -262,9 +278,9 @@ def _backward(
     scale: float,
     lse_flows: bool,
     context: str,
-    kernel: str,
+    policy: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    where, terms, decoded = context_named(context), Terms(scale, kernel or None, lse_flows), from_code(mask)
+    where, terms, decoded = context_named(context), Terms(scale, policy, lse_flows), from_code(mask)
     schedule = _schedule(where, q, k, v, decoded)
     return run_backward(
         schedule,
@@ -311,4 +327,9 @@ def _autograd(ctx: Any, dout: torch.Tensor, dlse: torch.Tensor) -> tuple[Any, ..
     return (*gradients, *([None] * 5))
 
 
+def _second_derivative(_ctx: Any, *_gradients: Any) -> Any:
+    raise NotImplementedError(NO_SECOND_DERIVATIVE)
+
+
 torch.library.register_autograd("kernel_pytorch::spread_attention", _autograd, setup_context=_setup, lib=_LIBRARY)
+torch.library.register_autograd("kernel_pytorch::spread_attention_backward", _second_derivative, lib=_LIBRARY)

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from kernel_pytorch.distributed.parts import Part, Terms, attend, attend_backward
+from kernel_pytorch.distributed.parts import NO_SECOND_DERIVATIVE, Part, Terms, attend, attend_backward
 from kernel_pytorch.distributed.placement import Placement, table_unit
 from kernel_pytorch.distributed.schedules import Stage, stages
 from kernel_pytorch.hardware_abstraction.dispatch import explaining, function_of
@@ -93,10 +93,10 @@ def chunked_attention(
     scale: float,
     lse_flows: bool,
     chunks: Chunks,
-    kernel: str | None,
+    policy: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, lse) as without chunks."""
-    terms = Terms(scale, kernel, lse_flows)
+    terms = Terms(scale, policy, lse_flows)
     specs = [TensorSpec.of(x) if isinstance(x, torch.Tensor) else x for x in (q, k, v)]
     if isinstance(q, torch.Tensor) and all(isinstance(x, torch.Tensor) and x.device.type == "cpu" for x in (k, v)):
         # Keys in host memory are meant to be there: everything else is checked as if they were beside the queries.
@@ -110,7 +110,7 @@ def chunked_attention(
         if plan:
             rows, ranges = plan[0].queries, _keys(plan[0])
             own = (q[:, :, rows], _joined(k, ranges), _joined(v, ranges), _present(plan[0].mask))
-            function_of(ATTENTION)(*own, scale, terms.wanted(q.dtype, merged=True), kernel=kernel)
+            function_of(ATTENTION)(*own, scale, terms.wanted(q.dtype, merged=True), kernel=terms.kernel)
     found: tuple[torch.Tensor, torch.Tensor] = _Chunked.apply(q, k, v, mask, terms, chunks)  # type: ignore[no-untyped-call]
     return found
 
@@ -217,16 +217,35 @@ class _Chunked(torch.autograd.Function):
     def backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> Any:
         q, k, v, out, lse = ctx.saved_tensors
         dout = torch.zeros_like(out) if dout is None else dout
-        terms, placement = ctx.terms, ctx.placement
+        known = (ctx.mask, ctx.terms, ctx.placement, ctx.device)
+        found = _ChunkedBackward.apply(dout, dlse, q, k, v, out, lse, *known)  # type: ignore[no-untyped-call]
+        return (*found, None, None, None)
+
+
+class _ChunkedBackward(torch.autograd.Function):
+    """The gradients, as a function of its own: with create_graph=True it goes into the graph, and refuses there."""
+
+    @staticmethod
+    def forward(
+        _ctx: Any,
+        dout: torch.Tensor,
+        dlse: torch.Tensor | None,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        mask: Mask,
+        terms: Terms,
+        placement: Placement,
+        device: torch.device,
+    ) -> Any:
         wide = lse_dtype(q.dtype)
         dq = torch.zeros(q.shape, dtype=wide, device=q.device)
-        dk, dv = (
-            torch.empty(x.shape, dtype=x.dtype, device=ctx.device, pin_memory=ctx.device != q.device)
-            for x in (k, v)
-        )
+        dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=device, pin_memory=device != q.device) for x in (k, v))
         by_keys: dict[int, list[tuple[int, Stage]]] = {number: [] for number in range(placement.ranks)}
         for number in range(placement.ranks) if q.shape[2] else ():
-            for stage in stages(ctx.mask, placement, number, "ring"):
+            for stage in stages(mask, placement, number, "ring"):
                 if stage.mask is not None:
                     by_keys[stage.pieces[0][0]].append((number, stage))
         used = [number for number, plan in by_keys.items() if plan]
@@ -258,9 +277,13 @@ class _Chunked(torch.autograd.Function):
             while totals:  # from the end, so that none is held longer than it is needed
                 result = (dk, dv)[len(totals) - 1]
                 _copied(result[:, :, start:stop], totals.pop().to(result.dtype))
-        if ctx.device != q.device:
+        if device != q.device:
             torch.accelerator.synchronize(q.device)  # what comes next may read them from the host
-        return dq.to(q.dtype), dk, dv, None, None, None
+        return dq.to(q.dtype), dk, dv
+
+    @staticmethod
+    def backward(_ctx: Any, *_gradients: Any) -> Any:
+        raise NotImplementedError(NO_SECOND_DERIVATIVE)
 
 
 def _present(mask: Mask | None) -> Mask:

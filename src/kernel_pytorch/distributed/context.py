@@ -45,7 +45,7 @@ def total_length(tokens: int, group: Any) -> int:
     """The tokens of all ranks together."""
     count = torch.tensor([tokens], dtype=torch.int64)
     process_group = group_of(group)
-    if "nccl" in dist.get_backend(process_group):
+    if "cpu:" not in dist.get_backend_config(process_group):
         count = count.cuda()
     dist.all_reduce(count, group=process_group)
     return int(count)
@@ -53,6 +53,9 @@ def total_length(tokens: int, group: Any) -> int:
 
 class Context:
     """A sequence spread over the ranks of a group.
+
+    Ranks must make the same calls in the same order, backwards included, from one thread for each group: messages
+    are told apart by nothing else.
 
     Args:
         group: a process group, or one dimension of a DeviceMesh.
@@ -113,6 +116,14 @@ class Context:
         self.check = check
         self.name = f"{self.group.group_name}/{next(_numbers)}"
         _contexts[self.name] = self
+
+    def __deepcopy__(self, memo: Any) -> Context:
+        return self  # ranks and their tokens are no state of a model that is copied
+
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            "a Context belongs to the ranks of this process: save its placement, and make a Context there"
+        )
 
     def __repr__(self) -> str:
         held = f"{self.tokens} of {self.length} tokens"
@@ -226,13 +237,18 @@ class _Unshard(torch.autograd.Function):
 @lru_cache(maxsize=64)
 def _control_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
     """A group for small messages between CPUs: the group itself with Gloo, else a Gloo group of the same ranks."""
-    if "gloo" in dist.get_backend(group):
+    config = dist.get_backend_config(
+        group
+    )  # device:backend pairs; get_backend says "undefined" where there are two
+    if "nccl" in config:
+        # NCCL wants every rank in a group's first operation; later exchanges are between a few. Not dist.barrier,
+        # which picks the CPU's backend where a group has both.
+        dist.all_reduce(torch.zeros(1, device="cuda"), group=group)
+    if "cpu:gloo" in config:
         return group
     made: dist.ProcessGroup = dist.new_group(
         dist.get_process_group_ranks(group), backend="gloo", use_local_synchronization=True
     )
-    # NCCL wants every rank in a group's first operation; later exchanges are between a few.
-    dist.barrier(group)
     return made
 
 
@@ -240,7 +256,7 @@ def _guessed_link(group: dist.ProcessGroup) -> Link:
     """By the group's backend, the device, and whether all ranks can be on one host."""
     import os
 
-    if "nccl" not in dist.get_backend(group):
+    if "nccl" not in dist.get_backend_config(group):
         return LINKS["gloo"]
     if torch.version.hip:
         inner = LINKS["xgmi-mi300x"]

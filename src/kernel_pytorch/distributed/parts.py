@@ -17,10 +17,16 @@ from dataclasses import dataclass
 import torch
 
 from kernel_pytorch.hardware_abstraction.dispatch import function_of
+from kernel_pytorch.hardware_abstraction.selection import Policy
 from kernel_pytorch.masks import Mask
 from kernel_pytorch.ops.attention.definition import ATTENTION, lse_dtype
 
 __all__ = ["Part", "Terms", "attend", "attend_backward"]
+
+NO_SECOND_DERIVATIVE = (
+    "attention has no second derivative: leave out create_graph=True, or differentiate its formula in plain torch "
+    "operations"
+)
 
 
 @dataclass(frozen=True)
@@ -42,9 +48,14 @@ class Terms:
     """What does not change from part to part."""
 
     scale: float
-    kernel: str | None = None
-    """A pinned kernel may round its parts to q's dtype; without one, parts are float32."""
+    policy: str = ""
+    """The policy in force at the forward, as text: the backward may run outside of its ``with`` block."""
     lse_flows: bool = False
+
+    @property
+    def kernel(self) -> str | None:
+        """A pinned kernel may round its parts to q's dtype; without one, parts are float32."""
+        return Policy.decode(self.policy).kernel
 
     def wanted(self, dtype: torch.dtype, *, merged: bool) -> str:
         """What to ask of a kernel whose results are merged with other parts', or are the whole result."""
@@ -64,7 +75,7 @@ def attend(
     for part in parts:
         rows = part.queries
         arguments = (q[:, :, rows], part.k, part.v, part.mask, terms.scale, wanted)
-        part_out, part_lse = function.run("forward", arguments, terms.kernel)
+        part_out, part_lse = function.run("forward", arguments, terms.policy)
         if out is None:
             if part_lse.shape == lse.shape:
                 out, lse = part_out if not merged else part_out.to(wide), part_lse
@@ -106,7 +117,7 @@ def attend_backward(
             terms.scale,
             wanted,
         )
-        part_dq, dk, dv = function.run("backward", arguments, terms.kernel)
+        part_dq, dk, dv = function.run("backward", arguments, terms.policy)
         dq[:, :, rows] += part_dq
         del part_dq
         give_back(dk, dv)

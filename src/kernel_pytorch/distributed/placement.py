@@ -48,6 +48,11 @@ class Placement:
     """The work of the busiest rank over the mean of all, for the mask it was made for."""
 
     def __post_init__(self) -> None:
+        own = tuple(
+            checked_ranges("ranges", tuple((first, last) for first, last in ranges), self.length)
+            for ranges in self.ranges
+        )
+        object.__setattr__(self, "ranges", own)  # neighbours joined, none empty
         every = sorted(one for ranges in self.ranges for one in ranges)
         ends = [0, *(last for _, last in every)]
         if [first for first, _ in every] != ends[:-1] or ends[-1] != self.length:

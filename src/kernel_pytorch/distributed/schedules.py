@@ -50,7 +50,10 @@ class Stage:
 
 @lru_cache(maxsize=256)
 def stages(mask: Mask, placement: Placement, rank: int, schedule: Schedule) -> tuple[Stage, ...]:
-    """The stages of one rank; those in which it neither attends nor sends are left out."""
+    """The stages of one rank: as many on each, also where one neither attends nor sends.
+
+    What a rank posts is in the same order on all ranks then, which backends without tags (NCCL) match messages by.
+    """
     needed, ranks = needed_keys(mask, placement), placement.ranks
     if schedule == "gather":
         groups = [("gather", list(range(ranks)), list(range(ranks)))]
@@ -66,8 +69,7 @@ def stages(mask: Mask, placement: Placement, rank: int, schedule: Schedule) -> t
         )
         pieces = tuple(sorted(((s, *one) for s in sources for one in needed[rank][s]), key=lambda piece: piece[1]))
         part, rows = _part(mask, placement, rank, tuple((first, last) for _, first, last in pieces))
-        if sends or part is not None:
-            found.append(Stage(name, sends, pieces if part is not None else (), part, rows))
+        found.append(Stage(name, sends, pieces if part is not None else (), part, rows))
     return tuple(found)
 
 

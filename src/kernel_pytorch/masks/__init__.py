@@ -180,7 +180,8 @@ def _leaf(kind: int, *numbers: int) -> Mask:
 @lru_cache(maxsize=1024)
 def _made(node: Node) -> Mask:
     """The one Mask of an expression: masks made anew in every step cost no more than a look-up."""
-    with _disable_current_modes():  # what is kept must not be a fake tensor of a mode that is active now
+    # What is kept must not be a fake tensor of a mode that is active now, nor one that no backward may save.
+    with _disable_current_modes(), torch.inference_mode(False):
         code = mask_code.encode(node)
     # What torch._dynamo.maybe_mark_dynamic does, without its import: a code of another length is no other graph.
     code._dynamo_weak_dynamic_indices = {0}  # type: ignore[attr-defined]

@@ -69,7 +69,9 @@ def attention(
     if group is not None:
         from kernel_pytorch.distributed.attention import spread_attention
 
-        out, lse = spread_attention(q, k, v, full() if mask is None else mask, scale, return_lse, group, kernel)
+        out, lse = spread_attention(
+            q, k, v, full() if mask is None else mask, scale, return_lse and _may_train(q, k, v), group, kernel
+        )
         return (out, lse) if return_lse else out
     wanted = "lse" if return_lse else "grad" if _may_train(q, k, v) else "out"
     out, lse = _function(q, k, v, full() if mask is None else mask, scale, wanted, kernel=kernel)
