@@ -525,3 +525,23 @@ def test_a_kernel_runs_with_its_tensors_device_current(monkeypatch: pytest.Monke
     count = 1  # one GPU is always the current one, and the guard would cost time
     assert dispatch._on(torch.device("cuda:0"), abs) is abs
     assert dispatch._on(torch.device("cpu"), abs) is abs
+
+
+def test_autocast_does_not_reach_into_kernels() -> None:
+    """What a kernel multiplies and adds up in float32 must not be rounded because its caller is in autocast."""
+    x = [torch.randn(1, 2, 50, 32, generator=torch.Generator().manual_seed(n)) for n in range(3)]
+
+    def run() -> list[torch.Tensor]:
+        leaves = [value.clone().requires_grad_() for value in x]
+        out = kp.attention(*leaves, kp.masks.causal(), kernel="tiled")
+        return [out.detach(), *torch.autograd.grad(out.square().sum(), leaves)]
+
+    plain = run()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        inside = run()
+        compiled = torch.compile(
+            lambda q, k, v: kp.attention(q, k, v, kp.masks.causal(), kernel="tiled"), backend="eager"
+        )
+        inside_graph = compiled(*x)
+    assert all(torch.equal(a, b) for a, b in zip(plain, inside, strict=True))
+    assert torch.equal(inside_graph, plain[0])

@@ -114,7 +114,7 @@ def run(work: Plan, step: Step, seconds: float = 0.3) -> Iterator[Measurement]:
         subjects.append((f"baseline:{name}", baseline, True, None))
         if op.compile_baselines:
             subjects.append((f"baseline:torch.compile({name})", torch.compile(baseline, dynamic=False), True, None))
-    phases: tuple[Phase, ...] = ("forward", "backward")
+    phases: tuple[Phase, ...] = ("forward", "backward") if op.differentiable_outputs else ("forward",)
     for phase in phases:
         for subject, call_it, trains, worst in subjects:
             if phase == "backward" and not trains:

@@ -4,14 +4,21 @@ from kernel_pytorch.evidence import evidence_directory
 from kernel_pytorch.hardware_abstraction.catalogue import CATALOGUE
 from kernel_pytorch.hardware_abstraction.probe import probe_cpu
 from kernel_pytorch.hardware_abstraction.registry import Backend
-from kernel_pytorch.ops import attention, fp8_cast, rms_norm
+from kernel_pytorch.ops import attention, fp8_cast, fp8_matmul, rms_norm
 
 BACKEND = Backend(
     name="cpu",
     title="Processors: x86 with AVX2, AVX-512 or AMX, and Arm with NEON",
     probe=probe_cpu,
     catalogue=tuple(device for device in CATALOGUE.values() if device.backend == "cpu"),
-    kernels=(attention.KERNEL_CPU_FLASH, attention.KERNEL_TILED, rms_norm.KERNEL_TORCH, fp8_cast.KERNEL_TORCH),
+    kernels=(
+        attention.KERNEL_CPU_FLASH,
+        attention.KERNEL_TILED,
+        rms_norm.KERNEL_TORCH,
+        fp8_cast.KERNEL_TORCH,
+        fp8_matmul.KERNEL_DEQUANTISED,
+        fp8_matmul.KERNEL_SCALED_MM,
+    ),
     install_hint="",
     evidence=evidence_directory(),
 )

@@ -4,7 +4,7 @@ from kernel_pytorch.evidence import evidence_directory
 from kernel_pytorch.hardware_abstraction.catalogue import CATALOGUE
 from kernel_pytorch.hardware_abstraction.probe import probe_nvidia
 from kernel_pytorch.hardware_abstraction.registry import Backend
-from kernel_pytorch.ops import attention, fp8_cast, rms_norm
+from kernel_pytorch.ops import attention, fp8_cast, fp8_matmul, rms_norm
 
 BACKEND = Backend(
     name="nvidia",
@@ -19,6 +19,7 @@ BACKEND = Backend(
         rms_norm.KERNEL_TRITON,
         rms_norm.KERNEL_TORCH,
         fp8_cast.KERNEL_TORCH,
+        fp8_matmul.KERNEL_DEQUANTISED,
     ),
     install_hint="a CUDA build of torch",
     evidence=evidence_directory(),

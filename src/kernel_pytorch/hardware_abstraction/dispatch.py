@@ -29,12 +29,12 @@ from kernel_pytorch.hardware_abstraction.timing import median_seconds
 __all__ = [
     "Function",
     "asked_device",
+    "effective_policy",
     "explain",
     "explained",
     "explaining",
     "forget_choices",
     "function_of",
-    "pinned_kernel",
     "policy",
 ]
 
@@ -148,9 +148,9 @@ def asked_device() -> Device | None:
     return _asking.get(threading.get_ident())
 
 
-def pinned_kernel() -> str | None:
-    """The kernel that the policy in force pins."""
-    return _current.policy.kernel
+def effective_policy(kernel: str | None) -> str:
+    """The policy in force as text, with a kernel pinned on top; torch.compile can trace and guard it."""
+    return _effective_encoded(kernel)
 
 
 def explained(choice: Any) -> NoReturn:
@@ -217,10 +217,7 @@ class Function:
 
     def __call__(self, *arguments: Any, kernel: str | None = None) -> tuple[torch.Tensor, ...]:
         if torch.compiler.is_compiling():
-            outputs: tuple[torch.Tensor, ...] = self._custom_op(
-                *self.encoded(arguments), _effective_encoded(kernel)
-            )
-            return outputs
+            return self._through_torch(self.encoded(arguments), _effective_encoded(kernel))
         state = _effective(kernel)
         plain = _no_modes()
         needs_grad = False
@@ -232,15 +229,19 @@ class Function:
         if explaining():
             raise _Explained(self._explained(arguments, state.policy, needs_grad))
         if not plain:
-            self._refuse_tangents(arguments)
-            outputs = self._custom_op(*self.encoded(arguments), state.policy.encoded)
-            return outputs
+            self.refuse_tangents(arguments)
+            return self._through_torch(self.encoded(arguments), state.policy.encoded)
         run = self._runner("forward", arguments, state, needs_grad)
         if needs_grad:
-            outputs = _Differentiable.apply(self, run, state, *arguments)  # type: ignore[no-untyped-call]
+            outputs: tuple[torch.Tensor, ...] = _Differentiable.apply(self, run, state, *arguments)  # type: ignore[no-untyped-call]
             return outputs
         outputs = run(*arguments)
         return outputs
+
+    def _through_torch(self, values: tuple[Any, ...], encoded: str) -> tuple[torch.Tensor, ...]:
+        """The custom op's outputs; torch returns a single one bare."""
+        outputs = self._custom_op(*values, encoded)
+        return (outputs,) if len(self.op.outputs) == 1 else outputs
 
     def pinned(self, kernel: str) -> Callable[..., tuple[torch.Tensor, ...]]:
         """The function with one kernel pinned."""
@@ -319,9 +320,11 @@ class Function:
             choice_cache.store(kept)
         return tuple(sorted(kept.timings.items()))
 
-    def run(self, phase: Phase, arguments: tuple[Any, ...], kernel: str | None = None) -> tuple[torch.Tensor, ...]:
-        """One phase through its chosen kernel, outside autograd: for what composes an op out of smaller calls."""
-        outputs: tuple[torch.Tensor, ...] = self._runner(phase, arguments, _effective(kernel), False)(*arguments)
+    def run(self, phase: Phase, arguments: tuple[Any, ...], policy: str) -> tuple[torch.Tensor, ...]:
+        """One phase through the kernel chosen under a policy, outside autograd: for an op made of smaller calls."""
+        outputs: tuple[torch.Tensor, ...] = self._runner(phase, arguments, _state_encoded(policy), False)(
+            *arguments
+        )
         return outputs
 
     def backward(self, state: _State, arguments: tuple[Any, ...]) -> tuple[torch.Tensor, ...]:
@@ -349,11 +352,14 @@ class Function:
         returns = ", ".join(["Tensor"] * len(op.differentiable))
         _LIBRARY.define(f"{name}_backward({', '.join(taken)}, str policy) -> ({returns})")
 
+        def bare(outputs: tuple[torch.Tensor, ...]) -> Any:
+            return outputs[0] if len(op.outputs) == 1 else outputs
+
         def forward_kernel(*values: Any) -> Any:
             *rest, encoded = values
-            self._refuse_tangents(rest)
+            self.refuse_tangents(rest)
             rest = self._decoded(rest, op.argument_names)
-            return self._runner("forward", tuple(rest), _state_encoded(encoded), False)(*rest)
+            return bare(self._runner("forward", tuple(rest), _state_encoded(encoded), False)(*rest))
 
         def backward_kernel(*values: Any) -> Any:
             *rest, encoded = values
@@ -363,8 +369,8 @@ class Function:
         _LIBRARY.impl(f"{name}_backward", backward_kernel, "CompositeExplicitAutograd")
 
         def forward_fake(*values: Any) -> Any:
-            self._refuse_tangents(values)
-            return op.fake(*values[:-1])
+            self.refuse_tangents(values)
+            return bare(op.fake(*values[:-1]))
 
         torch.library.register_fake(f"kernel_pytorch::{name}", forward_fake, lib=_LIBRARY)
         torch.library.register_fake(
@@ -373,7 +379,8 @@ class Function:
         self._custom_op = getattr(torch.ops.kernel_pytorch, name).default
         self._backward_op = getattr(torch.ops.kernel_pytorch, f"{name}_backward").default
 
-        def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
+        def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+            output = output if isinstance(output, tuple) else (output,)
             _save(ctx, self.gather_saved(inputs[:-1], output))
             ctx.policy = inputs[-1]
             ctx.absent = [inputs[i] is None for i in self._differentiable]
@@ -424,7 +431,7 @@ class Function:
             for name, value in zip(names, values, strict=True)
         ]
 
-    def _refuse_tangents(self, values: Any) -> None:
+    def refuse_tangents(self, values: Any) -> None:
         """torch would drop the tangents of forward-mode derivatives at a custom op, without a word."""
         if forward_ad._current_level < 0:
             return
@@ -460,12 +467,18 @@ def _place(arguments: tuple[Any, ...]) -> torch.device:
 
 
 def _on(where: torch.device, run: Callable[..., Any]) -> Callable[..., Any]:
-    """The function with torch's current device set to this one: Triton launches there, wherever the tensors are."""
-    if where.type == "cpu" or torch.get_device_module(where.type).device_count() < 2:
-        return run
+    """The function as kernels must run: without autocast, which would round what they add up, and with torch's
+    current device set to this one, where Triton launches, wherever the tensors are."""
+    several = where.type != "cpu" and torch.get_device_module(where.type).device_count() > 1
 
     def guarded(*arguments: Any) -> Any:
-        with torch.get_device_module(where.type).device(where):
+        autocast = torch.is_autocast_enabled(where.type)
+        if not autocast and not several:
+            return run(*arguments)
+        with (
+            torch.autocast(where.type, enabled=False) if autocast else contextlib.nullcontext(),
+            torch.get_device_module(where.type).device(where) if several else contextlib.nullcontext(),
+        ):
             return run(*arguments)
 
     return guarded

@@ -83,7 +83,8 @@ def compare(
     comparisons = []
     for name, exact in truth.items():
         # Row by row where rows exist, so that a large row cannot hide a wrong small one.
-        by_row = exact.ndim >= 1 and name not in op.outputs[len(op.differentiable_outputs) :]
+        hidden = op.outputs[len(op.differentiable_outputs) :] if op.differentiable_outputs else ()
+        by_row = exact.ndim >= 1 and name not in hidden
         out = actual[name]
         if out.shape != exact.shape:
             raise AssertionError(f"{name} has shape {list(out.shape)}, the reference {list(exact.shape)}")

@@ -115,8 +115,11 @@ class BackendContract:
             overload = getattr(torch.ops.kernel_pytorch, op.name).default
             # torch's check of the autograd registration knows three device types and fails on any other.
             where = torch.device(test_device(self.backend_name).torch_device or "cpu").type
-            known = where in ("cpu", "cuda", "xpu")
-            checks = [name for name in _OPCHECKS if known or name != "test_autograd_registration"]
+            left_out = set() if where in ("cpu", "cuda", "xpu") else {"test_autograd_registration"}
+            # Its check of the schema multiplies the arguments, which no 8-bit format does.
+            if any(isinstance(value, torch.Tensor) and _is_8_bit(value) for value in arguments.values()):
+                left_out.add("test_schema")
+            checks = [name for name in _OPCHECKS if name not in left_out]
             values = function_of(op).encoded(tuple(arguments.values()))
             torch.library.opcheck(overload, (*values, f"kernel={kernel.name}"), test_utils=checks)
 
@@ -149,6 +152,10 @@ class BackendContract:
             if isinstance(arguments, str):
                 pytest.skip(arguments)
             yield arguments
+
+
+def _is_8_bit(value: torch.Tensor) -> bool:
+    return value.is_floating_point() and value.dtype.itemsize == 1
 
 
 def _require_gradients(op: Op, arguments: dict[str, Any]) -> list[torch.Tensor]:

@@ -1,0 +1,95 @@
+"""fp8_matmul: the product of two 8-bit matrices, each with its scales, added up in float32."""
+
+from __future__ import annotations
+
+import torch
+
+from kernel_pytorch.hardware_abstraction.device import Device
+from kernel_pytorch.hardware_abstraction.dispatch import Function
+from kernel_pytorch.hardware_abstraction.op import Call, Kernel
+from kernel_pytorch.ops.fp8_matmul.definition import FP8_MATMUL, granularities
+
+__all__ = ["KERNEL_DEQUANTISED", "KERNEL_SCALED_MM", "fp8_matmul"]
+
+_function = Function(FP8_MATMUL)
+_TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
+_SCALED_MM_MULTIPLE = 16  # torch's own rule for the dimensions of a and b
+
+
+def fp8_matmul(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    inverse_a: torch.Tensor,
+    inverse_b: torch.Tensor,
+    dtype: str = "bfloat16",
+    *,
+    kernel: str | None = None,
+) -> torch.Tensor:
+    """``(a * inverse_a) @ (b * inverse_b).t()``, added up in float32, rounded once; no gradient flows through it.
+
+    Args:
+        a: (M, K) in an 8-bit format; any strides, any M, K and N.
+        b: (N, K) in an 8-bit format; not e5m2 where a is.
+        inverse_a: the inverse scales of a as ``fp8_cast`` gives them, float32: one number, one for each row, or one
+            for each 128 numbers of a row.
+        inverse_b: those of b: as those of a, or one for each 128 x 128 numbers where a has one for each 128.
+        dtype: of the result: ``float32``, ``float16`` or ``bfloat16``.
+        kernel: pin an implementation by name instead of the best that fits.
+
+    Example:
+        >>> import torch
+        >>> from kernel_pytorch.ops.fp8_cast import fp8_cast
+        >>> x = fp8_cast(torch.tensor([[1.0, 2.0]]), power_of_two=True)
+        >>> w = fp8_cast(torch.tensor([[3.0, 0.5], [-1.0, 4.0]]), power_of_two=True)
+        >>> fp8_matmul(x.data, w.data, x.inverse, w.inverse, "float32")
+        tensor([[4., 7.]])
+    """
+    return _function(a, b, inverse_a, inverse_b, dtype, kernel=kernel)[0]
+
+
+def _dequantised_supports(call: Call, device: Device) -> str | None:
+    return None
+
+
+def _scaled_mm_supports(call: Call, device: Device) -> str | None:
+    a, b = call["a"], call["b"]
+    pair = granularities(a.shape, b.shape, call["inverse_a"].shape, call["inverse_b"].shape)
+    blocks = pair in (("block", "square"), ("block", "block"))
+    (m, k), n = a.shape, b.shape[0]
+    if 0 in (m, k, n):
+        return "has nothing to multiply"
+    if k % _SCALED_MM_MULTIPLE or n % _SCALED_MM_MULTIPLE:
+        return f"takes K and N in multiples of {_SCALED_MM_MULTIPLE}, and they are {k} and {n}"
+    if device.backend == "cpu":
+        if _TORCH < (2, 13):
+            return f"was checked on a CPU with torch 2.13, and this is {torch.__version__}"
+        return "has no scales of blocks on a CPU" if blocks else None
+    for operand in (a, b):
+        if operand.format not in device.matrix_formats:
+            return f"the matrix units of {device.arch} do not multiply {operand.format}"
+    if pair == ("row", "row") and call["dtype"] != "bfloat16":
+        return f"gives bfloat16 alone for scales of rows, and the call asks for {call['dtype']}"
+    if blocks:
+        if device.arch != "sm_90":
+            return f"{device.arch} has no scales of blocks"
+        if k % 128 or n % 128 or m % 4:
+            return f"takes whole blocks of 128 and M in multiples of 4, and M, K, N are {m}, {k}, {n}"
+    return None
+
+
+KERNEL_DEQUANTISED = Kernel(
+    op="fp8_matmul",
+    name="dequantised",
+    module="kernel_pytorch.ops.fp8_matmul.dequantised_kernel",
+    supports=_dequantised_supports,
+    language="torch",
+    backward=False,
+)
+KERNEL_SCALED_MM = Kernel(
+    op="fp8_matmul",
+    name="scaled-mm",
+    module="kernel_pytorch.ops.fp8_matmul.scaled_mm_kernel",
+    supports=_scaled_mm_supports,
+    language="native",
+    backward=False,
+)

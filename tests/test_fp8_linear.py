@@ -1,0 +1,454 @@
+"""fp8_linear: its three products against float64 of the dequantised operands, and against float32."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from kernel_pytorch.ops import fp8_matmul as matmul_module
+from kernel_pytorch.ops.fp8_cast import Cast, fp8_cast
+from kernel_pytorch.ops.fp8_matmul.definition import FP8_MATMUL
+from kernel_pytorch.precision import COUNTS_SHAPE, RECIPES, Recipe, fp8_linear, recipe_named
+from kernel_pytorch.precision import linear as linear_module
+from kernel_pytorch.testing import compare, pretend
+from kernel_pytorch.testing.budget import exceeded
+
+every_recipe = pytest.mark.parametrize("recipe", RECIPES.values(), ids=str)
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+SHAPES = [(7, 37, 11), (130, 257, 129), (1, 1, 1), (5, 128, 1), (3, 1, 200), (64, 256, 128)]
+
+
+def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def leaves(m: int, k: int, n: int, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, ...]:
+    x, weight = random(m, k, dtype=dtype), random(n, k, seed=1, dtype=dtype) / math.sqrt(max(1, k))
+    return x.requires_grad_(), weight.requires_grad_(), random(n, seed=2, dtype=dtype).requires_grad_()
+
+
+def step(
+    recipe: Recipe | str,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    dy: torch.Tensor,
+    **more: Any,
+) -> tuple[torch.Tensor, ...]:
+    """Output and gradients."""
+    y = fp8_linear(x, weight, bias, recipe, **more)
+    inputs = [value for value in (x, weight, bias) if value is not None and value.requires_grad]
+    return (y.detach(), *torch.autograd.grad(y, inputs, dy))
+
+
+def casts(recipe: Recipe, x: torch.Tensor, weight: torch.Tensor, dy: torch.Tensor) -> dict[str, tuple[Cast, Cast]]:
+    """The operands of each product, every transposed one cast on its own."""
+    gradient = {"e4m3": "e4m3fn", "e5m2": "e5m2"}[recipe.gradient_format]
+
+    def cast(t: torch.Tensor, granularity: str, name: str = "e4m3fn") -> Cast:
+        return fp8_cast(t.detach(), name, granularity, power_of_two=recipe.power_of_two)
+
+    return {
+        "y": (cast(x, recipe.input), cast(weight, recipe.weight)),
+        "dx": (cast(dy, recipe.gradient, gradient), cast(weight.t(), recipe.weight)),
+        "dweight": (cast(dy.t(), recipe.gradient, gradient), cast(x.t(), recipe.input)),
+    }
+
+
+def within_budget(found: torch.Tensor, pair: tuple[Cast, Cast]) -> None:
+    """Held to the budget of the op: float64 of these 8-bit operands, and what float32 sums may err."""
+    a, b = pair
+    arguments = {
+        "a": a.data,
+        "b": b.data,
+        "inverse_a": a.inverse,
+        "inverse_b": b.inverse,
+        "dtype": str(found.dtype).removeprefix("torch."),
+    }
+    comparisons = compare(FP8_MATMUL, lambda *_: (found,), arguments, gradients=False)
+    assert not exceeded(comparisons), exceeded(comparisons)
+
+
+@every_recipe
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_products_are_those_of_the_eight_bit_operands(
+    recipe: Recipe, shape: tuple[int, int, int], dtype: torch.dtype
+) -> None:
+    m, k, n = shape
+    x, weight, _ = leaves(m, k, n, dtype)
+    dy = random(m, n, seed=3, dtype=dtype) / 8
+    y, dx, dweight = step(recipe, x, weight, None, dy)
+    operands = casts(recipe, x, weight, dy)
+    assert (y.dtype, dx.dtype, dweight.dtype) == (dtype, dtype, dtype)
+    within_budget(y, operands["y"])
+    within_budget(dx, operands["dx"])
+    if recipe.high_precision_weight_gradient:
+        assert torch.equal(dweight, torch.mm(dy.t(), x.detach()))
+    else:
+        within_budget(dweight, operands["dweight"])
+
+
+@every_recipe
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_bias_is_added_and_its_gradient_is_a_float32_sum(recipe: Recipe, dtype: torch.dtype) -> None:
+    x, weight, bias = leaves(1000, 40, 24, dtype)
+    dy = random(1000, 24, seed=3, dtype=dtype)
+    without, with_bias = step(recipe, x, weight, None, dy), step(recipe, x, weight, bias, dy)
+    assert torch.equal(with_bias[0], without[0] + bias)
+    assert torch.equal(with_bias[1], without[1])
+    assert torch.equal(with_bias[2], without[2])
+    exact = dy.double().sum(0)
+    bound = 1000 * 2.0**-24 * dy.double().abs().sum(0) + torch.finfo(dtype).eps / 2 * exact.abs()
+    assert ((with_bias[3].double() - exact).abs() <= bound).all()
+
+
+def test_long_sums() -> None:
+    for recipe in RECIPES.values():
+        for m, k, n in ((3, 32768, 4), (3, 4, 32768), (32768, 3, 4)):
+            x, weight, _ = leaves(m, k, n)
+            dy = random(m, n, seed=3)
+            y, dx, dweight = step(recipe, x, weight, None, dy)
+            operands = casts(recipe, x, weight, dy)
+            within_budget(y, operands["y"])
+            within_budget(dx, operands["dx"])
+            if not recipe.high_precision_weight_gradient:
+                within_budget(dweight, operands["dweight"])
+
+
+@every_recipe
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_at_least_20_decibels_against_exact_products(recipe: Recipe, dtype: torch.dtype) -> None:
+    x, weight, _ = leaves(512, 768, 384, dtype)
+    dy = random(512, 384, seed=3, dtype=dtype) * 1e-4
+    found = step(recipe, x, weight, None, dy)
+    wide_x, wide_weight, wide_dy = (value.detach().double() for value in (x, weight, dy))
+    exact = (wide_x @ wide_weight.t(), wide_dy @ wide_weight, wide_dy.t() @ wide_x)
+    for name, out, wanted in zip(("y", "dx", "dweight"), found, exact, strict=True):
+        sqnr = 10 * math.log10(float(wanted.square().sum() / (out.double() - wanted).square().sum()))
+        assert sqnr >= 20, f"{recipe} {name}: {sqnr:.1f} dB"
+
+
+# Shapes
+
+
+@every_recipe
+def test_leading_dimensions_are_rows(recipe: Recipe) -> None:
+    x, weight, bias = leaves(24, 150, 20)
+    dy = random(24, 20, seed=3)
+    flat = step(recipe, x, weight, bias, dy)
+    deep = step(recipe, x.detach().view(2, 3, 4, 150).requires_grad_(), weight, bias, dy.view(2, 3, 4, 20))
+    assert deep[0].shape == (2, 3, 4, 20)
+    assert deep[1].shape == (2, 3, 4, 150)
+    for one, other in zip(flat, deep, strict=True):
+        assert torch.equal(one.flatten(), other.flatten())
+    single = fp8_linear(x[0].detach(), weight, bias, recipe)
+    assert torch.equal(single, fp8_linear(x[:1].detach(), weight, bias, recipe)[0])
+
+
+@every_recipe
+@pytest.mark.parametrize("shape", [(0, 5, 3), (4, 0, 3), (4, 5, 0), (0, 0, 0)], ids=str)
+def test_no_numbers(recipe: Recipe, shape: tuple[int, int, int]) -> None:
+    m, k, n = shape
+    y, dx, dweight, dbias = step(recipe, *leaves(m, k, n), random(m, n, seed=3))
+    assert (y.shape, dx.shape, dweight.shape, dbias.shape) == ((m, n), (m, k), (n, k), (n,))
+    assert dx.eq(0).all() or n
+    assert dweight.eq(0).all() or m
+    assert fp8_linear(torch.zeros(2, 0, 5), torch.zeros(3, 5), recipe=recipe).shape == (2, 0, 3)
+
+
+@every_recipe
+def test_strides_do_not_matter(recipe: Recipe) -> None:
+    base, other, upstream = random(150, 60), random(40, 150, seed=1), random(30, 40, seed=3)
+    for x, weight, dy in (
+        (base.t()[:30], other, upstream),
+        (base.t()[::2], other.t().contiguous().t(), upstream),
+        (base[:, :1].t().expand(30, 150), other, upstream[:, :1].expand(30, 40)),
+    ):
+        plain = [value.clone(memory_format=torch.contiguous_format) for value in (x, weight, dy)]
+        found = step(recipe, x.requires_grad_(), weight.requires_grad_(), None, dy)
+        wanted = step(recipe, plain[0].requires_grad_(), plain[1].requires_grad_(), None, plain[2])
+        for one, two in zip(found, wanted, strict=True):
+            torch.testing.assert_close(one, two, rtol=1e-5, atol=1e-5 * float(two.abs().max()))
+        x.requires_grad_(False), weight.requires_grad_(False)
+
+
+# What is computed, kept and counted
+
+
+@pytest.fixture
+def products(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """The shapes of every 8-bit product that is computed."""
+    seen: list[tuple[int, ...]] = []
+
+    def watched(a: torch.Tensor, b: torch.Tensor, *rest: Any) -> torch.Tensor:
+        seen.append((a.shape[0], a.shape[1], b.shape[0]))
+        return matmul_module.fp8_matmul(a, b, *rest)
+
+    monkeypatch.setattr(linear_module, "fp8_matmul", watched)
+    return seen
+
+
+def saved_shapes(run: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, list[tuple[torch.dtype, tuple[int, ...]]]]:
+    kept: list[tuple[torch.dtype, tuple[int, ...]]] = []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        kept.append((tensor.dtype, tuple(tensor.shape)))
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        return run(), kept
+
+
+@every_recipe
+def test_only_what_is_asked_for_is_computed_and_kept(recipe: Recipe, products: list[tuple[int, ...]]) -> None:
+    m, k, n = 6, 160, 10
+    high = recipe.high_precision_weight_gradient
+    dx_product, dweight_product = (m, n, k), (n, m, k)
+    for wants_x in (True, False):
+        for wants_weight in (True, False):
+            x, weight, bias = (value.detach() for value in leaves(m, k, n))
+            x.requires_grad_(wants_x), weight.requires_grad_(wants_weight), bias.requires_grad_()
+            products.clear()
+            y, kept = saved_shapes(lambda x=x, weight=weight, bias=bias: fp8_linear(x, weight, bias, recipe))
+            assert products == [(m, k, n)]
+            shapes = [shape for dtype, shape in kept if dtype == torch.float8_e4m3fn]
+            assert shapes == [(k, n)] * wants_x + [(k, m)] * (wants_weight and not high)
+            assert [shape for dtype, shape in kept if dtype == torch.float32].count((m, k)) == (
+                wants_weight and high
+            )
+            y.backward(random(m, n, seed=3))
+            assert products[1:] == [dx_product] * wants_x + [dweight_product] * (wants_weight and not high)
+            assert ((x.grad is None), (weight.grad is None)) == (not wants_x, not wants_weight)
+    x, weight, bias = leaves(m, k, n)
+    with torch.no_grad():
+        y, kept = saved_shapes(lambda: fp8_linear(x, weight, bias, recipe))
+    assert not kept
+    assert not y.requires_grad
+
+
+@every_recipe
+def test_counts_are_those_of_the_casts(recipe: Recipe) -> None:
+    x, weight, _ = leaves(12, 260, 20)
+    with torch.no_grad():
+        x[0, 0], weight[1, 1], x[2] = math.nan, math.inf, x[2] * 1e-6
+        x[2, 0] = 1e4
+    dy = random(12, 20, seed=3)
+    dy[0, 0] = math.inf
+    counts = torch.zeros(COUNTS_SHAPE, dtype=torch.int64)
+    for number in (1, 2):
+        step(recipe, x, weight, None, dy, counts=counts)
+        high = recipe.high_precision_weight_gradient
+        gradient = {"e4m3": "e4m3fn", "e5m2": "e5m2"}[recipe.gradient_format]
+        power_of_two = recipe.power_of_two
+        expected = [
+            fp8_cast(x, "e4m3fn", recipe.input, transposed=not high, power_of_two=power_of_two),
+            fp8_cast(weight, "e4m3fn", recipe.weight, transposed=True, power_of_two=power_of_two),
+            fp8_cast(dy, gradient, recipe.gradient, transposed=not high, power_of_two=power_of_two),
+        ]
+        assert torch.equal(counts, number * torch.stack([cast.counts for cast in expected]))
+    assert counts[:, 0, 2].tolist() == [2, 2, 2]
+    assert counts[0, 0, 1] > 0
+    assert not counts[:, :, 0].any()
+
+
+@every_recipe
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
+def test_what_is_not_finite_is_nan_where_it_matters_and_nowhere_else(recipe: Recipe, bad: float) -> None:
+    def missing(where: str) -> list[list[bool]]:
+        values = dict(zip(("x", "weight", "bias"), (v.detach() for v in leaves(5, 200, 4)), strict=True))
+        values["dy"] = random(5, 4, seed=3)
+        values[where][1, 2] = bad
+        x, weight, bias, dy = values.values()
+        found = step(recipe, x.requires_grad_(), weight.requires_grad_(), bias, dy)
+        # What is finite is what comes out where the bad number is zero instead.
+        for value in found:
+            assert (value.isfinite() | value.isnan()).all() or recipe.high_precision_weight_gradient
+        return [(~value.isfinite()).nonzero().tolist() for value in found]
+
+    every = {"m": range(5), "k": range(200), "n": range(4)}
+    in_x, in_weight, in_dy = missing("x"), missing("weight"), missing("dy")
+    assert in_x == [[[1, n] for n in every["n"]], [], [[n, 2] for n in every["n"]]]
+    assert in_weight == [[[m, 1] for m in every["m"]], [[m, 2] for m in every["m"]], []]
+    assert in_dy == [[], [[1, k] for k in every["k"]], [[2, k] for k in every["k"]]]
+
+
+@every_recipe
+def test_runs_repeat_to_the_bit(recipe: Recipe) -> None:
+    values = (*leaves(130, 200, 140), random(130, 140, seed=3))
+    for one, two in zip(step(recipe, *values), step(recipe, *values), strict=True):
+        assert torch.equal(one, two)
+
+
+# Modes of torch
+
+
+@every_recipe
+def test_compiled_whole_with_the_same_bits_and_counts(recipe: Recipe) -> None:
+    x, weight, bias = leaves(2 * 9, 150, 20)
+    dy = random(2, 9, 20, seed=3)
+
+    def run(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+        return fp8_linear((x * 2).view(2, 9, 150), weight, bias, recipe, counts=counts).square()
+
+    torch._dynamo.reset()
+    results = []
+    for function in (run, torch.compile(run, fullgraph=True, backend="aot_eager")):
+        counts = torch.zeros(COUNTS_SHAPE, dtype=torch.int64)
+        y = function(x, weight, bias, counts)
+        results.append((y, *torch.autograd.grad(y, (x, weight, bias), dy), counts))
+    for eager, compiled in zip(*results, strict=True):
+        assert torch.equal(eager, compiled)
+
+
+def test_compiled_for_any_number_of_rows() -> None:
+    torch._dynamo.reset()
+    compiled = torch.compile(fp8_linear, fullgraph=True, backend="aot_eager", dynamic=True)
+    for m in (5, 9, 130):
+        x, weight, bias = leaves(m, 40, 24)
+        for recipe in ("rowwise", "blockwise"):
+            y, wanted = compiled(x, weight, bias, recipe), fp8_linear(x, weight, bias, recipe)
+            assert torch.equal(y, wanted)
+            dy = random(m, 24, seed=3)
+            assert torch.equal(torch.autograd.grad(y, x, dy)[0], torch.autograd.grad(wanted, x, dy)[0])
+
+
+@every_recipe
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_activation_checkpointing_changes_no_bit(recipe: Recipe, reentrant: bool) -> None:
+    x, weight, bias = leaves(9, 150, 20)
+    dy = random(9, 150, seed=3)
+
+    def block(x: torch.Tensor) -> torch.Tensor:
+        return x + fp8_linear(torch.relu(fp8_linear(x, weight, bias, recipe)), weight.t(), recipe=recipe)
+
+    def gradients(y: torch.Tensor) -> list[torch.Tensor]:
+        x.grad = weight.grad = bias.grad = None
+        y.backward(dy)
+        return [value.grad.clone() for value in (x, weight, bias)]
+
+    plain = gradients(block(x))
+    for one, two in zip(gradients(checkpoint(block, x, use_reentrant=reentrant)), plain, strict=True):
+        assert torch.equal(one, two)
+
+
+def test_gradients_accumulate() -> None:
+    x, weight, bias = leaves(9, 50, 20)
+    dy = random(9, 20, seed=3)
+    once = step("rowwise", x, weight, bias, dy)[2]
+    for _ in range(2):
+        fp8_linear(x, weight, bias, "rowwise").backward(dy)
+    assert torch.equal(weight.grad, 2 * once)
+
+
+def test_autocast_decides_the_format_of_the_result() -> None:
+    for recipe in RECIPES:
+        x, weight, bias = leaves(9, 50, 20)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            y = fp8_linear(x, weight, bias, recipe)
+        assert y.dtype == torch.bfloat16
+        gradients = torch.autograd.grad(y, (x, weight, bias), random(9, 20, seed=3, dtype=torch.bfloat16))
+        assert [value.dtype for value in gradients] == [torch.float32] * 3
+        assert torch.equal(y, (fp8_linear(x, weight, None, recipe).bfloat16() + bias).bfloat16())
+
+
+def test_mixed_formats_of_x_and_weight() -> None:
+    for recipe in RECIPES:
+        x, weight, bias = leaves(9, 50, 20)
+        narrow = x.detach().bfloat16().requires_grad_()
+        y, dx, dweight, dbias = step(recipe, narrow, weight, bias, random(9, 20, seed=3, dtype=torch.bfloat16))
+        assert [value.dtype for value in (y, dx, dweight, dbias)] == [torch.bfloat16] * 2 + [torch.float32] * 2
+
+
+@every_recipe
+def test_no_second_derivative(recipe: Recipe) -> None:
+    x, weight, bias = leaves(4, 8, 6)
+    y = fp8_linear(x, weight, bias, recipe)
+    dx, dweight, dbias = torch.autograd.grad(y.square().sum(), (x, weight, bias), create_graph=True)
+    for gradient in (dx, dweight, dbias):
+        with pytest.raises(
+            NotImplementedError, match="fp8_linear has no second derivative: leave out create_graph"
+        ):
+            gradient.square().sum().backward(retain_graph=True)
+
+
+def test_formats_follow_the_device() -> None:
+    x, weight, _ = leaves(4, 32, 16)
+    with pretend("amd/mi300x"):
+        y, kept = saved_shapes(lambda: fp8_linear(x, weight, recipe="rowwise"))
+        y.sum().backward()
+    assert {dtype for dtype, _ in kept} == {torch.float8_e4m3fnuz, torch.float32}
+
+
+def test_meta_tensors_have_shapes() -> None:
+    x, weight = torch.empty(2, 3, 40, device="meta", requires_grad=True), torch.empty(24, 40, device="meta")
+    for recipe in RECIPES:
+        y = fp8_linear(x, weight, recipe=recipe)
+        y.sum().backward()
+        assert (y.shape, x.grad.shape) == ((2, 3, 24), (2, 3, 40))
+
+
+# Recipes and wrong arguments
+
+
+def test_recipes_are_frozen_values_under_their_names() -> None:
+    assert list(RECIPES) == ["tensorwise", "tensorwise-high-wgrad", "rowwise", "rowwise-high-wgrad", "blockwise"]
+    for name, recipe in RECIPES.items():
+        assert (recipe.name, str(recipe), recipe_named(name)) == (name, name, recipe)
+        assert recipe_named(recipe) is recipe
+        assert dataclasses.replace(recipe) == recipe
+        assert hash(dataclasses.replace(recipe)) == hash(recipe)
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            recipe.name = "other"  # type: ignore[misc]
+    with pytest.raises(TypeError):
+        RECIPES["other"] = recipe  # type: ignore[index]
+
+
+def test_a_recipe_that_no_product_fits_is_refused() -> None:
+    with pytest.raises(
+        ValueError, match="recipe 'odd': y multiplies scales of row and tensor; use tensor and tensor"
+    ):
+        Recipe(name="odd", input="row", weight="tensor", gradient="row", gradient_format="e4m3")
+    with pytest.raises(ValueError, match="recipe 'odd': dx multiplies scales of row and tensor"):
+        Recipe(name="odd", input="tensor", weight="tensor", gradient="row", gradient_format="e4m3")
+    with pytest.raises(ValueError, match="gradient_format='e3m4': use 'e4m3' or 'e5m2'"):
+        Recipe(name="odd", input="row", weight="row", gradient="row", gradient_format="e3m4")  # type: ignore[arg-type]
+
+
+def test_a_recipe_of_ones_own() -> None:
+    own = Recipe(name="own", input="block", weight="block", gradient="block", gradient_format="e5m2")
+    x, weight, _ = leaves(9, 300, 20)
+    dy = random(9, 20, seed=3)
+    y, dx, dweight = step(own, x, weight, None, dy)
+    operands = casts(own, x, weight, dy)
+    for found, pair in zip((y, dx, dweight), operands.values(), strict=True):
+        within_budget(found, pair)
+
+
+X, W = torch.ones(4, 6), torch.ones(5, 6)
+WRONG = {
+    "no tensor": (([1.0], W), {}, TypeError, r"x=\[1.0\]: expected a tensor"),
+    "no weight": ((X, None), {}, TypeError, "weight=None: expected a tensor"),
+    "dtype": ((X.double(), W), {}, TypeError, "x has dtype torch.float64: use float32, float16 or bfloat16"),
+    "scalar": ((X[0, 0], W), {}, ValueError, r"x has shape \[\] and weight \[5, 6\]"),
+    "columns": ((X[:, 1:], W), {}, ValueError, r"x has shape \[4, 5\] and weight \[5, 6\]: the last dimension"),
+    "weight": ((X, W[0]), {}, ValueError, r"weight has shape \[6\]: expected a matrix"),
+    "bias": ((X, W, W[0]), {}, ValueError, r"bias has shape \[6\]: weight of shape \[5, 6\] takes \[5\]"),
+    "device": ((X, W.to("meta")), {}, ValueError, "weight is on meta and x on cpu: move one"),
+    "recipe": ((X, W, None, "fp8"), {}, ValueError, "recipe='fp8': use a Recipe, or one of tensorwise, "),
+    "counts": ((X, W), {"counts": torch.zeros(3)}, ValueError, r"counts=.*: use torch.zeros\(\(3, 2, 3\)"),
+}
+
+
+@pytest.mark.parametrize(("arguments", "keywords", "error", "text"), WRONG.values(), ids=WRONG)
+def test_wrong_arguments_are_named_with_a_remedy(
+    arguments: tuple[Any, ...], keywords: dict[str, Any], error: type[Exception], text: str
+) -> None:
+    with pytest.raises(error, match=text):
+        fp8_linear(*arguments, **keywords)
