@@ -523,8 +523,10 @@ def test_a_kernel_runs_with_its_tensors_device_current(monkeypatch: pytest.Monke
     assert run(5) == 5
     assert entered == ["cuda:1", "ran", "left"]
     count = 1  # one GPU is always the current one, and the guard would cost time
-    assert dispatch._on(torch.device("cuda:0"), abs) is abs
-    assert dispatch._on(torch.device("cpu"), abs) is abs
+    entered.clear()
+    assert dispatch._on(torch.device("cuda:0"), abs)(-5) == 5
+    assert dispatch._on(torch.device("cpu"), abs)(-5) == 5
+    assert entered == []
 
 
 def test_autocast_does_not_reach_into_kernels() -> None:
