@@ -596,3 +596,15 @@ def test_causal_with_other_lengths_is_not_left_to_torch() -> None:
     assert choice.kernel.name == "tiled"
     assert any("as many queries as keys" in verdict.reason for verdict in choice.verdicts)
     assert kp.explain(kp.attention, *heads(q_len=20, kv_len=40), full()).kernel.name == "cpu-flash"
+
+
+@pytest.mark.parametrize(
+    "mask", [causal() & window(20), documents([0, 30, 10], causal()), blocks(TABLE, 16)], ids=str
+)
+def test_without_gradients_out_is_the_same(mask: Mask) -> None:
+    """Where nobody needs the log-sum-exp a kernel may leave it out, and nothing else."""
+    function = function_of(ATTENTION)
+    with poisoned():
+        out, _ = function(Q, K, V, mask, 0.2, "out", kernel="tiled")
+        whole, _ = function(Q, K, V, mask, 0.2, "grad", kernel="tiled")
+    torch.testing.assert_close(out, whole)

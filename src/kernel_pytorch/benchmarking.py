@@ -140,10 +140,11 @@ def run(work: Plan, step: Step, seconds: float = 0.3) -> Iterator[Measurement]:
 def _timed(op: Op, call_it: Callable[..., Any], arguments: dict[str, Any], phase: Phase) -> Callable[[], object]:
     """One phase of a subject as a function without arguments; every subject is called the same way."""
     if phase == "forward":
+        asked = {**arguments, **op.without_gradients}
 
         def forward() -> object:
             with torch.no_grad():
-                return call_it(*arguments.values())
+                return call_it(*asked.values())
 
         return forward
     values = {

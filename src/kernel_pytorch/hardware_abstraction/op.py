@@ -197,6 +197,8 @@ class Op:
     low_precision: Callable[[torch.dtype], Callable[..., Any]] | None = None
     """For tensors of a narrow dtype, the reference with the roundings that every kernel on matrix units makes;
     where it is None, the reference in float32 is the yardstick of the error budget."""
+    without_gradients: Mapping[str, Any] = field(default_factory=dict)
+    """What the public function changes in the arguments where no gradient is asked for, as a forward is timed."""
     exact: bool = False
     """Whether the reference defines every byte of the outputs, in the arguments' own precision: no error budget."""
     cancelling: tuple[str, ...] = ()

@@ -332,6 +332,7 @@ ATTENTION = Op(
     saved=("q", "k", "v", "out", "lse", "mask", "scale", "wanted"),
     reference=reference,
     low_precision=low_precision,
+    without_gradients={"wanted": "out"},
     cancelling=("dq", "dk"),
     codecs={"mask": Codec(encode=lambda mask: mask.code, decode=lambda code: _masks().from_code(code))},
     check=check,

@@ -177,10 +177,15 @@ def forward(
         q_tile = _grouped(q_wide, work) * scale
         acc: torch.Tensor | None = None
         sums = torch.empty(0)
-        for piece in cutter.pieces(work):
+        pieces = list(cutter.pieces(work))
+        unsummed = wanted == "out" and len(pieces) == 1  # nothing to merge with, and nobody asks for the lse
+        for piece in pieces:
             scores = _scores(q_tile, _pick(k_wide, work, piece.keys), piece.bias)
             p = torch.softmax(scores, dim=-1)
             part = torch.bmm(p, _pick(v_wide, work, piece.keys))
+            if unsummed:
+                acc = part if piece.nothing is None else part.masked_fill_(piece.nothing, 0.0)
+                continue
             # The largest probability is exp(largest score - lse): two maxima instead of another exponential pass.
             part_sums = scores.amax(dim=-1, keepdim=True) - p.amax(dim=-1, keepdim=True).log_()
             if piece.nothing is not None:
@@ -199,7 +204,8 @@ def forward(
             continue
         shape = (-1, work.heads.stop - work.heads.start, work.queries.stop - work.queries.start)
         out[work.batch, work.heads, work.queries] = acc.reshape(*shape, v.shape[3])
-        lse[work.batch, work.heads, work.queries] = sums.reshape(shape)
+        if not unsummed:
+            lse[work.batch, work.heads, work.queries] = sums.reshape(shape)
     return out, lse
 
 
