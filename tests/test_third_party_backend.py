@@ -294,7 +294,10 @@ class Environment:
 
     def json(self, code: str) -> object:
         """What the code leaves in ``result``, run by the environment's interpreter."""
-        return json.loads(self.run("-c", f"import json\n{textwrap.dedent(code)}\nprint(json.dumps(result))"))
+        # Torch's backward thread for a device made in Python now and then aborts a process that is exiting: the
+        # result is out by then, so the process ends without an exit.
+        end = "print(json.dumps(result), flush=True)\nimport os\nos._exit(0)"
+        return json.loads(self.run("-c", f"import json\n{textwrap.dedent(code)}\n{end}"))
 
 
 def write_tree(folder: Path, files: dict[str, str]) -> None:
