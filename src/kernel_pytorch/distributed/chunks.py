@@ -16,7 +16,15 @@ from typing import Any
 
 import torch
 
-from kernel_pytorch.distributed.parts import NO_SECOND_DERIVATIVE, Part, Terms, attend, attend_backward
+from kernel_pytorch.distributed.parts import (
+    NO_SECOND_DERIVATIVE,
+    Part,
+    Terms,
+    add_to_ranges,
+    attend,
+    attend_backward,
+    joined_ranges,
+)
 from kernel_pytorch.distributed.placement import Placement, table_unit
 from kernel_pytorch.distributed.schedules import Stage, stages
 from kernel_pytorch.hardware_abstraction.dispatch import explaining, function_of
@@ -109,7 +117,7 @@ def chunked_attention(
         plan = [stage for stage in stages(mask, chunks.placement(mask, q.shape[2]), 0, "ring") if stage.mask]
         if plan:
             rows, ranges = plan[0].queries, _keys(plan[0])
-            own = (q[:, :, rows], _joined(k, ranges), _joined(v, ranges), _present(plan[0].mask))
+            own = (q[:, :, rows], joined_ranges(k, ranges), joined_ranges(v, ranges), _present(plan[0].mask))
             function_of(ATTENTION)(*own, scale, terms.wanted(q.dtype, merged=True), kernel=terms.kernel)
     found: tuple[torch.Tensor, torch.Tensor] = _Chunked.apply(q, k, v, mask, terms, chunks)  # type: ignore[no-untyped-call]
     return found
@@ -127,7 +135,7 @@ class _Incoming:
 
     def _fetch(self, ranges: Ranges) -> tuple[tuple[torch.Tensor, ...], Any]:
         if not self.streamed:
-            return tuple(_joined(x, ranges) for x in self.kv), None
+            return tuple(joined_ranges(x, ranges) for x in self.kv), None
         assert self.copies is not None
         with self.copies:
             fetched = tuple(_gathered(x, ranges, self.device) for x in self.kv)
@@ -164,18 +172,9 @@ def _gathered(x: torch.Tensor, ranges: Ranges, device: torch.device) -> torch.Te
     return found
 
 
-def _joined(x: torch.Tensor, ranges: Ranges) -> torch.Tensor:
-    if len(ranges) == 1:
-        return x[:, :, ranges[0][0] : ranges[0][1]]
-    return torch.cat([x[:, :, a:b] for a, b in ranges], dim=2)
-
-
-def _add(totals: list[torch.Tensor], ranges: Ranges, *found: torch.Tensor) -> None:
+def _give_back(totals: list[torch.Tensor], ranges: Ranges, *found: torch.Tensor) -> None:
     for total, one in zip(totals, found, strict=True):
-        at = 0
-        for a, b in ranges:
-            total[:, :, a:b] += one[:, :, at : at + b - a]
-            at += b - a
+        add_to_ranges(total, ranges, one)
 
 
 def _keys(stage: Stage) -> Ranges:
@@ -260,7 +259,9 @@ class _ChunkedBackward(torch.autograd.Function):
             for of_queries, stage in by_keys[number]:
                 ((first, last),) = placement.ranges[of_queries]
                 own = tuple((a - start, b - start) for a, b in _keys(stage))
-                part = Part(_joined(chunk_k, own), _joined(chunk_v, own), _present(stage.mask), stage.queries)
+                part = Part(
+                    joined_ranges(chunk_k, own), joined_ranges(chunk_v, own), _present(stage.mask), stage.queries
+                )
 
                 rows = slice(first, last)
                 attend_backward(
@@ -271,7 +272,7 @@ class _ChunkedBackward(torch.autograd.Function):
                     lse[:, :, rows],
                     [part],
                     dq[:, :, rows],
-                    partial(_add, totals, own),
+                    partial(_give_back, totals, own),
                     terms,
                 )
             while totals:  # from the end, so that none is held longer than it is needed

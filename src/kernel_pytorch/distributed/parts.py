@@ -19,9 +19,10 @@ import torch
 from kernel_pytorch.hardware_abstraction.dispatch import function_of
 from kernel_pytorch.hardware_abstraction.selection import Policy
 from kernel_pytorch.masks import Mask
+from kernel_pytorch.masks.part import Ranges
 from kernel_pytorch.ops.attention.definition import ATTENTION, lse_dtype
 
-__all__ = ["Part", "Terms", "attend", "attend_backward"]
+__all__ = ["NO_SECOND_DERIVATIVE", "Part", "Terms", "add_to_ranges", "attend", "attend_backward", "joined_ranges"]
 
 NO_SECOND_DERIVATIVE = (
     "attention has no second derivative: leave out create_graph=True, or differentiate its formula in plain torch "
@@ -121,3 +122,18 @@ def attend_backward(
         dq[:, :, rows] += part_dq
         del part_dq
         give_back(dk, dv)
+
+
+def joined_ranges(x: torch.Tensor, ranges: Ranges) -> torch.Tensor:
+    """Some tokens of a tensor of shape (B, heads, tokens, ...); a view where they are one range."""
+    if len(ranges) == 1:
+        return x[:, :, ranges[0][0] : ranges[0][1]]
+    return torch.cat([x[:, :, a:b] for a, b in ranges] or [x[:, :, :0]], dim=2)
+
+
+def add_to_ranges(total: torch.Tensor, ranges: Ranges, part: torch.Tensor) -> None:
+    """Adds what belongs to some tokens, one after another in ``part``, to their places in ``total``."""
+    at = 0
+    for first, last in ranges:
+        total[:, :, first:last] += part[:, :, at : at + last - first]
+        at += last - first

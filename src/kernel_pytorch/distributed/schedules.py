@@ -16,7 +16,7 @@ from typing import Literal
 import numpy as np
 import torch
 
-from kernel_pytorch.distributed.parts import Part, Terms, attend, attend_backward
+from kernel_pytorch.distributed.parts import Part, Terms, add_to_ranges, attend, attend_backward, joined_ranges
 from kernel_pytorch.distributed.placement import Placement, needed_keys
 from kernel_pytorch.distributed.transport import Pending, Transport
 from kernel_pytorch.masks import Mask
@@ -103,7 +103,7 @@ def _within(ranges: Ranges, rows: slice) -> Ranges:
 
 def _packed(tensors: tuple[torch.Tensor, ...], ranges: Ranges) -> torch.Tensor:
     """Some tokens of tensors of shape (B, G, tokens, numbers), as one message."""
-    return torch.cat([torch.cat([x[:, :, a:b] for a, b in ranges], dim=2).reshape(-1) for x in tensors])
+    return torch.cat([joined_ranges(x, ranges).reshape(-1) for x in tensors])
 
 
 def _unpacked(message: torch.Tensor, tensors: tuple[torch.Tensor, ...], tokens: int) -> list[torch.Tensor]:
@@ -134,14 +134,12 @@ class _Keys:
             rank: _unpacked(message, self.kv, self.stage.received(rank)) for rank, message in self.incoming.items()
         }
         own = placement.local(self.transport.rank, _of(self.stage, self.transport.rank))
-        if not arrived and len(own) == 1:
-            k, v = (x[:, :, own[0][0] : own[0][1]] for x in self.kv)
+        if not arrived:
+            k, v = (joined_ranges(x, own) for x in self.kv)
         elif len(arrived) == 1 and not own:
             k, v = next(iter(arrived.values()))
         else:
-            arrived[self.transport.rank] = (
-                [torch.cat([x[:, :, a:b] for a, b in own], dim=2) for x in self.kv] if own else []
-            )
+            arrived[self.transport.rank] = [joined_ranges(x, own) for x in self.kv]
             k, v = (self._in_order(arrived, which) for which in range(2))
         return Part(k, v, self.stage.mask, self.stage.queries)
 
@@ -183,7 +181,7 @@ class _Gradients:
             if own:
                 local = placement.local(transport.rank, _of(stage, transport.rank))
                 for total, part in zip(totals, found, strict=True):
-                    _add(total, local, torch.cat([part[:, :, a:b] for a, b in own], dim=2))
+                    add_to_ranges(total, local, joined_ranges(part, tuple(own)))
             dtype = totals[0].dtype
             outgoing = {
                 rank: _packed(tuple(part.to(dtype) for part in found), tuple(one)) for rank, one in places.items()
@@ -195,14 +193,7 @@ class _Gradients:
         for rank, ranges in self.stage.sends:
             parts = _unpacked(self.incoming[rank], self.totals, size(ranges))
             for total, part in zip(self.totals, parts, strict=True):
-                _add(total, ranges, part)
-
-
-def _add(total: torch.Tensor, ranges: Ranges, part: torch.Tensor) -> None:
-    at = 0
-    for first, last in ranges:
-        total[:, :, first:last] += part[:, :, at : at + last - first]
-        at += last - first
+                add_to_ranges(total, ranges, part)
 
 
 def run_forward(
@@ -220,7 +211,7 @@ def run_forward(
     plan = stages(mask, placement, transport.rank, schedule)
 
     def parts() -> Iterator[Part]:
-        coming = _Keys(plan[0], transport, (k, v)) if plan else None
+        coming: _Keys | None = _Keys(plan[0], transport, (k, v))
         for following in [*plan[1:], None]:
             assert coming is not None
             part = coming.part(placement)
@@ -229,7 +220,7 @@ def run_forward(
                 yield part
 
     merged = sum(stage.mask is not None for stage in plan) > 1
-    return attend(q, parts() if plan else (), v.shape[3], terms, merged=merged)
+    return attend(q, parts(), v.shape[3], terms, merged=merged)
 
 
 def run_backward(
@@ -254,7 +245,7 @@ def run_backward(
     result: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def parts() -> Iterator[Part]:
-        coming = _Keys(plan[0], transport, (k, v)) if plan else None
+        coming: _Keys | None = _Keys(plan[0], transport, (k, v))
         going: _Gradients | None = None
         for stage, following in zip(plan, [*plan[1:], None], strict=True):
             assert coming is not None
@@ -268,9 +259,8 @@ def run_backward(
         if going is not None:
             going.finish()
 
-    every = parts() if plan else ()
     dq = torch.zeros(q.shape, dtype=wide, device=q.device)
-    attend_backward(dout, dlse, q, out, lse, every, dq, lambda dk, dv: result.append((dk, dv)), terms)
+    attend_backward(dout, dlse, q, out, lse, parts(), dq, lambda dk, dv: result.append((dk, dv)), terms)
     return dq.to(q.dtype), totals[0].to(k.dtype), totals[1].to(v.dtype)
 
 
@@ -333,10 +323,7 @@ class _ByHeads:
         shares = [_head_ranges(count, ranks) for count in heads]
 
         def of(r: int) -> list[torch.Tensor]:
-            return [
-                torch.cat([x[:, :, a:b] for a, b in self.placement.ranges[r]] or [x[:, :, :0]], dim=2)
-                for x in tensors
-            ]
+            return [joined_ranges(x, self.placement.ranges[r]) for x in tensors]
 
         outgoing = {r: torch.cat([part.reshape(-1) for part in of(r)]) for r in self.others}
         shapes = {
