@@ -130,10 +130,25 @@ def _compared(
     return Comparison(name, relative(out), budget)
 
 
+_PLAIN_PRODUCTS = 1 << 27  # a larger matrix product is left to the library: one after another takes too long
+
+
 class _PlainSums(TorchDispatchMode):
-    """Adds up sums and means one number after another: torch's own sums are more careful than a kernel's loop."""
+    """Adds up sums, means and matrix products one number after another.
+
+    torch's own sums are more careful than a kernel's loop, and a vendor's matrix product often adds several
+    partial sums of a short row.
+    """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.ops.aten.mm.default, torch.ops.aten.bmm.default):
+            a, b = args
+            if a.numel() * b.shape[-1] > _PLAIN_PRODUCTS:
+                return func(*args, **(kwargs or {}))
+            total = a.new_zeros(*a.shape[:-1], b.shape[-1])
+            for k in range(a.shape[-1]):
+                total.addcmul_(a[..., k : k + 1], b[..., k : k + 1, :])
+            return total
         mean = func in (torch.ops.aten.mean.dim, torch.ops.aten.mean.default)
         if not mean and func not in (torch.ops.aten.sum.dim_IntList, torch.ops.aten.sum.default):
             return func(*args, **(kwargs or {}))
