@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
+from collections.abc import Iterator, Sequence
 from fractions import Fraction
 from typing import Any
 
@@ -17,16 +19,45 @@ import kernel_pytorch as kp
 from kernel_pytorch.hardware_abstraction.architectures import ARCHITECTURES
 from kernel_pytorch.hardware_abstraction.catalogue import CATALOGUE
 from kernel_pytorch.hardware_abstraction.dispatch import function_of
+from kernel_pytorch.ops import fp8_cast as package
 from kernel_pytorch.ops.fp8_cast import KERNEL_TORCH, Cast, fp8_cast, torch_kernel
 from kernel_pytorch.ops.fp8_cast.definition import FP8_CAST, GRANULARITIES, inverse_shape
-from kernel_pytorch.precision import E4M3FN, E5M2, FORMATS, Format
-from kernel_pytorch.testing import compare, poisoned
+from kernel_pytorch.precision import E4M3FN, FORMATS, Format
+from kernel_pytorch.testing import compare, interpreting, poisoned, pretend
 from kernel_pytorch.testing.budget import exceeded
 
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+# Each kernel, and the formats of x: Triton's interpreter computes bfloat16 wrongly. It is slow and gets a share.
+KERNELS = {"torch": (torch.float32, torch.float16, torch.bfloat16)}
+if hasattr(package, "KERNEL_TRITON") and interpreting():
+    KERNELS["triton"] = (torch.float16, torch.float32)
+RUNS = [(kernel, dtype) for kernel, dtypes in KERNELS.items() for dtype in dtypes]
+every_kernel = pytest.mark.parametrize("kernel", KERNELS)
+every_form = pytest.mark.parametrize(
+    ("kernel", "form"),
+    [*itertools.product(["torch"], FORMATS.values()), *((k, E4M3FN) for k in KERNELS if k != "torch")],
+    ids=str,
+)
 every_format = pytest.mark.parametrize("form", FORMATS.values(), ids=str)
 every_granularity = pytest.mark.parametrize("granularity", GRANULARITIES)
-every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Small tensors on busy cores: threads that wait for each other take ten times as long."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@contextlib.contextmanager
+def on(kernel: str) -> Iterator[None]:
+    with pretend("nvidia/h200") if kernel == "triton" else contextlib.nullcontext(), poisoned():
+        yield
+
+
+def share(kernel: str, calls: Sequence[Any], most: int = 2) -> Sequence[Any]:
+    return calls if kernel == "torch" else calls[:most]
 
 
 def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
@@ -51,40 +82,38 @@ def exact_scale(amax: float, form: Format, power_of_two: bool) -> np.float32:
     return np.float32(2.0 ** math.floor(math.log2(scale))) if power_of_two else scale
 
 
-def groups(granularity: str, rows: int, columns: int) -> dict[tuple[int, ...], tuple[slice, slice]]:
-    """The numbers of each scale."""
-    every = slice(None)
-    shape = inverse_shape(granularity, rows, columns)
-    if granularity == "tensor":
-        return {(): (every, every)}
-    if granularity == "row":
-        return {(i, 0): (slice(i, i + 1), every) for i in range(rows)}
-    height = 1 if granularity == "block" else 128
-    return {
-        (i, j): (slice(i * height, (i + 1) * height), slice(j * 128, (j + 1) * 128))
-        for i, j in itertools.product(range(shape[0]), range(shape[1]))
-    }
+def remembered(history: torch.Tensor, form: Format, power_of_two: bool) -> np.float32 | None:
+    """The scale from a history, if it has anything to say."""
+    largest = max((entry for entry in history.tolist() if math.isfinite(entry)), default=0.0)
+    return exact_scale(largest, form, power_of_two) / np.float32(2) if largest > 0 else None
 
 
 def expected_cast(
-    x: np.ndarray, form: Format, granularity: str, scale: np.ndarray | None, power_of_two: bool
+    x: np.ndarray, form: Format, granularity: str, before: np.float32 | None, power_of_two: bool
 ) -> tuple[np.ndarray, np.ndarray, list[int]]:
     """Codes, inverse scales and counts, one group after another."""
     data = np.zeros(x.shape, dtype=np.uint8)
     inverse = np.zeros(inverse_shape(granularity, *x.shape), dtype=np.float32)
     counts = [0, 0, 0]
-    for place, where in groups(granularity, *x.shape).items():
+    height = {"tensor": x.shape[0], "square": 128}.get(granularity, 1)
+    width = 128 if granularity in ("block", "square") else x.shape[1]
+    for place in np.ndindex(inverse.shape):
+        i, j = place or (0, 0)
+        where = (slice(i * height, (i + 1) * height), slice(j * width, (j + 1) * width))
         numbers = x[where]
         finite = np.isfinite(numbers)
         amax = float(np.abs(numbers[finite]).max(initial=0))
-        s = exact_scale(amax, form, power_of_two) if scale is None else scale[place]
-        with np.errstate(all="ignore"):
-            product = (numbers * s).astype(np.float32)
-        # encode() itself makes NaN of an infinity, and a finite number that overflows float32 must saturate.
-        product = np.where(finite, np.nan_to_num(product, nan=np.nan), np.nan)
-        data[where] = form.encode(product)
+        s = exact_scale(amax, form, power_of_two)
+        if before is not None:
+            with np.errstate(over="ignore"):
+                outgrown = int((np.abs(numbers[finite] * before) > form.largest).sum())
+            counts[0] += outgrown
+            s = s if outgrown else before
+        product = np.where(finite, numbers, 0) * s
+        assert product.dtype == np.float32
+        assert (np.abs(product) <= form.largest).all()  # nothing ever saturates
+        data[where] = form.encode(np.where(finite, product, np.nan))
         inverse[place] = np.float32(1) / s
-        counts[0] += int((finite & (np.abs(product) > form.largest)).sum())
         counts[1] += int((finite & (numbers != 0) & (form.decode(data[where]) == 0)).sum())
         counts[2] += int((~finite).sum())
     return data, inverse, counts
@@ -93,116 +122,140 @@ def expected_cast(
 def check_cast(
     x: torch.Tensor,
     form: Format,
-    granularity: str,
+    granularity: str = "tensor",
+    kernel: str = "torch",
     *,
     transposed: bool = True,
-    scale: torch.Tensor | None = None,
+    history: torch.Tensor | Sequence[float] | None = None,
     power_of_two: bool = False,
 ) -> Cast:
     """fp8_cast's every output against the plain program."""
-    cast = fp8_cast(
-        x, form.name, granularity, transposed=transposed, scale=scale, power_of_two=power_of_two, kernel="torch"
-    )
+    history = torch.tensor(history) if isinstance(history, Sequence) else history
+    kept = None if history is None else history.clone()
+    options: dict[str, Any] = {"transposed": transposed, "history": history, "power_of_two": power_of_two}
+    with on(kernel):
+        cast = fp8_cast(x, form.name, granularity, kernel=kernel, **options)
     matrix = x.float().numpy()
-    given = None if scale is None else scale.numpy()
-    data, inverse, counts = expected_cast(matrix, form, granularity, given, power_of_two)
-    assert cast.data.dtype == cast.data_t.dtype == form.dtype
-    np.testing.assert_array_equal(codes(cast.data), data)
-    np.testing.assert_array_equal(cast.inverse.numpy(), inverse)
-    assert cast.data.is_contiguous()
-    assert cast.counts[0].tolist() == counts
-    finite = matrix[np.isfinite(matrix)]
-    assert cast.amax.item() == np.abs(finite).max(initial=0)
-    by_columns = granularity == "block"
-    laid_out = torch.empty(inverse.shape[::-1]).t() if by_columns else torch.empty(inverse.shape)
-    assert cast.inverse.stride() == laid_out.stride()
+    before = None if kept is None else remembered(kept, form, power_of_two)
+    copies = [(matrix, cast.data, cast.inverse), (matrix.T, cast.data_t, cast.inverse_t)]
+    for number, (numbers, got, got_inverse) in enumerate(copies[: 1 + transposed]):
+        data, inverse, counts = expected_cast(numbers, form, granularity, before, power_of_two)
+        np.testing.assert_array_equal(codes(got), data)
+        np.testing.assert_array_equal(got_inverse.numpy(), inverse)
+        assert cast.counts[number].tolist() == counts
+        assert (got.dtype, got.is_contiguous()) == (form.dtype, True)
+        assert (got_inverse.t() if granularity == "block" else got_inverse).is_contiguous()
     if not transposed:
-        assert cast.data_t.shape == (0, 0)
-        assert cast.inverse_t.numel() == 0
-        assert cast.counts[1].tolist() == [0, 0, 0]
-        return cast
-    turned = None if given is None else given.T
-    data_t, inverse_t, counts_t = expected_cast(matrix.T, form, granularity, turned, power_of_two)
-    np.testing.assert_array_equal(codes(cast.data_t), data_t)
-    np.testing.assert_array_equal(cast.inverse_t.numpy(), inverse_t)
-    assert cast.data_t.is_contiguous()
-    assert cast.counts[1].tolist() == counts_t
-    if granularity in ("tensor", "square"):  # the scales agree, so the copies are each other's transpose
+        assert (cast.data_t.shape, cast.inverse_t.numel(), cast.counts[1].tolist()) == ((0, 0), 0, [0, 0, 0])
+    elif granularity in ("tensor", "square"):  # the scales agree, so the copies are each other's transpose
         np.testing.assert_array_equal(codes(cast.data_t), codes(cast.data).T)
+    amax = np.abs(matrix[np.isfinite(matrix)]).max(initial=0)
+    assert cast.amax.item() == amax
+    if history is None:
+        assert cast.next_history.shape == (0,)
+    else:  # to the bit, entries that are no numbers included; and the old one is left alone
+        following = torch.cat([torch.tensor([amax]), kept[:-1]])
+        assert torch.equal(cast.next_history.view(torch.int32), following.view(torch.int32))
+        assert torch.equal(history.clone().view(torch.int32), kept.view(torch.int32))
     return cast
 
 
-# The cast itself, with scale 1
-
-
-ONE = torch.tensor(1.0)
+# The cast itself, with a scale of 1: that of numbers whose largest is the format's, and of half of it remembered
 
 
 @every_format
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_every_16_bit_number_is_cast_as_the_format_defines(form: Format, dtype: torch.dtype) -> None:
-    x = torch.arange(1 << 16, dtype=torch.int32).to(torch.uint16).view(dtype).reshape(256, 256)
-    cast = fp8_cast(x, form.name, scale=ONE, transposed=True)
+@pytest.mark.parametrize(("kernel", "dtype"), [run for run in RUNS if run[1].itemsize == 2], ids=str)
+def test_every_16_bit_number_is_cast_as_the_format_defines(kernel: str, form: Format, dtype: torch.dtype) -> None:
+    every = torch.arange(1 << 16, dtype=torch.int32).to(torch.uint16).view(dtype).reshape(256, 256)
+    finite = every.isfinite()
+    beyond = finite & (every.abs() > form.largest)
+    x = torch.where(beyond, form.largest, every)
     expected = form.encode(x.double().numpy())
-    np.testing.assert_array_equal(codes(cast.data), expected)
-    np.testing.assert_array_equal(codes(cast.data_t), expected.T)
-    finite = x.isfinite()
-    saturated = finite & (x.double().abs() > form.largest)
-    underflowed = (x != 0) & torch.from_numpy(form.decode(expected) == 0)
-    assert cast.counts.tolist() == [[int(lost.sum()) for lost in (saturated, underflowed, ~finite)]] * 2
+    reached = set(np.flatnonzero(np.isfinite(form.values))) | {form.nan_code}
+    assert set(expected.flat) == reached  # all codes but infinities and other NaN
+    underflowed = int(((x != 0) & torch.from_numpy(form.decode(expected) == 0)).sum())
+    for history in share(kernel, ([form.largest / 2], None), 1):
+        cast = check_cast(x, form, kernel=kernel, history=history)
+        np.testing.assert_array_equal(codes(cast.data), expected)
+        np.testing.assert_array_equal(codes(cast.data_t), expected.T)
+        assert cast.inverse.item() == 1
+        assert cast.counts.tolist() == [[0, underflowed, int((~finite).sum())]] * 2
+    cast = check_cast(every, form, kernel=kernel, history=[form.largest / 2])
+    assert cast.saturated.tolist() == [int(beyond.sum())] * 2
 
 
+@every_kernel
 @every_format
-def test_float32_around_every_value_and_every_tie(form: Format) -> None:
+def test_float32_around_every_value_and_every_tie(kernel: str, form: Format) -> None:
     values = form.values[:0x80][np.isfinite(form.values[:0x80])]
-    points = np.concatenate(
-        [values, (values[1:] + values[:-1]) / 2, [form.largest * 1.02, form.largest * 1.1, 1e38]]
-    )
+    points = np.concatenate([values, (values[1:] + values[:-1]) / 2])
     bits = points.astype(np.float32).view(np.int32)[:, None] + np.arange(-40, 41, dtype=np.int32)
     x = np.concatenate([numbers := np.abs(bits).astype(np.int32).view(np.float32), -numbers])
+    x = np.clip(x, -form.largest, form.largest)
     assert len(np.unique(x)) > 15000
-    cast = fp8_cast(torch.from_numpy(x), form.name, scale=ONE)
-    np.testing.assert_array_equal(codes(cast.data), form.encode(x))
+    for scale in share(kernel, (1.0, 2.0**-60), 1):  # the larger numbers are exact as well
+        cast = check_cast(torch.from_numpy(x / np.float32(scale)), form, kernel=kernel)
+        np.testing.assert_array_equal(codes(cast.data), form.encode(x))
+        assert cast.inverse.item() == 1 / scale
 
 
 @every_format
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(
+    kernel=st.sampled_from(["torch"] * 5 + list(KERNELS)),
     bits=st.lists(st.integers(0, 2**32 - 1), min_size=24, max_size=24),
-    scale=st.floats(2.0**-120, 2.0**120, width=32),
+    entries=st.lists(st.integers(0, 2**32 - 1), max_size=5),
+    near=st.none() | st.floats(0.25, 4, width=32),
+    power_of_two=st.booleans(),
 )
-def test_any_float32_bits_with_any_scale(form: Format, bits: list[int], scale: float) -> None:
-    x = torch.from_numpy(np.array(bits, dtype=np.uint32).view(np.float32).reshape(4, 6))
-    check_cast(x, form, "tensor", scale=torch.tensor(scale))
+def test_any_float32_bits_with_any_history(
+    form: Format, kernel: str, bits: list[int], entries: list[int], near: float | None, power_of_two: bool
+) -> None:
+    x = np.array(bits, dtype=np.uint32).view(np.float32).reshape(4, 6)
+    history = np.array(entries, dtype=np.uint32).view(np.float32)
+    if near is not None or not entries:  # a magnitude that x may just fit or just not
+        amax = np.abs(x[np.isfinite(x)]).max(initial=0)
+        history = np.append(np.minimum(history, amax / 8), np.minimum(amax / 4, 1e37) * np.float32(near or 2))
+    remember = torch.from_numpy(history.astype(np.float32))
+    check_cast(torch.from_numpy(x), form, kernel=kernel, history=remember, power_of_two=power_of_two)
 
 
 # Granularities, shapes and strides
 
 
-@every_format
+@every_form
 @every_granularity
-def test_odd_shapes(form: Format, granularity: str) -> None:
-    for number, shape in enumerate([(1, 1), (3, 5), (1, 300), (300, 1), (129, 130), (128, 256)]):
-        x = random(*shape, dtype=DTYPES[number % 3], seed=number)
-        check_cast(x, form, granularity)
-        check_cast(x, form, granularity, transposed=False, power_of_two=True)
+def test_odd_shapes(kernel: str, form: Format, granularity: str) -> None:
+    dtypes = itertools.cycle(KERNELS[kernel])
+    shapes = [(129, 130), (1, 300), (1, 1), (300, 1), (3, 5), (128, 256)]
+    for number, shape in enumerate(share(kernel, shapes)):
+        x = (random(*shape, seed=number).exp() * 2.0 ** (10 - 6 * number)).to(next(dtypes))
+        check_cast(x, form, granularity, kernel)
+        check_cast(x[:9], form, granularity, kernel, transposed=False, power_of_two=True)
+
+
+@every_kernel
+@every_granularity
+def test_no_numbers(kernel: str, granularity: str) -> None:
+    for shape in [(0, 0), (0, 5), (5, 0), (0, 128), (200, 0)]:
+        cast = check_cast(torch.zeros(shape), E4M3FN, granularity, kernel)
+        assert cast.inverse.eq(1).all()
+        if granularity == "tensor":  # a scale is defined without any number to use it for
+            cast = check_cast(torch.zeros(shape), E4M3FN, kernel=kernel, history=[7.0, 3.0])
+            assert cast.inverse.item() == 2 / 64
 
 
 @every_granularity
-@pytest.mark.parametrize("shape", [(0, 0), (0, 5), (5, 0), (0, 128), (200, 0)], ids=str)
-def test_no_numbers(granularity: str, shape: tuple[int, int]) -> None:
-    cast = check_cast(torch.zeros(shape), E4M3FN, granularity)
-    assert cast.inverse.eq(1).all()
-
-
-@every_granularity
-@every_dtype
-def test_strides_do_not_matter(granularity: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("kernel", "dtype"), [run for run in RUNS if run != ("triton", torch.float32)], ids=str)
+def test_strides_do_not_matter(kernel: str, granularity: str, dtype: torch.dtype) -> None:
     base = random(140, 270, dtype=dtype)
-    for x in (base.t(), base[::2, ::3], base[1:, 5:], base[:1].expand(9, 270), base[:, :1].expand(140, 7)):
-        cast = check_cast(x, E4M3FN, granularity)
-        again = fp8_cast(x.clone(memory_format=torch.contiguous_format), "e4m3fn", granularity)
-        assert torch.equal(cast.data.view(torch.uint8), again.data.view(torch.uint8))
+    views = [base.t(), base[::2, ::3], base[:1].expand(9, 270), base[1:, 5:], base[:, :1].expand(140, 7)]
+    for x in share(kernel, views):
+        check_cast(x, E4M3FN, granularity, kernel)
+    history = torch.tensor([2.5, math.nan, 1.0, math.inf, 3.0, 9e9])
+    for remember in (history[::2], history[2:3], history[:1].expand(5)) if granularity == "tensor" else ():
+        check_cast(base.t()[::2], E4M3FN, kernel=kernel, history=remember)
+        check_cast(base[3:, 5:] * 8, E4M3FN, kernel=kernel, history=remember, transposed=False)
 
 
 @every_granularity
@@ -214,180 +267,164 @@ def test_leading_dimensions_are_rows(granularity: str) -> None:
     assert torch.equal(cast.inverse, flat.inverse)
 
 
-@settings(max_examples=60, deadline=None)
-@given(
-    rows=st.integers(1, 20) | st.integers(126, 131),
-    columns=st.integers(1, 20) | st.integers(126, 131),
-    granularity=st.sampled_from(GRANULARITIES),
-    form=st.sampled_from(list(FORMATS.values())),
-    dtype=st.sampled_from(DTYPES),
-    power_of_two=st.booleans(),
-    exponent=st.integers(-30, 10),
-    seed=st.integers(0, 2**31),
-)
-def test_generated_matrices(
-    rows: int,
-    columns: int,
-    granularity: str,
-    form: Format,
-    dtype: torch.dtype,
-    power_of_two: bool,
-    exponent: int,
-    seed: int,
-) -> None:
-    x = (random(rows, columns, seed=seed).exp() * 2.0**exponent).to(dtype)
-    cast = check_cast(x, form, granularity, power_of_two=power_of_two)
-    assert not cast.saturated.any()
+@every_form
+def test_the_largest_number_becomes_the_largest_value(kernel: str, form: Format) -> None:
+    x = random(300, 7) * 10.0 ** (torch.arange(300) % 60 - 30)[:, None]
+    x[5, 3] = -torch.finfo(torch.float32).max
+    cast = check_cast(x, form, "row", kernel)
+    assert (cast.data.float().abs().amax(dim=1) == form.largest).all()
 
 
-def test_the_transposed_copy_of_rows_and_blocks_has_scales_of_its_own() -> None:
-    """What the gradient GEMMs take: the cast of the transpose."""
-    x = random(140, 200)
-    for granularity in ("row", "block"):
-        both, turned = fp8_cast(x, "e4m3fn", granularity, transposed=True), fp8_cast(x.t(), "e4m3fn", granularity)
-        assert torch.equal(both.data_t.view(torch.uint8), turned.data.view(torch.uint8))
-        assert torch.equal(both.inverse_t, turned.inverse)
-        assert not torch.equal(both.data_t.float(), both.data.float().t())
-
-
-def test_the_scales_are_those_that_scaled_mm_takes() -> None:
-    x, w = random(32, 64), random(48, 64, seed=1)
-    for granularity in ("tensor", "row"):
-        a, b = fp8_cast(x, "e4m3fn", granularity), fp8_cast(w, "e4m3fn", granularity)
-        second = b.inverse.t() if granularity == "row" else b.inverse
-        try:
-            y = torch._scaled_mm(a.data, b.data.t(), a.inverse, second, out_dtype=torch.float32)
-        except (RuntimeError, NotImplementedError, ValueError) as error:
-            pytest.skip(f"torch multiplies no 8-bit matrices here: {error}")
-        exact = (a.data.double() * a.inverse) @ (b.data.double() * b.inverse).t()
-        torch.testing.assert_close(y.double(), exact, rtol=1e-5, atol=1e-5)
-        torch.testing.assert_close(y, x @ w.t(), rtol=0.1, atol=1.5)
-
-
-# Scales
-
-
-@every_format
-def test_the_largest_number_becomes_the_largest_value(form: Format) -> None:
-    for seed in range(300):
-        x = random(1, 7, seed=seed) * 10.0 ** (seed % 60 - 30)
-        cast = fp8_cast(x, form.name)
-        assert cast.data.float().abs().max().item() == form.largest
-        assert cast.saturated[0].item() == 0
-
-
-def test_power_of_two_scales_are_powers_of_two_and_within_half_of_the_best() -> None:
-    x = random(50, 9).exp()
-    plain, rounded = (fp8_cast(x, "e4m3fn", "row", power_of_two=on).inverse for on in (False, True))
-    assert (rounded.frexp().mantissa == 0.5).all()
-    assert ((rounded >= plain) & (rounded < 2 * plain)).all()
-
-
-@every_format
+@every_form
 @every_granularity
-def test_zeros_have_scale_one_and_keep_their_sign(form: Format, granularity: str) -> None:
+def test_zeros_have_scale_one_and_keep_their_sign(kernel: str, form: Format, granularity: str) -> None:
     x = torch.zeros(130, 140)
     x[::2] = -0.0
-    cast = check_cast(x, form, granularity)
+    cast = check_cast(x, form, granularity, kernel)
     assert cast.inverse.eq(1).all()
     assert not cast.counts.any()
     x[3, 4] = 5  # the others of its group must still be zeros, and the other groups keep their scales
-    cast = check_cast(x, form, granularity)
+    cast = check_cast(x, form, granularity, kernel)
     assert cast.data.float().count_nonzero() == 1
     assert cast.inverse.ne(1).sum() == 1
 
 
-@every_format
+@every_form
 @every_granularity
-def test_subnormal_amax_gives_a_finite_scale(form: Format, granularity: str) -> None:
-    for amax in (1e-45, 1e-40, 1e-37, 3e-36, 1.2e-33):
-        cast = check_cast(torch.tensor([[amax, -amax / 2], [0.0, amax / 3]]), form, granularity)
+def test_subnormal_amax_gives_a_finite_scale(kernel: str, form: Format, granularity: str) -> None:
+    for amax in share(kernel, (1e-40, 3e-36, 1e-45, 1e-37, 1.2e-33)):
+        cast = check_cast(torch.tensor([[amax, -amax / 2], [0.0, amax / 3]]), form, granularity, kernel)
         assert cast.inverse.isfinite().all()
         assert (cast.inverse >= torch.finfo(torch.float32).smallest_normal).all()
-    lost = fp8_cast(torch.tensor([[1e-45, 0.0]]), form.name)  # 2^-149 * 2^126 is still too small, and counted
+    lost = check_cast(torch.tensor([[1e-45, 0.0]]), form, granularity, kernel)  # 2^-149 * 2^126 is too small still
     assert lost.counts[0].tolist() == [0, 1, 0]
 
 
+@every_kernel
 @every_granularity
-def test_a_single_outlier(granularity: str) -> None:
+def test_a_single_outlier(kernel: str, granularity: str) -> None:
     x = random(256, 256)
     x[5, 7] = 1e8
-    cast = check_cast(x, E4M3FN, granularity)
-    assert cast.amax.item() == 1e8
-    assert not cast.saturated.any()
+    cast = check_cast(x, E4M3FN, granularity, kernel)
     hurt = {"tensor": x.numel(), "row": 256, "block": 128, "square": 128 * 128}[granularity]
     assert cast.underflowed[0].item() == hurt - 1  # only those that share its scale
 
 
-def test_the_largest_float32_numbers() -> None:
-    top = torch.finfo(torch.float32).max
-    for form in FORMATS.values():
-        cast = check_cast(torch.tensor([[top, -top, 1.0]]), form, "row")
-        assert cast.data.float()[0, :2].tolist() == [form.largest, -form.largest]
-        assert cast.inverse.isfinite().all()
+# Scales from a history
 
 
-# Given scales, and what is not finite
+def outcome(cast: Cast) -> tuple[torch.Tensor, ...]:
+    return tuple(vars(cast).values())
 
 
-@every_format
-@pytest.mark.parametrize("granularity", ["tensor", "square"])
-def test_a_given_scale_that_is_too_large_saturates_and_counts(form: Format, granularity: str) -> None:
-    x = random(150, 140)
-    scale = torch.full(inverse_shape(granularity, *x.shape), form.largest)
-    cast = check_cast(x, form, granularity, scale=scale)
-    beyond = int((x.abs() > 1).sum())
-    assert cast.saturated.tolist() == [beyond, beyond]
-    assert 0 < beyond < x.numel()
+@every_form
+def test_one_number_outgrows_a_history_and_nothing_is_clipped(kernel: str, form: Format) -> None:
+    x = random(130, 140).clamp(-2, 2)  # with a 2, just what a history of 1 has room for
+    cast = check_cast(x, form, kernel=kernel, history=[1.0])
+    assert cast.saturated.tolist() == [0, 0]
+    assert cast.inverse.item() == np.float32(2 / form.largest)
     assert cast.data.float().abs().max().item() == form.largest
-    assert cast.amax.item() == x.abs().max().item()  # what the next scale is made from
+    for larger in (2 + 2.0**-22, 2.0**99):
+        x[77, 101] = -larger
+        cast = check_cast(x, form, kernel=kernel, history=[1.0])
+        assert cast.saturated.tolist() == [1, 1]
+        assert cast.next_history.tolist() == [larger]
+        assert cast.data[77, 101].item() == -form.largest
+        same_bytes(outcome(cast)[:5], outcome(fp8_cast(x, form.name, transposed=True))[:5])
+    x[5:7, :50], x[0, 0], x[1, 1] = 30.0, math.inf, math.nan
+    cast = check_cast(x, form, kernel=kernel, history=[1.0, 0.5, 0.25])
+    assert cast.counts[:, [0, 2]].tolist() == [[101, 2]] * 2
 
 
-@every_granularity
-def test_given_scales_of_every_granularity(granularity: str) -> None:
-    x = random(150, 140)
-    shape = inverse_shape(granularity, 150, 140)
-    scale = random(math.prod(shape)).reshape(shape).abs() * 100 + 1
-    check_cast(x, E5M2, granularity, scale=scale, transposed=False)
+@every_form
+def test_the_edge_is_where_the_rounded_product_exceeds_the_largest(kernel: str, form: Format) -> None:
+    """float32(s * amax) decides: an exact product a little beyond the largest value still fits."""
+    rounded_down = 0
+    for h in share(kernel, random(8).abs().numpy(), 4):
+        s = exact_scale(float(h), form, False) / np.float32(2)
+        edge = np.float32(form.largest) / s
+        while edge * s <= form.largest:
+            edge = np.nextafter(edge, np.float32(np.inf))
+        while edge * s > form.largest:
+            edge, beyond = np.nextafter(edge, np.float32(0)), edge
+        rounded_down += Fraction(float(edge)) * Fraction(float(s)) > Fraction(form.largest)
+        for amax, outgrown in ((edge, 0), (beyond, 1)):
+            x = torch.tensor([[0.0, 0.25], [-float(amax), 1e-3]])
+            cast = check_cast(x, form, kernel=kernel, history=[0.0, float(h)])
+            assert cast.saturated.tolist() == [outgrown, outgrown]
+            assert cast.data.float()[1, 0].item() == -form.largest
+    assert rounded_down > 0
 
 
-def test_a_product_beyond_float32_saturates() -> None:
-    cast = check_cast(torch.tensor([[1e38, -1e38, 1.0]]), E4M3FN, "tensor", scale=torch.tensor(1e4))
-    assert cast.data.float().tolist() == [[448.0, -448.0, 448.0]]
-    assert cast.counts[0].tolist() == [3, 0, 0]
+@every_form
+@pytest.mark.parametrize("power_of_two", [False, True])
+def test_a_history_of_no_magnitudes_says_nothing(kernel: str, form: Format, power_of_two: bool) -> None:
+    """Zeros, as on first use, and entries that are not finite or negative, which are left out of others as well."""
+    x = random(9, 120).clamp(-2, 2)
+    x[3, 4] = 2
+    plain = fp8_cast(x, form.name, transposed=True, power_of_two=power_of_two)
+    for nothing in share(kernel, ([0.0] * 21, [-3.0, -0.0, -math.nan, math.inf, -math.inf], [0.0], [math.nan])):
+        cast = check_cast(x, form, kernel=kernel, power_of_two=power_of_two, history=nothing)
+        same_bytes(outcome(cast)[:-1], outcome(plain)[:-1])
+        cast = check_cast(x, form, kernel=kernel, power_of_two=power_of_two, history=[*nothing, 1.0, -1e9, 0.5])
+        assert not cast.saturated.any()
+        assert cast.inverse.item() == 2 / exact_scale(1.0, form, power_of_two)
 
 
-@pytest.mark.parametrize("scale", [0.0, math.inf, math.nan, -2.0])
-def test_a_scale_that_is_no_scale_hides_nothing(scale: float) -> None:
-    x = torch.tensor([[1.0, 0.0, math.inf, math.nan]])
-    cast = fp8_cast(x, scale=torch.tensor(scale))
-    wanted = {0.0: "0x0 0x0", math.inf: "0x7e 0x7f", -2.0: "0xc0 0x80"}.get(scale, "0x7f 0x7f")
-    assert " ".join(hex(code) for code in codes(cast.data)[0]) == f"{wanted} 0x7f 0x7f"
-    assert cast.counts[0].tolist() == [scale == math.inf, scale == 0, 2]
+@every_form
+def test_histories_at_the_ends_of_float32_and_zeros_with_any(kernel: str, form: Format) -> None:
+    x, top = random(4, 8), torch.finfo(torch.float32).max
+    for power_of_two in (False, True):
+        run: dict[str, Any] = {"kernel": kernel, "power_of_two": power_of_two}
+        assert check_cast(x, form, history=[top], **run).counts.tolist() == [[0, 32, 0]] * 2
+        assert check_cast(x, form, history=[1e-45], **run).counts.tolist() == [[32, 0, 0]] * 2
+        assert check_cast(x * 1e38, form, history=[1e-45, 1e-30], **run).saturated.tolist() == [32, 32]  # overflows
+        assert check_cast(x * 1e-39, form, history=[1e-45], **run).inverse.item() == 2.0**-125
+    for zero, amax in share(kernel, [*itertools.product((-0.0, math.inf), (3.0, 2.0**-149, 0.0, 2.0**127))]):
+        cast = check_cast(torch.full((3, 130), zero), form, kernel=kernel, history=[amax, 0.0])
+        assert cast.next_history.tolist() == [0.0, amax]
+        assert not cast.counts[:, :2].any()
 
 
-@every_format
-@every_granularity
-@every_dtype
-def test_what_is_not_finite_becomes_nan_is_counted_and_spoils_no_scale(
-    form: Format, granularity: str, dtype: torch.dtype
+@every_form
+@pytest.mark.parametrize("power_of_two", [False, True])
+def test_a_step_in_amplitude_is_found_in_its_own_call_and_remembered(
+    kernel: str, form: Format, power_of_two: bool
 ) -> None:
-    x = random(6, 200, dtype=dtype)
+    x = random(12, 120)
+    history, outgrown, inverses = torch.zeros(2), [], []
+    for step in (1, 1, 100, 1, 1, 1):
+        cast = check_cast(x * step, form, kernel=kernel, history=history, power_of_two=power_of_two)
+        history = cast.next_history
+        outgrown.append(cast.saturated[0].item())
+        inverses.append(cast.inverse.item())
+        got = cast.data.double() * cast.inverse.double()
+        beside = cast.inverse.double() * form.smallest_subnormal  # and the rest are right to the format's precision
+        assert ((got - x * step).abs() <= (x * step).abs() * 2.0**-form.mantissa_bits / 2 + beside).all()
+    small, large = (exact_scale((x * step).abs().max().item(), form, power_of_two) for step in (1, 100))
+    hundred = int(((x * 100).abs().numpy() * (small / np.float32(2)) > form.largest).sum())
+    assert outgrown == [0, 0, max(hundred, 1000), 0, 0, 0]  # nearly all
+    own, remembering, after = (np.float32(n) / s for n, s in ((1, small), (2, small), (2, large)))
+    assert inverses == [own, remembering, np.float32(1) / large, after, after, remembering]  # forgets after two
+
+
+@every_form
+@every_granularity
+def test_what_is_not_finite_becomes_nan_is_counted_and_spoils_no_scale(
+    kernel: str, form: Format, granularity: str
+) -> None:
     places = ([0, 1, 2, 5], [0, 199, 3, 4])
-    clean = x.clone()
-    clean[places] = 0
-    x[places] = torch.tensor([math.inf, -math.inf, math.nan, -math.nan], dtype=dtype)
-    cast, without = check_cast(x, form, granularity), fp8_cast(clean, form.name, granularity)
-    assert cast.nonfinite.tolist() == [4, 4]
-    assert (codes(cast.data)[places] == form.nan_code).all()
-    assert torch.equal(cast.inverse, without.inverse)
-    assert int(cast.data.float().isnan().sum()) == 4
-    nothing = fp8_cast(torch.full((3, 4), math.inf, dtype=dtype), form.name, granularity)
-    assert nothing.inverse.eq(1).all()
-    assert nothing.data.float().isnan().all()
-
-
-# Modes of torch
+    for dtype in share(kernel, KERNELS[kernel], 1):
+        x = random(6, 200, dtype=dtype)
+        x[places] = 0
+        without = fp8_cast(x, form.name, granularity)
+        x[places] = torch.tensor([math.inf, -math.inf, math.nan, -math.nan], dtype=dtype)
+        cast = check_cast(x, form, granularity, kernel)
+        assert cast.nonfinite.tolist() == [4, 4]
+        assert (codes(cast.data)[places] == form.nan_code).all()
+        assert torch.equal(cast.inverse, without.inverse)
+        nothing = check_cast(torch.full((3, 4), math.inf, dtype=dtype), form, granularity, kernel)
+        assert nothing.inverse.eq(1).all()
 
 
 def outputs(*arguments: Any) -> tuple[torch.Tensor, ...]:
@@ -409,26 +446,36 @@ def hard() -> torch.Tensor:
     return x
 
 
-@every_granularity
-def test_compiled_calls_give_the_same_bytes(granularity: str, hard: torch.Tensor) -> None:
-    """As users call it: the op stays whole in the graph that inductor compiles."""
+HISTORIES = ([1.0, math.nan], [1e31, 0.5], [0.0, 0.0])  # outgrown by `hard`, with room for it, and of first use
 
-    def run(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        cast = fp8_cast(x * 2, "e4m3fn", granularity, transposed=True)
-        return cast.data, cast.data_t, cast.inverse.clone(), cast.inverse_t.clone(), cast.amax, cast.counts
+
+@every_kernel
+@every_granularity
+def test_compiled_calls_give_the_same_bytes(kernel: str, granularity: str, hard: torch.Tensor) -> None:
+    """As users call it: the op stays whole in the graph that inductor compiles."""
+    if granularity not in share(kernel, GRANULARITIES, 1):
+        pytest.skip("compiling is slow, and around the op it is the same")
+
+    def run(x: torch.Tensor, history: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
+        cast = fp8_cast(x * 2, "e4m3fn", granularity, transposed=True, history=history, kernel=kernel)
+        return (*outcome(cast)[:3], cast.inverse_t.clone(), *outcome(cast)[4:])  # for tensor, inverse once more
 
     torch._dynamo.reset()
-    same_bytes(torch.compile(run, fullgraph=True)(hard), run(hard))
+    compiled = torch.compile(run, fullgraph=True)
+    with pretend("nvidia/h200") if kernel == "triton" else contextlib.nullcontext():
+        for history in map(torch.tensor, share(kernel, HISTORIES)) if granularity == "tensor" else (None,):
+            same_bytes(compiled(hard, history), run(hard, history))
 
 
 @every_format
 def test_the_kernel_itself_compiled_gives_the_same_bytes(form: Format, hard: torch.Tensor) -> None:
     """The arithmetic, fused and vectorised by inductor."""
-    arguments = (hard, form.name, "row", True, None, False)
+    granularity = "tensor" if form.encoding == "fnuz" else "row"
     torch._dynamo.reset()
-    same_bytes(
-        torch.compile(torch_kernel.forward, fullgraph=True)(kp.device("cpu"), *arguments), outputs(*arguments)
-    )
+    compiled = torch.compile(torch_kernel.forward, fullgraph=True)
+    for history in map(torch.tensor, HISTORIES) if granularity == "tensor" else (None,):
+        arguments = (hard, form.name, granularity, True, history, False)
+        same_bytes(compiled(kp.device("cpu"), *arguments), outputs(*arguments))
 
 
 def test_fake_tensors_and_meta_tensors_have_the_real_shapes() -> None:
@@ -439,26 +486,19 @@ def test_fake_tensors_and_meta_tensors_have_the_real_shapes() -> None:
         made = FP8_CAST.fake(*real.values())
         for fake, out in zip(made, outputs(*real.values()), strict=True):
             assert (fake.shape, fake.stride(), fake.dtype) == (out.shape, out.stride(), out.dtype), case.name
+    delayed = fp8_cast(torch.empty(3, 2, device="meta"), history=torch.empty(7, device="meta"))
+    assert (delayed.next_history.shape, delayed.next_history.dtype) == ((7,), torch.float32)
     meta = fp8_cast(torch.empty(300, 200, device="meta"), "e4m3fn", "square", transposed=True)
     assert (meta.data_t.shape, meta.inverse_t.shape) == ((200, 300), (2, 3))
 
 
 def test_no_gradient_flows_and_none_is_refused() -> None:
-    x = random(4, 8).requires_grad_()
+    x, history = random(4, 8).requires_grad_(), torch.ones(3).requires_grad_()
     for function in (fp8_cast, function_of(FP8_CAST)):
-        arguments = (x,) if function is fp8_cast else (x, "e4m3fn", "row", True, None, False)
+        arguments = (x,) if function is fp8_cast else (x, "e4m3fn", "tensor", True, history, False)
         result = function(*arguments)
         tensors = result if isinstance(result, tuple) else vars(result).values()
         assert not any(tensor.requires_grad for tensor in tensors)
-
-
-def test_unwritten_memory_would_show() -> None:
-    for case in FP8_CAST.cases:
-        if not case.benchmark:
-            arguments = case.arguments(torch.bfloat16, torch.device("cpu"))
-            with poisoned():
-                comparisons = compare(FP8_CAST, outputs, arguments, gradients=False)
-            assert not exceeded(comparisons), f"{case.name}: {exceeded(comparisons)}"
 
 
 def test_a_wrong_byte_exceeds_the_budget() -> None:
@@ -472,15 +512,13 @@ def test_a_wrong_byte_exceeds_the_budget() -> None:
     assert exceeded(found) == "data: error 1 EXCEEDS its budget 0.5"
 
 
-# Choice and wrong arguments
-
-
 def test_every_device_has_a_kernel_or_a_reason() -> None:
     call = kp.explain(fp8_cast, torch.ones(4, 4)).call
     assert not [name for name, known in CATALOGUE.items() if KERNEL_TORCH.refusal(call, known)]
     without_float64 = ARCHITECTURES["xe-hpg"].device("arc", memory_bytes=0, compute_units=0)
     assert KERNEL_TORCH.refusal(call, without_float64) == "computes scales in float64, which xe-hpg does not"
-    assert kp.explain(fp8_cast, torch.ones(4, 4), device="amd/mi300x").kernel is KERNEL_TORCH
+    best = getattr(package, "KERNEL_TRITON", KERNEL_TORCH)
+    assert kp.explain(fp8_cast, torch.ones(4, 4), device="amd/mi300x").kernel is best
 
 
 X = torch.ones(4, 6)
@@ -492,38 +530,13 @@ WRONG = {
     "granularity": ((X, "e5m2", "column"), {}, ValueError, "granularity='column': use one of tensor, row, block"),
     "transposed": ((X,), {"transposed": 1}, TypeError, "transposed=1: use True or False"),
     "power_of_two": ((X,), {"power_of_two": None}, TypeError, "power_of_two=None: use True or False"),
-    "scale number": ((X,), {"scale": 2.0}, TypeError, "scale=2.0: expected a float32 tensor, or None"),
-    "scale dtype": ((X,), {"scale": ONE.double()}, TypeError, "scale has dtype float64: use float32"),
-    "scale shape": (
-        (X,),
-        {"scale": ONE[None]},
-        ValueError,
-        r"scale has shape \[1\]: granularity='tensor' takes \[\]",
-    ),
-    "scale rows": (
-        (X, "e5m2", "row"),
-        {"scale": torch.ones(4)},
-        ValueError,
-        r"scale has shape \[4\]: granularity='row' takes \[4, 1\] for x of shape \[4, 6\]",
-    ),
-    "scale device": (
-        (X,),
-        {"scale": torch.ones((), device="meta")},
-        ValueError,
-        "scale is on meta and x on cpu: move one",
-    ),
-    "scale and power": (
-        (X,),
-        {"scale": ONE, "power_of_two": True},
-        ValueError,
-        "power_of_two=True: .* leave it out",
-    ),
-    "scale and copy": (
-        (X, "e5m2", "row"),
-        {"scale": torch.ones(4, 1), "transposed": True},
-        ValueError,
-        r"transposed=True with a scale: .* cast x and x.t\(\) with a scale each",
-    ),
+    "history number": ((X,), {"history": 2.0}, TypeError, "history=2.0: expected a float32 tensor, or None"),
+    "history dtype": ((X,), {"history": X[0].double()}, TypeError, "history has dtype float64: use float32"),
+    "history shape": ((X,), {"history": X}, ValueError, r"history has shape \[4, 6\]: use a vector, such as torch"),
+    "history scalar": ((X,), {"history": X[0, 0]}, ValueError, r"history has shape \[\]: use a vector"),
+    "no history": ((X,), {"history": X[0, :0]}, ValueError, r"history has shape \[0\]: use a vector"),
+    "history device": ((X,), {"history": X[0].to("meta")}, ValueError, "history is on meta and x on cpu: move one"),
+    "history rows": ((X, "e5m2", "row"), {"history": X[0]}, ValueError, "'row': .* use granularity='tensor', or"),
     "kernel": ((X,), {"kernel": "cuda"}, ValueError, "kernel='cuda': fp8_cast has no such kernel on cpu"),
 }
 

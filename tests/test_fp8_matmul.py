@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
@@ -16,7 +17,7 @@ from kernel_pytorch.hardware_abstraction.dispatch import function_of
 from kernel_pytorch.ops.fp8_cast import fp8_cast
 from kernel_pytorch.ops.fp8_cast.definition import inverse_shape
 from kernel_pytorch.ops.fp8_matmul import KERNEL_DEQUANTISED, KERNEL_SCALED_MM, fp8_matmul
-from kernel_pytorch.ops.fp8_matmul.definition import FP8_MATMUL, OUTPUTS, PAIRS, granularities
+from kernel_pytorch.ops.fp8_matmul.definition import FP8_MATMUL, OUTPUTS, PAIRS, SUMS, granularities
 from kernel_pytorch.precision import FORMATS
 from kernel_pytorch.testing import compare
 from kernel_pytorch.testing.budget import exceeded
@@ -54,14 +55,19 @@ def operands(
 
 
 def check_product(
-    a: torch.Tensor, b: torch.Tensor, inverse_a: torch.Tensor, inverse_b: torch.Tensor, pair: tuple[str, str]
+    a: torch.Tensor,
+    b: torch.Tensor,
+    inverse_a: torch.Tensor,
+    inverse_b: torch.Tensor,
+    pair: tuple[str, str],
+    **options: Any,
 ) -> None:
     """Every number within the bound of its own sum: rounding of K additions, of the scales and of the result."""
     exact_a = a.double() * spread(inverse_a, pair[0], *a.shape)
     exact_b = b.double() * spread(inverse_b, pair[1], *b.shape)
     exact, sizes = exact_a @ exact_b.t(), exact_a.abs() @ exact_b.abs().t()
     for name, dtype in OUTPUTS.items():
-        out = fp8_matmul(a, b, inverse_a, inverse_b, name)
+        out = fp8_matmul(a, b, inverse_a, inverse_b, name, **options)
         assert (out.dtype, out.shape, out.is_contiguous()) == (dtype, exact.shape, True)
         smallest = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
         bound = (a.shape[1] + 4) * UNIT * sizes + torch.finfo(dtype).eps / 2 * exact.abs() + smallest
@@ -96,10 +102,36 @@ def test_long_sums(pair: tuple[str, str], k: int) -> None:
     """Worst-case bounds grow with K; the budget from float32 runs is the tight one."""
     check_product(*operands(3, k, 5, pair), pair)
     a, b, inverse_a, inverse_b = operands(3, k, 5, pair, seed=7)
-    arguments = {"a": a, "b": b, "inverse_a": inverse_a, "inverse_b": inverse_b, "dtype": "float32"}
-    found = compare(FP8_MATMUL, function_of(FP8_MATMUL), arguments, gradients=False)
+    arguments = {"a": a, "b": b, "inverse_a": inverse_a, "inverse_b": inverse_b}
+    found = compare(
+        FP8_MATMUL, function_of(FP8_MATMUL), {**arguments, "dtype": "float32", "sums": "float32"}, gradients=False
+    )
     assert not exceeded(found), exceeded(found)
     assert found[0].budget < 1e-4
+
+
+@every_pair
+def test_a_processor_adds_up_in_float32_whatever_is_allowed(pair: tuple[str, str]) -> None:
+    values = operands(9, 400, 33, pair)
+    wanted = fp8_matmul(*values, "float32", "float32", kernel="dequantised")
+    for sums in SUMS:
+        assert torch.equal(fp8_matmul(*values, "float32", sums, kernel="dequantised"), wanted)
+        check_product(*values, pair, sums=sums)
+
+
+@every_pair
+def test_the_budget_grows_with_what_sums_may_lose(pair: tuple[str, str]) -> None:
+    """Fewer bits in the accumulators, or for more of the sum: a larger budget, and one that is not boundless."""
+    a, b, inverse_a, inverse_b = operands(3, 2048, 5, pair, seed=3)
+    arguments = {"a": a, "b": b, "inverse_a": inverse_a, "inverse_b": inverse_b, "dtype": "float32"}
+    budgets = {}
+    for sums in SUMS:
+        found = compare(FP8_MATMUL, function_of(FP8_MATMUL), {**arguments, "sums": sums}, gradients=False)
+        assert not exceeded(found), exceeded(found)
+        budgets[sums] = found[0].budget
+    assert 10 * budgets["float32"] < budgets["promoted"] <= budgets["fast"] < 0.05
+    if pair[0] in ("tensor", "row"):  # the scales of blocks are added up in float32 whatever is allowed
+        assert budgets["promoted"] < budgets["fast"]
 
 
 @settings(max_examples=40, deadline=None)
@@ -223,8 +255,16 @@ def test_a_pair_is_read_off_the_shapes() -> None:
 
 
 def test_scaled_mm_says_why_not() -> None:
-    def refusal(m: int, k: int, n: int, pair: tuple[str, str], device: str, dtype: str = "bfloat16") -> str | None:
-        call = function_of(FP8_MATMUL).call("forward", (*operands(m, k, n, pair), dtype))
+    def refusal(
+        m: int,
+        k: int,
+        n: int,
+        pair: tuple[str, str],
+        device: str,
+        dtype: str = "bfloat16",
+        sums: str = "promoted",
+    ) -> str | None:
+        call = function_of(FP8_MATMUL).call("forward", (*operands(m, k, n, pair), dtype, sums))
         return KERNEL_SCALED_MM.refusal(call, CATALOGUE[device])
 
     tensor, row, block = PAIRS[0], PAIRS[1], PAIRS[2]
@@ -232,7 +272,14 @@ def test_scaled_mm_says_why_not() -> None:
     assert refusal(3, 32, 48, row, "nvidia/h200") is None
     assert refusal(4, 128, 128, block, "nvidia/h200") is None
     assert refusal(0, 32, 48, tensor, "nvidia/h200") == "has nothing to multiply"
-    assert refusal(3, 40, 48, tensor, "nvidia/h200") == "takes K and N in multiples of 16, and they are 40 and 48"
+    assert refusal(3, 7, 5, tensor, "nvidia/h200") is None  # filled up
+    assert refusal(3, 7, 5, row, "nvidia/h200", sums="fast") is None
+    assert refusal(3, 32, 48, tensor, "nvidia/h200", sums="float32") == (
+        "adds up in the accumulators of sm_90, and the call asks for float32; use sums='promoted'"
+    )
+    assert refusal(4, 128, 128, block, "nvidia/h200", sums="fast") == (
+        "adds blocks up in float32, and the call asks for fast sums; use sums='promoted'"
+    )
     assert refusal(3, 32, 48, row, "nvidia/h200", "float32") == (
         "gives bfloat16 alone for scales of rows, and the call asks for float32"
     )
@@ -243,8 +290,22 @@ def test_scaled_mm_says_why_not() -> None:
         "takes whole blocks of 128 and M in multiples of 4, and M, K, N are 4, 144, 128"
     )
     if torch.__version__.startswith("2.13"):
-        assert refusal(3, 32, 48, row, "cpu/avx512") is None
+        for sums in SUMS:
+            assert refusal(3, 31, 47, row, "cpu/avx512", sums=sums) is None
         assert refusal(4, 256, 128, block, "cpu/avx512") == "has no scales of blocks on a CPU"
+
+
+@pytest.mark.skipif(not torch.__version__.startswith("2.13"), reason="the CPU's _scaled_mm was checked with 2.13")
+@pytest.mark.parametrize("pair", PAIRS[:2], ids="-".join)
+@pytest.mark.parametrize("shape", [(1, 1, 1), (3, 17, 5), (5, 16, 31), (2, 47, 32), (4, 32, 48)], ids=str)
+def test_scaled_mm_fills_up_what_is_no_multiple_of_16(pair: tuple[str, str], shape: tuple[int, int, int]) -> None:
+    values = operands(*shape, pair)
+    for sums in SUMS:
+        check_product(*values, pair, sums=sums, kernel="scaled-mm")
+    turned = [x.view(torch.uint8).t().contiguous().t().view(x.dtype) for x in values[:2]]
+    for name in OUTPUTS:
+        plain = fp8_matmul(*values, name, "fast", kernel="scaled-mm")
+        assert torch.equal(fp8_matmul(*turned, *values[2:], name, "fast", kernel="scaled-mm"), plain)
 
 
 def test_every_device_multiplies_through_the_portable_kernel() -> None:
@@ -254,12 +315,12 @@ def test_every_device_multiplies_through_the_portable_kernel() -> None:
 
 def test_compiled_calls_give_the_same_bits() -> None:
     def run(*values: Any) -> torch.Tensor:
-        return fp8_matmul(*values, "bfloat16") + 1
+        return fp8_matmul(*values[:4], "bfloat16", values[4]) + 1
 
     torch._dynamo.reset()
     compiled = torch.compile(run, fullgraph=True)
-    for pair in PAIRS:
-        values = operands(33, 300, 140, pair)
+    for pair, sums in itertools.product(PAIRS, ("float32", "fast")):
+        values = (*operands(33, 300, 140, pair), sums)
         assert torch.equal(compiled(*values), run(*values))
 
 
@@ -296,6 +357,7 @@ WRONG = {
     ),
     "output": ((A, B, ONE, ONE, "float64"), ValueError, "dtype='float64': use one of float32, float16, bfloat16"),
     "output type": ((A, B, ONE, ONE, torch.float32), ValueError, "dtype=torch.float32: use one of float32"),
+    "sums": ((A, B, ONE, ONE, "float32", "exact"), ValueError, "sums='exact': use one of float32, promoted, fast"),
     "device": ((A, B, ONE, ONE.to("meta")), ValueError, "inverse_b is on meta and a on cpu: move one"),
 }
 

@@ -14,8 +14,8 @@ from kernel_pytorch.ops.rms_norm import rms_norm
 
 
 def __getattr__(name: str) -> object:
-    if name == "context_parallel":  # imported when first used: torch.distributed takes a while
-        return importlib.import_module("kernel_pytorch.context_parallel")
+    if name in ("context_parallel", "fp8"):  # imported when first used: torch.distributed takes a while
+        return importlib.import_module(f"kernel_pytorch.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
@@ -30,6 +30,7 @@ __all__ = [
     "device",
     "devices",
     "explain",
+    "fp8",
     "masks",
     "policy",
     "rms_norm",

@@ -100,6 +100,60 @@ def bench(
     )
 
 
+@app.command(
+    epilog="Examples:  [bold]kernel-pytorch parity[/bold]   "
+    "[bold]kernel-pytorch parity --recipe tensorwise --recipe rowwise --steps 100[/bold]   "
+    "[bold]kernel-pytorch parity --size 100m --seeds 3 --out runs/100m[/bold]   "
+    "[bold]kernel-pytorch parity --from runs/100m[/bold]"
+)
+def parity(
+    size: Annotated[str, typer.Option(help="small fits a CPU, 100m wants a GPU.")] = "small",
+    steps: Annotated[
+        int | None, typer.Option(help="Steps of each run; the size's own when left out.", min=2)
+    ] = None,
+    seeds: Annotated[int, typer.Option(help="Runs of each arm; their spread is the yardstick.", min=1)] = 3,
+    recipe: Annotated[
+        list[str] | None, typer.Option(help="An FP8 recipe, auto when left out; may be repeated.")
+    ] = None,
+    device: Annotated[str | None, typer.Option(help="A torch device; the best one when left out.")] = None,
+    compiled: Annotated[
+        bool | None, typer.Option("--compile/--eager", help="Compile the blocks; on a GPU when left out.")
+    ] = None,
+    record: Annotated[bool, typer.Option(help="Keep the result as evidence; needs a clean checkout.")] = False,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder of results and report, continued if it exists; parity by default.")
+    ] = None,
+    source: Annotated[
+        Path | None, typer.Option("--from", help="Train nothing: report on the results in this folder.")
+    ] = None,
+) -> None:
+    """Train a transformer in FP8 and in bf16 from the same seeds; compare losses and times in one report.
+
+    Ends with status 1 where the loss of a recipe is further from that of bf16 than its seeds are from each other,
+    and more than 0.25 %.
+    """
+    from kernel_pytorch import parity_command
+
+    if source is not None:
+        if record:
+            raise ValueError("--record with --from: a record is of runs on this machine, leave one of them out")
+        summary = parity_command.redraw(source, out)
+    else:
+        summary = parity_command.run(
+            size=size,
+            steps=steps,
+            seeds=seeds,
+            recipes=tuple(recipe or ("auto",)),
+            device=device,
+            compiled=compiled,
+            record=record,
+            out=out or Path("parity"),
+            command=_repeatable(sys.argv[1:] if _arguments is None else _arguments),
+        )
+    if not summary.passes:
+        raise typer.Exit(1)
+
+
 def _repeatable(arguments: list[str]) -> str:
     """The command as a record keeps it: without the folder, which is one machine's own and changes no number."""
     words, skip = ["kernel-pytorch"], False

@@ -201,6 +201,9 @@ class Op:
     """What the public function changes in the arguments where no gradient is asked for, as a forward is timed."""
     exact: bool = False
     """Whether the reference defines every byte of the outputs, in the arguments' own precision: no error budget."""
+    meaning: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]] | None = None
+    """What the outputs mean, by name, for comparison, as ``data * inverse``; ``low_precision``, which then is there,
+    is the yardstick in every dtype."""
     cancelling: tuple[str, ...] = ()
     """Results, as ``"dq"``, whose rows can be the small difference of larger terms."""
     codecs: Mapping[str, Codec] = field(default_factory=dict)

@@ -18,8 +18,8 @@ from kernel_pytorch.precision.formats import (
 )
 
 if TYPE_CHECKING:
-    from kernel_pytorch.precision.linear import COUNTS_SHAPE, fp8_linear
-    from kernel_pytorch.precision.recipe import RECIPES, Recipe, recipe_named
+    from kernel_pytorch.precision.linear import COUNTS_SHAPE, STATE_SHAPE, fp8_linear
+    from kernel_pytorch.precision.recipe import PRODUCTS, RECIPES, Recipe, recipe_named
 
 __all__ = [
     "COUNTS_SHAPE",
@@ -30,8 +30,10 @@ __all__ = [
     "FORMATS",
     "Format",
     "FormatPair",
+    "PRODUCTS",
     "RECIPES",
     "Recipe",
+    "STATE_SHAPE",
     "for_device",
     "format_named",
     "fp8_linear",
@@ -41,7 +43,9 @@ __all__ = [
 # Imported when first used: they stand on the ops, and the ops on the formats.
 _ABOVE_THE_OPS = {
     "COUNTS_SHAPE": "linear",
+    "STATE_SHAPE": "linear",
     "fp8_linear": "linear",
+    "PRODUCTS": "recipe",
     "RECIPES": "recipe",
     "Recipe": "recipe",
     "recipe_named": "recipe",

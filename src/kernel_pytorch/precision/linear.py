@@ -1,8 +1,8 @@
 """The linear function in 8 bits, forward and backward, by a recipe: three casts and three products.
 
 Shapes: M rows (all leading dimensions of x), K inputs, N outputs. Saved for the backward is what it needs and no
-more: the 8-bit transposed copy of x for dW (x itself where dW is computed in high precision), the 8-bit transposed
-copy of the weight for dx; nothing for a gradient that nobody asked for.
+more: the 8-bit transposed copy of x for dW, of the weight for dx (x and the weight themselves where a product is
+computed in high precision); nothing for a gradient that nobody asked for.
 """
 
 from __future__ import annotations
@@ -13,15 +13,28 @@ from typing import Any
 import torch
 
 from kernel_pytorch.hardware_abstraction.registry import device_of
-from kernel_pytorch.ops.fp8_cast import fp8_cast
+from kernel_pytorch.ops.fp8_cast import Cast, fp8_cast
+from kernel_pytorch.ops.fp8_cast.definition import HISTORY
 from kernel_pytorch.ops.fp8_matmul import fp8_matmul
 from kernel_pytorch.precision.formats import E4M3FN, E5M2, FormatPair, for_device
-from kernel_pytorch.precision.recipe import Recipe, recipe_named
+from kernel_pytorch.precision.recipe import PRODUCTS, Recipe, recipe_named
 
-__all__ = ["COUNTS_SHAPE", "fp8_linear"]
+__all__ = [
+    "COUNTS_SHAPE",
+    "STATE_SHAPE",
+    "cast_of_gradient",
+    "cast_of_input",
+    "cast_of_weight",
+    "formats_on",
+    "fp8_linear",
+    "name_of_dtype",
+    "refuse_second",
+]
 
-COUNTS_SHAPE = (3, 2, 3)
-"""Of the counts: input, weight, gradient; the copy as it is, its transpose; saturated, underflowed, not finite."""
+COUNTS_SHAPE = (3, 2, 4)
+"""Of counts: input, weight, gradient; the copy as it is, its transpose; outgrown, underflowed, not finite, all."""
+STATE_SHAPE = (2, HISTORY)
+"""Of the state of delayed scaling: the histories of the input and of the gradient."""
 _NAMES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
 
 
@@ -32,6 +45,8 @@ def fp8_linear(
     recipe: str | Recipe = "tensorwise",
     *,
     counts: torch.Tensor | None = None,
+    state: torch.Tensor | None = None,
+    weight_cast: Cast | None = None,
 ) -> torch.Tensor:
     """``torch.nn.functional.linear`` with its three matrix products in 8 bits; ``Recipe`` has the equations.
 
@@ -45,6 +60,9 @@ def fp8_linear(
         counts: int64 of shape ``COUNTS_SHAPE`` on x's device, or None. What the casts of this call lost is added
             to it: forward and backward, on the device and without waiting for it, so it may be read at any time
             later. What activation checkpointing computes twice is counted twice.
+        state: float32 of shape ``STATE_SHAPE`` on x's device, zeros before the first call: what a delayed recipe
+            remembers. It is brought up to date by this call and its backward.
+        weight_cast: the weight as ``cast_of_weight`` gives it, where it was cast before.
 
     Returns:
         (..., N) in x's format, or in that of ``torch.autocast``. Gradients flow to x, weight and bias.
@@ -59,34 +77,51 @@ def fp8_linear(
         (torch.Size([6, 4, 16]), torch.Size([16, 32]), 0)
     """
     chosen = recipe_named(recipe)
-    _check(x, weight, bias, counts)
+    _check(x, weight, bias, chosen, counts, state)
     kind = x.device.type
     mixed = kind != "meta" and torch.is_autocast_enabled(kind)
     dtype = torch.get_autocast_dtype(kind) if mixed else x.dtype
+    y_8, dx_8, dw_8 = (product not in chosen.high_precision for product in PRODUCTS)
     recording = torch.is_grad_enabled()
-    forward_format, gradient_format = _formats(kind, x.device.index, chosen.gradient_format)
-    x_MK = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+    needs_dx, needs_dw = recording and x.requires_grad, recording and weight.requires_grad
+    x_cast = None
+    if y_8:
+        x_cast = cast_of_input(x, chosen, transposed=needs_dw and dw_8, counts=counts, state=state)
+    if weight_cast is None and (y_8 or (dx_8 and needs_dx)):
+        weight_cast = cast_of_weight(weight, chosen, transposed=needs_dx and dx_8, counts=counts)
+    _, gradient_format = formats_on(kind, x.device.index, chosen.gradient_format)
     y_MN = _Linear.apply(  # type: ignore[no-untyped-call]
-        x_MK,
+        x.reshape(math.prod(x.shape[:-1]), x.shape[-1]),
         weight,
         bias,
         counts,
+        state,
+        *_tensors(x_cast),
+        *_tensors(weight_cast),
         _NAMES[dtype],
-        forward_format,
         gradient_format,
         chosen.input,
-        chosen.weight,
         chosen.gradient,
         chosen.power_of_two,
-        chosen.high_precision_weight_gradient,
-        recording and x.requires_grad,
-        recording and weight.requires_grad,
+        chosen.delayed,
+        y_8,
+        dx_8,
+        dw_8,
+        needs_dx,
+        needs_dw,
     )
     y: torch.Tensor = y_MN.reshape(*x.shape[:-1], weight.shape[0])
     return y
 
 
-def _check(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, counts: torch.Tensor | None) -> None:
+def _check(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    recipe: Recipe,
+    counts: torch.Tensor | None,
+    state: torch.Tensor | None,
+) -> None:
     for name, value in (("x", x), ("weight", weight), ("bias", bias)):
         if value is None and name == "bias":
             continue
@@ -107,20 +142,126 @@ def _check(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, cou
         raise ValueError(
             f"bias has shape {list(bias.shape)}: weight of shape {list(weight.shape)} takes [{weight.shape[0]}]"
         )
-    if counts is None:
-        return
-    if not isinstance(counts, torch.Tensor) or counts.dtype != torch.int64 or tuple(counts.shape) != COUNTS_SHAPE:
-        raise ValueError(f"counts={counts!r}: use torch.zeros({COUNTS_SHAPE}, dtype=torch.int64), or None")
-    if counts.device != x.device:
-        raise ValueError(f"counts is on {counts.device} and x on {x.device}: move one with .to()")
+    if recipe.delayed and state is None:
+        raise ValueError(
+            f"state=None with the recipe {recipe.name!r}, which remembers earlier steps: pass a tensor that starts "
+            f"as torch.zeros({STATE_SHAPE}), or use kp.fp8.convert, which keeps one for each layer"
+        )
+    for name, kept, dtype, shape in (
+        ("counts", counts, torch.int64, COUNTS_SHAPE),
+        ("state", state, torch.float32, STATE_SHAPE),
+    ):
+        if kept is None:
+            continue
+        if not isinstance(kept, torch.Tensor) or kept.dtype != dtype or tuple(kept.shape) != shape:
+            raise ValueError(f"{name}={kept!r}: use torch.zeros({shape}, dtype={dtype}), or None")
+        if kept.device != x.device:
+            raise ValueError(f"{name} is on {kept.device} and x on {x.device}: move one with .to()")
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _formats(kind: str, index: int | None, gradient_family: str) -> tuple[str, str]:
+def formats_on(kind: str, index: int | None, gradient_family: str) -> tuple[str, str]:
     """The names of the formats of x and weight, and of the gradient, for a device; a constant to torch.compile."""
     device = torch.device(kind) if index is None else torch.device(kind, index)
     pair = FormatPair(E4M3FN, E5M2) if kind == "meta" else for_device(device_of(device))
     return pair.e4m3.name, (pair.e4m3 if gradient_family == "e4m3" else pair.e5m2).name
+
+
+# Casts, counted and remembered.
+
+
+def _kept(
+    cast: Cast, tensor: int, counts: torch.Tensor | None, state: torch.Tensor | None, history: int | None
+) -> None:
+    """Add what a cast lost to the counts, and put its history where the next one finds it."""
+    if counts is not None:
+        counts[tensor, :, :3].add_(cast.counts)
+        counts[tensor, :, 3].add_(cast.data.numel())
+    if state is not None and history is not None:
+        state[history].copy_(cast.next_history)
+
+
+def cast_of_input(
+    x: torch.Tensor,
+    recipe: Recipe,
+    *,
+    transposed: bool,
+    counts: torch.Tensor | None = None,
+    state: torch.Tensor | None = None,
+) -> Cast:
+    """The input of a layer in 8 bits. Layers that are given the very same tensor share one cast."""
+    key = (x._version, recipe.input, recipe.power_of_two, recipe.delayed, transposed) if shareable(x) else None
+    kept = getattr(x, "_fp8_cast", None) if key else None
+    if kept is not None and kept[0] == key:
+        shared: Cast = kept[1]
+        return shared
+    forward_format, _ = formats_on(x.device.type, x.device.index, recipe.gradient_format)
+    history = state[0] if recipe.delayed and state is not None else None
+    cast = fp8_cast(
+        x.detach().reshape(math.prod(x.shape[:-1]), x.shape[-1]),
+        forward_format,
+        recipe.input,
+        transposed=transposed,
+        history=history,
+        power_of_two=recipe.power_of_two,
+    )
+    _kept(cast, 0, counts, state, 0 if recipe.delayed else None)
+    if key:
+        x._fp8_cast = (key, cast)  # type: ignore[attr-defined]  # lives as long as the tensor does
+    return cast
+
+
+def shareable(x: torch.Tensor) -> bool:
+    """Whether a cast may be kept on the tensor; a compiler sees the same call twice by itself."""
+    return not torch.compiler.is_compiling() and not torch.is_inference_mode_enabled() and type(x) is torch.Tensor
+
+
+def cast_of_weight(
+    weight: torch.Tensor, recipe: Recipe, *, transposed: bool, counts: torch.Tensor | None = None
+) -> Cast:
+    """A weight in 8 bits, with the transposed copy that dx needs."""
+    forward_format, _ = formats_on(weight.device.type, weight.device.index, recipe.gradient_format)
+    cast = fp8_cast(
+        weight.detach(), forward_format, recipe.weight, transposed=transposed, power_of_two=recipe.power_of_two
+    )
+    _kept(cast, 1, counts, None, None)
+    return cast
+
+
+def cast_of_gradient(
+    dy_MN: torch.Tensor,
+    number_format: str,
+    granularity: str,
+    *,
+    transposed: bool,
+    power_of_two: bool,
+    delayed: bool,
+    counts: torch.Tensor | None,
+    state: torch.Tensor | None,
+) -> Cast:
+    """The gradient that reaches a layer in 8 bits."""
+    cast = fp8_cast(
+        dy_MN,
+        number_format,
+        granularity,
+        transposed=transposed,
+        history=state[1] if delayed and state is not None else None,
+        power_of_two=power_of_two,
+    )
+    _kept(cast, 2, counts, state, 1 if delayed else None)
+    return cast
+
+
+def name_of_dtype(dtype: torch.dtype) -> str:
+    """As ``fp8_matmul`` takes it."""
+    return _NAMES[dtype]
+
+
+def _tensors(cast: Cast | None) -> tuple[torch.Tensor | None, ...]:
+    """Of a cast, each once, as torch.compile wants them: data, inverse, data_t, and inverse_t where it is another."""
+    if cast is None:
+        return (None,) * 4
+    return (cast.data, cast.inverse, cast.data_t, None if cast.inverse_t is cast.inverse else cast.inverse_t)
 
 
 class _Linear(torch.autograd.Function):
@@ -131,70 +272,90 @@ class _Linear(torch.autograd.Function):
         weight: torch.Tensor,
         bias: torch.Tensor | None,
         counts: torch.Tensor | None,
+        state: torch.Tensor | None,
+        x_8: torch.Tensor | None,
+        x_inverse: torch.Tensor | None,
+        x_8t: torch.Tensor | None,
+        x_inverse_t: torch.Tensor | None,
+        weight_8: torch.Tensor | None,
+        weight_inverse: torch.Tensor | None,
+        weight_8t: torch.Tensor | None,
+        weight_inverse_t: torch.Tensor | None,
         dtype: str,
-        forward_format: str,
         gradient_format: str,
         input_granularity: str,
-        weight_granularity: str,
         gradient_granularity: str,
         power_of_two: bool,
-        high_precision: bool,
+        delayed: bool,
+        y_in_8: bool,
+        dx_in_8: bool,
+        dw_in_8: bool,
         needs_dx: bool,
-        needs_dweight: bool,
+        needs_dw: bool,
     ) -> torch.Tensor:
-        x_8 = fp8_cast(
-            x_MK,
-            forward_format,
-            input_granularity,
-            transposed=needs_dweight and not high_precision,
-            power_of_two=power_of_two,
-        )
-        weight_8 = fp8_cast(
-            weight, forward_format, weight_granularity, transposed=needs_dx, power_of_two=power_of_two
-        )
-        y = fp8_matmul(x_8.data, weight_8.data, x_8.inverse, weight_8.inverse, dtype)
-        saved = []
+        compute = getattr(torch, dtype)
+        if y_in_8:
+            y = fp8_matmul(x_8, weight_8, x_inverse, weight_inverse, dtype, "fast")  # type: ignore[arg-type]
+        else:
+            y = torch.mm(x_MK.to(compute), weight.to(compute).t())
+        saved: list[torch.Tensor | None] = []
         if needs_dx:
-            saved += [weight_8.data_t, weight_8.inverse_t]
-        if needs_dweight:
-            saved += [x_MK] if high_precision else [x_8.data_t, x_8.inverse_t]
+            inverse_t = weight_inverse if weight_inverse_t is None else weight_inverse_t
+            saved += [weight_8t, inverse_t] if dx_in_8 else [weight]
+        if needs_dw:
+            inverse_t = x_inverse if x_inverse_t is None else x_inverse_t
+            saved += [x_8t, inverse_t] if dw_in_8 and y_in_8 else [x_MK]
         ctx.save_for_backward(*saved)
-        if counts is not None:
-            counts[0].add_(x_8.counts)
-            counts[1].add_(weight_8.counts)
-        ctx.counts = counts
-        ctx.gradient = (gradient_format, gradient_granularity, power_of_two)
-        ctx.needs = (needs_dx, needs_dweight, high_precision)
+        ctx.counts, ctx.state = counts, state
+        ctx.gradient = (gradient_format, gradient_granularity, power_of_two, delayed)
+        ctx.input = (input_granularity, power_of_two)
+        ctx.needs = (needs_dx, needs_dw, dx_in_8, dw_in_8, y_in_8)
         ctx.dtypes = (x_MK.dtype, weight.dtype, None if bias is None else bias.dtype)
         return y if bias is None else y.add_(bias)
 
     @staticmethod
     def backward(ctx: Any, dy_MN: torch.Tensor) -> Any:
-        needs_dx, needs_dweight, high_precision = ctx.needs
+        needs_dx, needs_dw, dx_in_8, dw_in_8, y_in_8 = ctx.needs
         x_dtype, weight_dtype, bias_dtype = ctx.dtypes
         saved = list(ctx.saved_tensors)
         dx = dweight = dbias = None
-        eight_bits = needs_dweight and not high_precision
-        if needs_dx or eight_bits:
-            number_format, granularity, power_of_two = ctx.gradient
-            dy_8 = fp8_cast(dy_MN, number_format, granularity, transposed=eight_bits, power_of_two=power_of_two)
-            if ctx.counts is not None:
-                ctx.counts[2].add_(dy_8.counts)
-        if needs_dx:
+        name = _NAMES[dy_MN.dtype]
+        number_format, granularity, power_of_two, delayed = ctx.gradient
+        if (needs_dx and dx_in_8) or (needs_dw and dw_in_8):
+            dy = cast_of_gradient(
+                dy_MN,
+                number_format,
+                granularity,
+                transposed=needs_dw and dw_in_8,
+                power_of_two=power_of_two,
+                delayed=delayed,
+                counts=ctx.counts,
+                state=ctx.state,
+            )
+        if needs_dx and dx_in_8:
             weight_t, inverse_t = saved.pop(0), saved.pop(0)
-            dx = fp8_matmul(dy_8.data, weight_t, dy_8.inverse, inverse_t, _NAMES[x_dtype])
-        if eight_bits:
-            dweight = fp8_matmul(dy_8.data_t, saved[0], dy_8.inverse_t, saved[1], _NAMES[weight_dtype])
-        elif needs_dweight:
+            dx = fp8_matmul(dy.data, weight_t, dy.inverse, inverse_t, name, "promoted").to(x_dtype)
+        elif needs_dx:
+            dx = torch.mm(dy_MN, saved.pop(0).to(dy_MN.dtype)).to(x_dtype)
+        if needs_dw and dw_in_8:
+            if y_in_8:
+                x_t, x_inverse_t = saved
+            else:  # the forward had no cast to save
+                forward_format, _ = formats_on(dy_MN.device.type, dy_MN.device.index, "e4m3")
+                x = fp8_cast(saved[0], forward_format, ctx.input[0], transposed=True, power_of_two=ctx.input[1])
+                x_t, x_inverse_t = x.data_t, x.inverse_t
+            dweight = fp8_matmul(dy.data_t, x_t, dy.inverse_t, x_inverse_t, name, "promoted").to(weight_dtype)
+        elif needs_dw:
             dweight = torch.mm(dy_MN.t(), saved[0].to(dy_MN.dtype)).to(weight_dtype)
         if bias_dtype is not None and ctx.needs_input_grad[2]:
             dbias = dy_MN.sum(dim=0, dtype=torch.float32).to(bias_dtype)
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # create_graph=True
-            dx, dweight, dbias = (_refuse_second(gradient, dy_MN) for gradient in (dx, dweight, dbias))
-        return (dx, dweight, dbias, *[None] * 11)
+            dx, dweight, dbias = (refuse_second(gradient, dy_MN) for gradient in (dx, dweight, dbias))
+        return (dx, dweight, dbias, *[None] * 21)
 
 
-def _refuse_second(gradient: torch.Tensor | None, dy_MN: torch.Tensor) -> torch.Tensor | None:
+def refuse_second(gradient: torch.Tensor | None, dy_MN: torch.Tensor) -> torch.Tensor | None:
+    """The gradient; differentiating it again is an error."""
     if gradient is None:
         return None
     refusing: torch.Tensor = _Refusing.apply(gradient.detach().requires_grad_(), dy_MN)  # type: ignore[no-untyped-call]

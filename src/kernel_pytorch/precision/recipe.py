@@ -9,8 +9,10 @@ from typing import Any, Literal
 
 from kernel_pytorch.ops.fp8_matmul.definition import PAIRS
 
-__all__ = ["RECIPES", "Recipe", "recipe_named"]
+__all__ = ["PRODUCTS", "RECIPES", "Recipe", "recipe_named"]
 
+PRODUCTS = ("y", "dx", "dW")
+"""The three matrix products of a linear layer and its gradients."""
 Granularity = Literal["tensor", "row", "block", "square"]
 
 
@@ -29,15 +31,21 @@ class Recipe:
 
         y  = Q(x) Q(W)^T + c                  sums over K
         dx = Q(dy) Q(W^T)^T                   sums over N
-        dW = Q(dy^T) Q(x^T)^T                 sums over M; dy^T x with ``high_precision_weight_gradient``
+        dW = Q(dy^T) Q(x^T)^T                 sums over M
         dc = the sum of dy over M, in float32
 
-    where Q of a transposed matrix has groups along ITS rows. Sums are in float32.
+    where Q of a transposed matrix has groups along ITS rows. A product named in ``high_precision`` is that of the
+    matrices as they are. y is added up by the matrix units alone (``fast``), dx and dW with their sums of 128
+    products added up in float32 (``promoted``); see ``fp8_matmul``.
+
+    With ``delayed``, the scales of x and dy come from the largest magnitudes of the last 16 steps with a factor 2 of
+    headroom, so that one pass over a tensor is enough; a tensor that has outgrown them is cast again with a scale of
+    its own in the same step. Weights have scales of their own step.
 
     Example:
         >>> recipe = RECIPES["tensorwise"]
-        >>> recipe.gradient_format, recipe.weight, recipe.high_precision_weight_gradient
-        ('e5m2', 'tensor', False)
+        >>> recipe.gradient_format, recipe.weight, recipe.high_precision
+        ('e5m2', 'tensor', ())
     """
 
     name: str
@@ -47,12 +55,22 @@ class Recipe:
     gradient_format: Literal["e4m3", "e5m2"]
     """The family; the device decides between the OCP format and fnuz (``precision.for_device``)."""
     power_of_two: bool = False
-    high_precision_weight_gradient: bool = False
-    """Whether dW is computed from dy and x as they are."""
+    high_precision: tuple[str, ...] = ()
+    """Those of ``PRODUCTS`` that are computed in the tensors' own precision."""
+    delayed: bool = False
+    """Whether the scales of x and dy come from earlier steps."""
 
     def __post_init__(self) -> None:
         if self.gradient_format not in ("e4m3", "e5m2"):
             raise ValueError(f"gradient_format={self.gradient_format!r}: use 'e4m3' or 'e5m2'")
+        for product in self.high_precision:
+            if product not in PRODUCTS:
+                raise ValueError(f"high_precision={self.high_precision!r}: use some of {', '.join(PRODUCTS)}")
+        if self.delayed and (self.input, self.gradient) != ("tensor", "tensor"):
+            raise ValueError(
+                f"recipe {self.name!r}: delayed scaling has one scale for a tensor; use input='tensor' and "
+                f"gradient='tensor', or delayed=False"
+            )
         # Where these two fit the weight, they fit each other.
         for product, pair in (("y", (self.input, self.weight)), ("dx", (self.gradient, self.weight))):
             if pair not in PAIRS:
@@ -61,39 +79,29 @@ class Recipe:
                     f"{', '.join(f'{first} and {second}' for first, second in PAIRS)}"
                 )
 
+    @property
+    def low_precision(self) -> tuple[str, ...]:
+        """Those of ``PRODUCTS`` that are computed in 8 bits."""
+        return tuple(product for product in PRODUCTS if product not in self.high_precision)
+
     def __str__(self) -> str:
         return self.name
 
 
-def _recipes() -> dict[str, Recipe]:
-    known = [
-        Recipe(
-            name=f"{kind}wise{suffix}",
-            input=kind,
-            weight=kind,
-            gradient=kind,
-            gradient_format=gradients,
-            high_precision_weight_gradient=bool(suffix),
-        )
-        for kind, gradients in _WHOLE
-        for suffix in ("", "-high-wgrad")
-    ]
-    known.append(
-        Recipe(
-            name="blockwise",
-            input="block",
-            weight="square",
-            gradient="block",
-            gradient_format="e4m3",
-            power_of_two=True,
-        )
-    )
-    return {recipe.name: recipe for recipe in known}
-
-
 # One scale for a whole tensor must span a wide range, which gradients have: they take the format with more of it.
-_WHOLE: tuple[tuple[Granularity, Literal["e4m3", "e5m2"]], ...] = (("tensor", "e5m2"), ("row", "e4m3"))
-RECIPES: Mapping[str, Recipe] = MappingProxyType(_recipes())
+_TENSOR: dict[str, Any] = {"input": "tensor", "weight": "tensor", "gradient": "tensor", "gradient_format": "e5m2"}
+_ROW: dict[str, Any] = {"input": "row", "weight": "row", "gradient": "row", "gradient_format": "e4m3"}
+_BLOCK: dict[str, Any] = {"input": "block", "weight": "square", "gradient": "block", "gradient_format": "e4m3"}
+_KNOWN = (
+    Recipe(name="tensorwise", **_TENSOR),
+    Recipe(name="tensorwise-high-wgrad", **_TENSOR, high_precision=("dW",)),
+    Recipe(name="delayed", **_TENSOR, delayed=True),
+    Recipe(name="delayed-high-wgrad", **_TENSOR, delayed=True, high_precision=("dW",)),
+    Recipe(name="rowwise", **_ROW),
+    Recipe(name="rowwise-high-wgrad", **_ROW, high_precision=("dW",)),
+    Recipe(name="blockwise", **_BLOCK, power_of_two=True),
+)
+RECIPES: Mapping[str, Recipe] = MappingProxyType({recipe.name: recipe for recipe in _KNOWN})
 
 
 def recipe_named(recipe: Any) -> Recipe:

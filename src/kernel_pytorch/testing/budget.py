@@ -67,6 +67,7 @@ def compare(
         >>> all(comparison.ok for comparison in compare(op, op.reference, case))
         True
     """
+    gradients = gradients and bool(op.differentiable_outputs)
     if op.exact:
         return _identical(op, run, arguments)
     storage = next(value.dtype for value in arguments.values() if isinstance(value, torch.Tensor))
@@ -77,7 +78,8 @@ def compare(
     numbers = sum(value.numel() for value in arguments.values() if isinstance(value, torch.Tensor))
     seeds = range(1 if numbers > 1 << 20 else 4)  # a few numbers need several draws to show their worst
     moved = [{name: _moved(value, working, seed) for name, value in arguments.items()} for seed in seeds]
-    plain = op.low_precision(storage) if op.low_precision and storage.itemsize < 4 else op.reference
+    rounded = storage.itemsize < 4 or op.meaning is not None
+    plain = op.low_precision(storage) if op.low_precision and rounded else op.reference
     with _PlainSums():  # type: ignore[no-untyped-call]
         yardsticks = [_run(op, plain, values, working, upstream, gradients) for values in (arguments, *moved)]
     comparisons = []
@@ -209,6 +211,8 @@ def _run(
         values[name] = value
     outputs = dict(zip(op.outputs, run(*values.values()), strict=True))
     results = {name: output.detach() for name, output in outputs.items()}
+    if op.meaning is not None:
+        results = op.meaning(results)
     if gradients:
         wanted = [name for name in op.differentiable if isinstance(values[name], torch.Tensor)]
         # An output that the reference cuts off takes no gradient in any run: the first run, the truth, tells.

@@ -11,7 +11,7 @@ from kernel_pytorch.hardware_abstraction.dispatch import Function
 from kernel_pytorch.hardware_abstraction.op import Call, Kernel
 from kernel_pytorch.ops.fp8_cast.definition import FP8_CAST
 
-__all__ = ["KERNEL_TORCH", "Cast", "fp8_cast"]
+__all__ = ["KERNEL_TORCH", "KERNEL_TRITON", "Cast", "fp8_cast"]
 
 _function = Function(FP8_CAST)
 
@@ -31,11 +31,13 @@ class Cast:
     amax: torch.Tensor
     """float32, no dimensions: the largest magnitude among the finite numbers of x."""
     counts: torch.Tensor
-    """int64 (2, 3): how many numbers saturated, underflowed to zero and were not finite; for data, for data_t."""
+    """int64 (2, 3), of data and data_t: how many numbers outgrew the history, became zero and were not finite."""
+    next_history: torch.Tensor
+    """The history for the next cast; without elements where none was given."""
 
     @property
     def saturated(self) -> torch.Tensor:
-        """How many finite numbers were beyond the largest, in ``data`` and in ``data_t``."""
+        """How many finite numbers were too large for the scale of the history, which was then not used."""
         return self.counts[:, 0]
 
     @property
@@ -55,7 +57,7 @@ def fp8_cast(
     granularity: str = "tensor",
     *,
     transposed: bool = False,
-    scale: torch.Tensor | None = None,
+    history: torch.Tensor | None = None,
     power_of_two: bool = False,
     kernel: str | None = None,
 ) -> Cast:
@@ -71,8 +73,8 @@ def fp8_cast(
             row, or for each ``square`` of 128 x 128.
         transposed: also make the transposed copy. For row and block it has scales of its own: it is x's transpose,
             cast.
-        scale: the scales, instead of those from the largest magnitudes (delayed scaling): float32, positive and
-            finite, in the shape of ``Cast.inverse``. Numbers that are too large for it saturate, and are counted.
+        history: the largest magnitudes of earlier casts, newest first, float32: the scale then comes from them and
+            x is read once, unless it has outgrown them (delayed scaling; granularity tensor alone).
         power_of_two: round the scales down to powers of two, which makes scaling itself exact.
         kernel: pin an implementation by name instead of the best that fits.
 
@@ -88,25 +90,32 @@ def fp8_cast(
     """
     if isinstance(x, torch.Tensor):
         x = x.detach() if x.ndim <= 2 else x.detach().flatten(0, -2)
-    data, data_t, inverse, inverse_t, amax, counts = _function(
-        x, number_format, granularity, transposed, scale, power_of_two, kernel=kernel
+    data, data_t, inverse, inverse_t, amax, counts, next_history = _function(
+        x, number_format, granularity, transposed, history, power_of_two, kernel=kernel
     )
-    return Cast(
-        data, data_t, inverse, inverse if transposed and granularity == "tensor" else inverse_t, amax, counts
-    )
+    inverse_t = inverse if transposed and granularity == "tensor" else inverse_t
+    return Cast(data, data_t, inverse, inverse_t, amax, counts, next_history)
 
 
-def _torch_supports(call: Call, device: Device) -> str | None:
+def _supports(call: Call, device: Device) -> str | None:
     if not device.supports("float64"):
         return f"computes scales in float64, which {device.arch} does not"
     return None
 
 
+KERNEL_TRITON = Kernel(
+    op="fp8_cast",
+    name="triton",
+    module="kernel_pytorch.ops.fp8_cast.triton_kernel",
+    supports=_supports,
+    language="triton",
+    backward=False,
+)
 KERNEL_TORCH = Kernel(
     op="fp8_cast",
     name="torch",
     module="kernel_pytorch.ops.fp8_cast.torch_kernel",
-    supports=_torch_supports,
+    supports=_supports,
     language="torch",
     backward=False,
 )

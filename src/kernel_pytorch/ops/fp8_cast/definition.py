@@ -12,10 +12,19 @@ Shapes: R rows, C columns of x. Every number of x belongs to one group, and each
 ``float32()`` is one rounding to nearest, and ``encode`` is ``Format.encode``: the result is defined to the byte,
 and computing in another order or with a compiler may not change it. Rounding s_g down means that with scales
 from the amax nothing saturates; the bound 2^126 keeps s_g finite for a subnormal amax (and 1 / s_g a normal
-number), at the price that numbers below 2^-126 * L do not use the format's whole range. Where ``scale`` is given
-(delayed scaling) it takes the place of s_g and no amax is needed first; numbers beyond L saturate and are counted.
+number), at the price that numbers below 2^-126 * L do not use the format's whole range.
 
 A number that is not finite becomes NaN, whatever its scale; it is counted and left out of the amax.
+
+Delayed scaling reads x once instead of twice: the scale comes from the amax of earlier casts, ``history``, newest
+first. With h the largest of its entries that are finite (an entry that is not is left out):
+
+    s = s(h) / 2      where h > 0 and float32(s(h) / 2 * amax) <= L     s() as above
+        s(amax)       otherwise: with no history yet, or with numbers too large for it
+
+so nothing ever saturates: a tensor that has outgrown its history is cast again with a scale of its own in the same
+call. The factor 2 is headroom that makes this rare and costs one of the 15 and more binades of a format.
+``next_history`` is history with amax put in front and the oldest entry dropped.
 
     granularity   one scale for                  shape of inverse           shape of inverse_t
     tensor        the whole matrix               ()                         the same number
@@ -38,7 +47,8 @@ layout that torch asks for: those of block lie column after column (strides 1, R
 
 ``counts`` holds, for data in its first row and for data_t in its second (zeros where there is none):
 
-    saturated     finite numbers with |float32(x * s)| > L, which the format cannot hold
+    saturated     finite numbers with |float32(x * s)| > L under the scale from the history, which were too large
+                  for it and made the call use a scale of its own; 0 without a history
     underflowed   numbers that are not zero and became zero
     nonfinite     infinities and NaN in x
 """
@@ -46,7 +56,7 @@ layout that torch asks for: those of block lie column after column (strides 1, R
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -56,11 +66,13 @@ import torch
 from kernel_pytorch.hardware_abstraction.op import Call, Case, Draw, Op, TensorSpec
 from kernel_pytorch.precision.formats import FORMATS, Format, format_named
 
-__all__ = ["BLOCK", "FP8_CAST", "GRANULARITIES", "LARGEST_SCALE", "empty_inverse", "inverse_shape"]
+__all__ = ["BLOCK", "FP8_CAST", "GRANULARITIES", "HISTORY", "LARGEST_SCALE", "empty_inverse", "inverse_shape"]
 
 BLOCK = 128
 GRANULARITIES = ("tensor", "row", "block", "square")
 LARGEST_SCALE = 2.0**126
+HISTORY = 16
+"""How many casts a history usually remembers; any length works."""
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -138,7 +150,7 @@ def reference(
     number_format: str,
     granularity: str,
     transposed: bool,
-    scale: torch.Tensor | None,
+    history: torch.Tensor | None,
     power_of_two: bool,
 ) -> tuple[torch.Tensor, ...]:
     """The definition, in numpy: slow, and exact to the byte."""
@@ -146,16 +158,20 @@ def reference(
     x_RC = x.detach().to("cpu", torch.float32).numpy()
     magnitude = np.where(np.isfinite(x_RC), np.abs(x_RC), 0).astype(np.float64)
     counts = np.zeros((2, 3), dtype=np.int64)
+    remembered = None if history is None else _remembered(history, chosen, power_of_two)
 
     def quantise(
         matrix: npt.NDArray[np.float32], sizes: npt.NDArray[np.float64], copy: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        if scale is None:
-            scales = _scales(_largest(sizes, granularity), chosen, power_of_two)
-        else:
-            given = scale.detach().to("cpu").numpy()
-            scales = given.T if copy else given
+        scales, outgrown = _scales(_largest(sizes, granularity), chosen, power_of_two), 0
+        if remembered is not None:
+            with np.errstate(over="ignore"):
+                outgrown = int(
+                    (np.abs(np.where(np.isfinite(matrix), matrix, 0)) * remembered > chosen.largest).sum()
+                )
+            scales = scales if outgrown else remembered
         codes, counts[copy] = _quantise(matrix, scales, granularity, chosen)
+        counts[copy, 0] = outgrown
         with np.errstate(divide="ignore", over="ignore"):
             inverse = (1.0 / scales.astype(np.float64)).astype(np.float32)
         laid_out = empty_inverse(x, granularity, *matrix.shape)
@@ -169,11 +185,20 @@ def reference(
         if granularity == "tensor":
             inverse_t = x.new_empty(0, dtype=torch.float32)
     amax = torch.tensor(magnitude.max(initial=0.0), dtype=torch.float32, device=x.device)
-    return data, data_t, inverse, inverse_t, amax, torch.from_numpy(counts).to(x.device)
+    entries = x.new_empty(0, dtype=torch.float32) if history is None else history
+    next_history = torch.cat([amax.reshape(1), entries[:-1]]) if history is not None else entries
+    return data, data_t, inverse, inverse_t, amax, torch.from_numpy(counts).to(x.device), next_history
+
+
+def _remembered(history: torch.Tensor, chosen: Format, power_of_two: bool) -> npt.NDArray[np.float32] | None:
+    """The scale that a history gives; None where it has nothing to say."""
+    entries = history.detach().to("cpu").numpy().astype(np.float64)
+    largest = np.asarray(entries[np.isfinite(entries)].max(initial=0.0))
+    return _scales(largest, chosen, power_of_two) / np.float32(2) if largest > 0 else None
 
 
 def check(call: Call) -> None:
-    x, granularity, transposed, scale = call["x"], call["granularity"], call["transposed"], call["scale"]
+    x, granularity, history = call["x"], call["granularity"], call["history"]
     if not isinstance(x, TensorSpec):
         raise TypeError(f"x={x!r}: expected a tensor")
     if x.dtype not in _DTYPES:
@@ -186,27 +211,21 @@ def check(call: Call) -> None:
     for name in ("transposed", "power_of_two"):
         if not isinstance(call[name], bool):
             raise TypeError(f"{name}={call[name]!r}: use True or False")
-    if scale is None:
+    if history is None:
         return
-    if not isinstance(scale, TensorSpec):
-        raise TypeError(f"scale={scale!r}: expected a float32 tensor, or None for scales from the largest numbers")
-    if call["power_of_two"]:
-        raise ValueError("power_of_two=True: it rounds scales that are computed here; leave it out with a scale")
-    if transposed and granularity in ("row", "block"):
+    if not isinstance(history, TensorSpec):
+        raise TypeError(f"history={history!r}: expected a float32 tensor, or None for scales from x itself")
+    if granularity != "tensor":
         raise ValueError(
-            f"transposed=True with a scale: the transposed copy has scales of its own for granularity="
-            f"{granularity!r}; cast x and x.t() with a scale each, or leave out scale"
+            f"history with granularity={granularity!r}: a history remembers one number for a whole "
+            f"tensor; use granularity='tensor', or leave out history"
         )
-    if scale.dtype != torch.float32:
-        raise TypeError(f"scale has dtype {scale.format}: use float32")
-    expected = inverse_shape(granularity, *x.shape)
-    if scale.shape != expected:
-        raise ValueError(
-            f"scale has shape {list(scale.shape)}: granularity={granularity!r} takes {list(expected)} for x of shape "
-            f"{list(x.shape)}"
-        )
-    if scale.device != x.device:
-        raise ValueError(f"scale is on {scale.device} and x on {x.device}: move one with .to()")
+    if history.dtype != torch.float32:
+        raise TypeError(f"history has dtype {history.format}: use float32")
+    if len(history.shape) != 1 or history.shape[0] == 0:
+        raise ValueError(f"history has shape {list(history.shape)}: use a vector, such as torch.zeros({HISTORY})")
+    if history.device != x.device:
+        raise ValueError(f"history is on {history.device} and x on {x.device}: move one with .to()")
 
 
 def fake(
@@ -214,7 +233,7 @@ def fake(
     number_format: str,
     granularity: str,
     transposed: bool,
-    scale: torch.Tensor | None,
+    history: torch.Tensor | None,
     power_of_two: bool,
 ) -> tuple[torch.Tensor, ...]:
     rows, columns = x.shape
@@ -227,6 +246,7 @@ def fake(
         empty_inverse(x, granularity, columns, rows) if second else x.new_empty(0, dtype=torch.float32),
         x.new_empty((), dtype=torch.float32),
         x.new_empty((2, 3), dtype=torch.int64),
+        x.new_empty(0 if history is None else history.shape[0], dtype=torch.float32),
     )
 
 
@@ -252,7 +272,7 @@ def plain(
     number_format: str,
     granularity: str,
     transposed: bool,
-    scale: torch.Tensor | None,
+    history: torch.Tensor | None,
     power_of_two: bool,
 ) -> tuple[torch.Tensor, ...]:
     """What a user would write without us: no statistics, no care for zeros, whole blocks only."""
@@ -267,10 +287,8 @@ def plain(
             "square": (rows // BLOCK, BLOCK, columns // BLOCK, BLOCK),
         }[granularity]
         wide = matrix.reshape(parts).float()
-        if scale is None:
-            factor = chosen.largest / wide.abs().amax(dim=(1, 3), keepdim=True).clamp_min(1e-12)
-        else:
-            factor = scale.reshape(parts[0], 1, parts[2], 1)
+        amax = wide.abs().amax(dim=(1, 3), keepdim=True) if history is None else history.amax()
+        factor = chosen.largest / amax.clamp_min(1e-12)
         data = (wide * factor).clamp(-chosen.largest, chosen.largest).to(chosen.dtype)
         return data.reshape(rows, columns), factor.reciprocal()
 
@@ -284,21 +302,18 @@ def _tensors(
     *,
     number_format: str = "e4m3fn",
     transposed: bool = False,
-    scale: float | None = None,
+    history: Sequence[float] | None = None,
     power_of_two: bool = False,
     change: Callable[[torch.Tensor], torch.Tensor] = lambda x: x,
 ) -> Callable[[torch.dtype, torch.device, Draw], Mapping[str, Any]]:
     def make(dtype: torch.dtype, device: torch.device, draw: Draw) -> Mapping[str, Any]:
         x = change(draw(rows, columns).to(dtype))
-        given = None
-        if scale is not None:
-            given = torch.full(inverse_shape(granularity, *x.shape), scale, device=device)
         return {
             "x": x,
             "number_format": number_format,
             "granularity": granularity,
             "transposed": transposed,
-            "scale": given,
+            "history": None if history is None else torch.tensor(history, device=device),
             "power_of_two": power_of_two,
         }
 
@@ -320,10 +335,10 @@ def _nonfinite(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
-def _benchmark(rows: int, columns: int, granularity: str) -> Case:
+def _benchmark(rows: int, columns: int, granularity: str, history: Sequence[float] | None = None) -> Case:
     return Case(
-        f"{rows}x{columns}-{granularity}",
-        _tensors(rows, columns, granularity, transposed=True),
+        f"{rows}x{columns}-{granularity}{'-delayed' if history else ''}",
+        _tensors(rows, columns, granularity, transposed=True, history=history),
         benchmark=True,
         formats=("bfloat16",),
         gate=f"both-{granularity}",
@@ -338,8 +353,11 @@ CASES = (
     Case("no-rows", _tensors(0, 40, "row", transposed=True)),
     Case("no-columns", _tensors(3, 0, "block", transposed=True)),
     Case("power-of-two", _tensors(20, 130, "row", power_of_two=True)),
-    Case("given-scale", _tensors(20, 30, scale=300.0, transposed=True)),
-    Case("given-squares", _tensors(130, 129, "square", scale=1.5, transposed=True, number_format="e5m2")),
+    Case("delayed", _tensors(130, 300, history=(2.5, 3.0, 0.0), transposed=True)),
+    Case("delayed-e5m2", _tensors(40, 129, history=(5.0,), power_of_two=True, number_format="e5m2")),
+    Case("delayed-outgrown", _tensors(150, 140, history=(0.25, math.nan, math.inf), transposed=True)),
+    Case("delayed-first", _tensors(20, 30, history=(0.0,) * 16, transposed=True)),
+    Case("delayed-zeros", _tensors(20, 30, history=(0.0, 3.0), change=lambda x: x * 0)),
     Case("transposed-strides", _tensors(33, 140, "block", transposed=True, change=lambda x: x.t())),
     Case("every-other", _tensors(20, 80, "row", transposed=True, change=lambda x: x[::2, ::3])),
     Case("zero-rows", _tensors(12, 40, "row", transposed=True, change=_zero_rows)),
@@ -348,7 +366,9 @@ CASES = (
     Case("outlier", _tensors(6, 50, transposed=True, change=_outlier)),
     Case("nonfinite", _tensors(6, 50, "row", transposed=True, change=_nonfinite)),
     *(_benchmark(8192, 4096, kind) for kind in GRANULARITIES),
+    _benchmark(8192, 4096, "tensor", (6.0,) * HISTORY),
     _benchmark(16384, 14336, "tensor"),
+    _benchmark(16384, 14336, "tensor", (6.0,) * HISTORY),
 )
 
 FP8_CAST = Op(
@@ -358,10 +378,10 @@ FP8_CAST = Op(
         "str number_format",
         "str granularity",
         "bool transposed",
-        "Tensor? scale",
+        "Tensor? history",
         "bool power_of_two",
     ),
-    outputs=("data", "data_t", "inverse", "inverse_t", "amax", "counts"),
+    outputs=("data", "data_t", "inverse", "inverse_t", "amax", "counts", "next_history"),
     differentiable=("x",),  # no output is: nothing flows back, but torch wants an argument and a result in a schema
     differentiable_outputs=(),
     saved=("x",),
@@ -371,7 +391,7 @@ FP8_CAST = Op(
     fake=fake,
     fake_backward=fake_backward,
     cases=CASES,
-    compile_cases=(),
+    compile_cases=(*(f"8192x4096-{kind}" for kind in GRANULARITIES), "8192x4096-tensor-delayed", "both-row"),
     traffic=traffic,
     flops=flops,
     baselines={"torch": plain},

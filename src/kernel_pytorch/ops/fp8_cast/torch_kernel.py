@@ -57,13 +57,12 @@ def _spread(scale: torch.Tensor, granularity: str, rows: int, columns: int) -> t
 def _quantised(
     x_RC: torch.Tensor, finite_RC: torch.Tensor, scale: torch.Tensor, granularity: str, chosen: Format
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The contiguous matrix in the format, and (saturated, underflowed, not finite)."""
+    """The contiguous matrix in the format, and (0, underflowed, not finite)."""
     product = x_RC * _spread(scale, granularity, *x_RC.shape)
     magnitude = product.abs()
-    saturated = (magnitude > chosen.largest) & finite_RC
     underflowed = (magnitude <= chosen.smallest_subnormal / 2) & (x_RC != 0)  # the tie goes to zero, which is even
-    lost = (saturated, underflowed, finite_RC.logical_not())
-    counts = torch.stack([numbers.count_nonzero() for numbers in lost])
+    counts = torch.stack([numbers.count_nonzero() for numbers in (underflowed, finite_RC.logical_not())])
+    counts = torch.nn.functional.pad(counts, (1, 0))
     # A NaN of the format's own sign, also out of 0 times an infinite scale.
     number = finite_RC & (product == product)
     inside = torch.where(number, product.clamp(-chosen.largest, chosen.largest), torch.nan)
@@ -86,7 +85,7 @@ def forward(
     number_format: str,
     granularity: str,
     transposed: bool,
-    scale: torch.Tensor | None,
+    history: torch.Tensor | None,
     power_of_two: bool,
 ) -> tuple[torch.Tensor, ...]:
     chosen = FORMATS[number_format]
@@ -95,9 +94,15 @@ def forward(
     finite_RC = x_RC.isfinite()
     magnitude_RC = torch.where(finite_RC, x_RC.abs(), 0.0)
     amax = group_amax(magnitude_RC, "tensor")
-    if scale is None:
-        groups = amax if granularity == "tensor" else group_amax(magnitude_RC, granularity)
-        scale = scale_from_amax(groups, chosen.largest, power_of_two)
+    groups = amax if granularity == "tensor" else group_amax(magnitude_RC, granularity)
+    scale = scale_from_amax(groups, chosen.largest, power_of_two)
+    outgrown, next_history = None, amax.new_empty(0)
+    if history is not None:
+        before = torch.where(history.isfinite(), history, 0.0).amax().clamp_min(0.0)
+        remembered = scale_from_amax(before, chosen.largest, power_of_two) / 2
+        outgrown = (magnitude_RC * remembered > chosen.largest).count_nonzero() * (before > 0)
+        scale = torch.where((before > 0) & (outgrown == 0), remembered, scale)
+        next_history = torch.cat([amax.reshape(1), history[:-1]])
     data, counts = _quantised(x_RC, finite_RC, scale, granularity, chosen)
     inverse = _inverse(x, scale, granularity, rows, columns)
     data_t, inverse_t = data.new_empty((0, 0)), inverse.new_empty(0)
@@ -112,4 +117,7 @@ def forward(
         own = scale_from_amax(group_amax(magnitude_CR, granularity), chosen.largest, power_of_two)
         data_t, counts_t = _quantised(x_CR, finite_CR, own, granularity, chosen)
         inverse_t = _inverse(x, own, granularity, columns, rows)
-    return data, data_t, inverse, inverse_t, amax, torch.stack([counts, counts_t])
+    both = torch.stack([counts, counts_t])
+    if outgrown is not None:
+        both[: 1 + transposed, 0] = outgrown
+    return data, data_t, inverse, inverse_t, amax, both, next_history

@@ -13,7 +13,6 @@ __all__ = ["KERNEL_DEQUANTISED", "KERNEL_SCALED_MM", "fp8_matmul"]
 
 _function = Function(FP8_MATMUL)
 _TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
-_SCALED_MM_MULTIPLE = 16  # torch's own rule for the dimensions of a and b
 
 
 def fp8_matmul(
@@ -22,10 +21,11 @@ def fp8_matmul(
     inverse_a: torch.Tensor,
     inverse_b: torch.Tensor,
     dtype: str = "bfloat16",
+    sums: str = "float32",
     *,
     kernel: str | None = None,
 ) -> torch.Tensor:
-    """``(a * inverse_a) @ (b * inverse_b).t()``, added up in float32, rounded once; no gradient flows through it.
+    """``(a * inverse_a) @ (b * inverse_b).t()``, rounded once; no gradient flows through it.
 
     Args:
         a: (M, K) in an 8-bit format; any strides, any M, K and N.
@@ -34,6 +34,8 @@ def fp8_matmul(
             for each 128 numbers of a row.
         inverse_b: those of b: as those of a, or one for each 128 x 128 numbers where a has one for each 128.
         dtype: of the result: ``float32``, ``float16`` or ``bfloat16``.
+        sums: ``float32``, or how 8-bit matrix units may add up: ``promoted`` (128 products at a time in their own
+            accumulators, those sums in float32) or ``fast`` (all of them in their own accumulators).
         kernel: pin an implementation by name instead of the best that fits.
 
     Example:
@@ -44,7 +46,7 @@ def fp8_matmul(
         >>> fp8_matmul(x.data, w.data, x.inverse, w.inverse, "float32")
         tensor([[4., 7.]])
     """
-    return _function(a, b, inverse_a, inverse_b, dtype, kernel=kernel)[0]
+    return _function(a, b, inverse_a, inverse_b, dtype, sums, kernel=kernel)[0]
 
 
 def _dequantised_supports(call: Call, device: Device) -> str | None:
@@ -58,22 +60,23 @@ def _scaled_mm_supports(call: Call, device: Device) -> str | None:
     (m, k), n = a.shape, b.shape[0]
     if 0 in (m, k, n):
         return "has nothing to multiply"
-    if k % _SCALED_MM_MULTIPLE or n % _SCALED_MM_MULTIPLE:
-        return f"takes K and N in multiples of {_SCALED_MM_MULTIPLE}, and they are {k} and {n}"
+    if blocks and (k % 128 or n % 128 or m % 4):
+        return f"takes whole blocks of 128 and M in multiples of 4, and M, K, N are {m}, {k}, {n}"
     if device.backend == "cpu":
         if _TORCH < (2, 13):
             return f"was checked on a CPU with torch 2.13, and this is {torch.__version__}"
         return "has no scales of blocks on a CPU" if blocks else None
+    if call["sums"] == "float32":
+        return f"adds up in the accumulators of {device.arch}, and the call asks for float32; use sums='promoted'"
     for operand in (a, b):
         if operand.format not in device.matrix_formats:
             return f"the matrix units of {device.arch} do not multiply {operand.format}"
     if pair == ("row", "row") and call["dtype"] != "bfloat16":
         return f"gives bfloat16 alone for scales of rows, and the call asks for {call['dtype']}"
-    if blocks:
-        if device.arch != "sm_90":
-            return f"{device.arch} has no scales of blocks"
-        if k % 128 or n % 128 or m % 4:
-            return f"takes whole blocks of 128 and M in multiples of 4, and M, K, N are {m}, {k}, {n}"
+    if blocks and device.arch != "sm_90":
+        return f"{device.arch} has no scales of blocks"
+    if blocks and call["sums"] == "fast":
+        return "adds blocks up in float32, and the call asks for fast sums; use sums='promoted'"
     return None
 
 

@@ -5,8 +5,16 @@ units want them, and with the inverse scales that ``fp8_cast`` gives:
 
     out[m, n] = sum over k of (a[m, k] * inverse_a of its group) * (b[n, k] * inverse_b of its group)
 
-in exact arithmetic; a kernel adds up in float32 and rounds once to the format of the output. Each scale must be
-constant along the sum, or along 128 of it, and these pairs are:
+in exact arithmetic; a kernel adds up as ``sums`` says and rounds once to the format of the output:
+
+    float32    every partial sum is rounded to float32 and no further
+    promoted   128 products at a time are added up by the matrix units in their own accumulators, and those sums in
+               float32. Hopper's hold 14 bits: 32 products and the sum so far are cut to 13 bits below the largest
+               of them
+    fast       the matrix units' accumulators hold the whole sum
+
+The last two are what 8-bit hardware is fast at; hardware with wider accumulators may be more exact. Each scale must
+be constant along the sum, or along 128 of it, and these pairs are:
 
     a         b          shape of inverse_a      shape of inverse_b
     tensor    tensor     ()                      ()
@@ -31,8 +39,9 @@ from kernel_pytorch.hardware_abstraction.op import Call, Case, Draw, Op, TensorS
 from kernel_pytorch.ops.fp8_cast.definition import BLOCK, inverse_shape
 from kernel_pytorch.precision.formats import E4M3FN, E5M2, FORMATS, Format
 
-__all__ = ["FP8_MATMUL", "OUTPUTS", "PAIRS", "granularities"]
+__all__ = ["FP8_MATMUL", "OUTPUTS", "PAIRS", "SUMS", "granularities"]
 
+SUMS = ("float32", "promoted", "fast")
 PAIRS = (("tensor", "tensor"), ("row", "row"), ("block", "square"), ("block", "block"))
 OUTPUTS: Mapping[str, torch.dtype] = {
     "float32": torch.float32,
@@ -67,25 +76,51 @@ def _spread(inverse: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
 
 
 def reference(
-    a: torch.Tensor, b: torch.Tensor, inverse_a: torch.Tensor, inverse_b: torch.Tensor, dtype: str
+    a: torch.Tensor, b: torch.Tensor, inverse_a: torch.Tensor, inverse_b: torch.Tensor, dtype: str, sums: str
 ) -> tuple[torch.Tensor]:
     """The definition, computed in the precision that the arguments were converted to, and not rounded to dtype."""
     return ((a * _spread(inverse_a, *a.shape)) @ (b * _spread(inverse_b, *b.shape)).t(),)
 
 
+_ACCUMULATOR_BITS = 13
+_UNIT_PRODUCTS = 32
+
+
 def one_after_another(dtype: torch.dtype) -> Callable[..., tuple[torch.Tensor]]:
-    """The yardstick of the error budget: 16 products at a time, as matrix units add them up, one after another."""
+    """The yardstick of the error budget: sums one after another, in float32 or as Hopper's matrix units do."""
 
     def run(
-        a: torch.Tensor, b: torch.Tensor, inverse_a: torch.Tensor, inverse_b: torch.Tensor, dtype: str
+        a: torch.Tensor, b: torch.Tensor, inverse_a: torch.Tensor, inverse_b: torch.Tensor, dtype: str, sums: str
     ) -> tuple[torch.Tensor]:
-        a_MK, b_NK = a * _spread(inverse_a, *a.shape), b * _spread(inverse_b, *b.shape)
-        total_MN = a_MK.new_zeros((a.shape[0], b.shape[0]))
-        for first in range(0, a.shape[1], 16):
-            total_MN += a_MK[:, first : first + 16] @ b_NK[:, first : first + 16].t()
-        return (total_MN,)
+        spread_a, spread_b = _spread(inverse_a, *a.shape), _spread(inverse_b, *b.shape)
+        if sums == "float32":
+            return ((a * spread_a) @ (b * spread_b).t(),)  # the budget adds up one product after another
+        if inverse_a.ndim == 2 and inverse_a.shape[1] != 1:
+            return (sum_of(a * spread_a, b * spread_b, BLOCK),)
+        # The accumulators hold the numbers as they are; the scales multiply the result.
+        total_MN = sum_of(a, b, BLOCK if sums == "promoted" else max(1, a.shape[1]))
+        return (total_MN * inverse_a * (inverse_b if inverse_b.ndim == 0 else inverse_b.t()),)
+
+    def sum_of(a_MK: torch.Tensor, b_NK: torch.Tensor, step: int) -> torch.Tensor:
+        total_MN = a_MK.new_zeros((a_MK.shape[0], b_NK.shape[0]))
+        for first in range(0, a_MK.shape[1], step):
+            along = slice(first, first + step)
+            total_MN += _on_matrix_units(a_MK[:, along], b_NK[:, along].t())
+        return total_MN
 
     return run
+
+
+def _on_matrix_units(a_MK: torch.Tensor, b_KN: torch.Tensor) -> torch.Tensor:
+    """A product in accumulators that hold ``_ACCUMULATOR_BITS`` below the largest number that goes into them."""
+    total_MN = a_MK.new_zeros((a_MK.shape[0], b_KN.shape[1]))
+    for first in range(0, a_MK.shape[1], _UNIT_PRODUCTS):
+        products_MKN = a_MK[:, first : first + _UNIT_PRODUCTS, None] * b_KN[None, first : first + _UNIT_PRODUCTS]
+        terms = torch.cat([products_MKN, total_MN.unsqueeze(1)], dim=1)
+        _, exponent = torch.frexp(terms.abs().amax(dim=1, keepdim=True))
+        quantum = torch.ldexp(torch.ones_like(exponent, dtype=terms.dtype), exponent - 1 - _ACCUMULATOR_BITS)
+        total_MN = (torch.trunc(terms / quantum) * quantum).sum(dim=1)
+    return total_MN
 
 
 def check(call: Call) -> None:
@@ -119,10 +154,12 @@ def check(call: Call) -> None:
         )
     if not isinstance(call["dtype"], str) or call["dtype"] not in OUTPUTS:
         raise ValueError(f"dtype={call['dtype']!r}: use one of {', '.join(OUTPUTS)}")
+    if call["sums"] not in SUMS:
+        raise ValueError(f"sums={call['sums']!r}: use one of {', '.join(SUMS)}")
 
 
 def fake(
-    a: torch.Tensor, b: torch.Tensor, inverse_a: torch.Tensor, inverse_b: torch.Tensor, dtype: str
+    a: torch.Tensor, b: torch.Tensor, inverse_a: torch.Tensor, inverse_b: torch.Tensor, dtype: str, sums: str
 ) -> tuple[torch.Tensor, ...]:
     return (a.new_empty((a.shape[0], b.shape[0]), dtype=OUTPUTS[dtype]),)
 
@@ -144,7 +181,7 @@ def flops(call: Call) -> int:
 
 
 def high_precision(
-    a: torch.Tensor, b: torch.Tensor, inverse_a: torch.Tensor, inverse_b: torch.Tensor, dtype: str
+    a: torch.Tensor, b: torch.Tensor, inverse_a: torch.Tensor, inverse_b: torch.Tensor, dtype: str, sums: str
 ) -> torch.Tensor:
     """What the 8-bit product competes with: the same shapes in bfloat16 (or the output's format), no scales."""
     wide = OUTPUTS[dtype]
@@ -158,6 +195,7 @@ def _tensors(
     pair: tuple[str, str] = ("tensor", "tensor"),
     formats: tuple[Format, Format] = (E4M3FN, E4M3FN),
     change: Callable[[torch.Tensor], torch.Tensor] = lambda x: x,
+    sums: str = "float32",
 ) -> Callable[[torch.dtype, torch.device, Draw], Mapping[str, Any]]:
     """The case's number format is that of the output; operands and scales are drawn, not cast."""
 
@@ -176,6 +214,7 @@ def _tensors(
             "inverse_a": scales(m, pair[0], draw),
             "inverse_b": scales(n, pair[1], draw),
             "dtype": str(dtype).removeprefix("torch."),
+            "sums": sums,
         }
 
     return make
@@ -188,12 +227,17 @@ def _holes(x: torch.Tensor) -> torch.Tensor:
 
 
 def _benchmark(m: int, k: int, n: int, pair: tuple[str, str]) -> Case:
-    return Case(f"{m}x{k}x{n}-{'-'.join(pair)}", _tensors(m, k, n, pair), benchmark=True, formats=("bfloat16",))
+    make = _tensors(m, k, n, pair, sums="promoted")
+    return Case(f"{m}x{k}x{n}-{'-'.join(pair)}", make, benchmark=True, formats=("bfloat16",))
 
 
 CASES = (
     *(Case(f"multiples-{'-'.join(pair)}", _tensors(48, 256, 128, pair)) for pair in PAIRS),
     *(Case(f"odd-{'-'.join(pair)}", _tensors(7, 300, 131, pair)) for pair in PAIRS),
+    *(Case(f"promoted-{'-'.join(pair)}", _tensors(48, 512, 128, pair, sums="promoted")) for pair in PAIRS),
+    *(Case(f"fast-{pair[0]}", _tensors(32, 1024, 64, pair, sums="fast")) for pair in PAIRS[:2]),
+    Case("fast-long", _tensors(16, 16384, 16, sums="fast")),
+    Case("promoted-odd", _tensors(9, 300, 131, ("row", "row"), (E5M2, E4M3FN), sums="promoted")),
     Case("odd", _tensors(5, 37, 11)),
     Case("e5m2-first", _tensors(32, 64, 48, ("row", "row"), (E5M2, E4M3FN))),
     Case("e5m2-second", _tensors(16, 128, 32, formats=(E4M3FN, E5M2))),
@@ -213,7 +257,7 @@ CASES = (
 
 FP8_MATMUL = Op(
     name="fp8_matmul",
-    arguments=("Tensor a", "Tensor b", "Tensor inverse_a", "Tensor inverse_b", "str dtype"),
+    arguments=("Tensor a", "Tensor b", "Tensor inverse_a", "Tensor inverse_b", "str dtype", "str sums"),
     outputs=("out",),
     differentiable=("a",),  # no output is: nothing flows back, but torch wants an argument and a result in a schema
     differentiable_outputs=(),

@@ -35,7 +35,13 @@ def _product(a_MK: torch.Tensor, b_NK: torch.Tensor) -> torch.Tensor:
 
 
 def forward(
-    device: Device, a: torch.Tensor, b: torch.Tensor, inverse_a: torch.Tensor, inverse_b: torch.Tensor, dtype: str
+    device: Device,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    inverse_a: torch.Tensor,
+    inverse_b: torch.Tensor,
+    dtype: str,
+    sums: str,
 ) -> tuple[torch.Tensor]:
     pair = granularities(a.shape, b.shape, inverse_a.shape, inverse_b.shape)
     a_MK, b_NK = a.to(torch.float32), b.to(torch.float32)

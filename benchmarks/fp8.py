@@ -1,0 +1,636 @@
+"""FP8 training beside bf16 and torchao, in one run on one GPU: forward and backward of linear layers, of a SwiGLU
+MLP and of Llama blocks, eager and compiled; their peak memory; and recipe ``auto`` on a grid of shapes.
+
+Run it with ``python benchmarks/fp8.py``; add ``--record`` in a clean checkout to keep the result. Every arm has the
+same weights, inputs and upstream gradient, random normal numbers in bf16. Our output and gradients are compared with
+those of the bf16 layer first: the error in a record is the largest difference, relative to the norm of the bf16
+tensor, and an arm outside its budget is not timed. All arms of a workload are built first and then timed in turns, by
+the wall clock, so what Python costs counts. Between two runs the weights count as changed and the input is another
+tensor, as in training with one batch for each step of the optimizer: no cast is used twice.
+
+Compiled peers need torchao (0.17 is what was measured); without it they are left out. ``--small --device cpu`` runs a
+tiny version of everything eager to check the program itself. ``--workloads`` cuts a run that is too long in pieces:
+linears, blocks, memory and grid have a record each.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import importlib.metadata
+import math
+import os
+import shlex
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from torch import nn
+
+import kernel_pytorch as kp
+from kernel_pytorch import benchmarking
+from kernel_pytorch.evidence import Measurement, Quantiles, clean_commit, write_record
+from kernel_pytorch.hardware_abstraction.op import registered_op
+from kernel_pytorch.hardware_abstraction.rates import measure_rates
+from kernel_pytorch.hardware_abstraction.timing import quantiles
+
+os.environ.setdefault("TORCHAO_FORCE_SKIP_LOADING_SO_FILES", "1")  # its binaries are for one version of torch
+
+say = partial(print, flush=True)  # a run that is killed must show what it did
+RECIPES = ("delayed", "tensorwise", "rowwise", "auto")
+PEERS = ("torchao tensorwise", "torchao rowwise")
+HEAD = 128
+
+
+# What is run.
+
+
+@dataclass(frozen=True)
+class Workload:
+    """One module and its input: (*rows, width) numbers in."""
+
+    name: str
+    part: str
+    """The record it belongs to."""
+    case: str
+    kind: str
+    rows: tuple[int, ...]
+    width: int
+    hidden: int
+    """Outputs of a linear layer, the inner width of an MLP."""
+    heads: tuple[int, int] = (0, 0)
+    """Of queries, of keys."""
+    head: int = HEAD
+    recipes: tuple[str, ...] = RECIPES
+    peers: tuple[str, ...] = PEERS
+    compiled: bool = True
+    memory: bool = False
+
+    @property
+    def floor(self) -> float:
+        """The least signal to noise, in dB: a gate against nonsense. Layers one after another add their noise."""
+        return 20.0 if self.kind == "linear" else 17.0
+
+    @property
+    def flops(self) -> int:
+        """Of the matrix products of forward and backward, causal attention counted by half its square."""
+        tokens = math.prod(self.rows)
+        weights = self.width * self.hidden * (1 if self.kind == "linear" else 3)
+        attention = 0
+        if self.kind == "block":
+            queries, keys = self.heads
+            weights += 2 * self.width * self.head * (queries + keys)
+            attention = 2 * tokens * self.rows[-1] * queries * self.head * 7 // 2  # the backward has 2.5 forwards
+        return 6 * tokens * weights + attention
+
+
+WORKLOADS = (
+    Workload("linear-4096", "linears", "linear M 8192, 4096 -> 4096", "linear", (8192,), 4096, 4096),
+    Workload("linear-14336", "linears", "linear M 8192, 4096 -> 14336", "linear", (8192,), 4096, 14336,
+             recipes=("delayed", "tensorwise")),
+    Workload("linear-28672", "linears", "linear M 16384, 8192 -> 28672", "linear", (16384,), 8192, 28672,
+             recipes=("delayed", "tensorwise")),
+    Workload("mlp", "blocks", "SwiGLU MLP 4096/14336, 16384 tokens", "mlp", (16384,), 4096, 14336),
+    Workload("block-4096", "blocks", "Llama block 4096/14336, 4 x 4096", "block", (4, 4096), 4096, 14336, (32, 8),
+             memory=True),
+    Workload("block-2048", "blocks", "Llama block 2048/5632, 8 x 2048", "block", (8, 2048), 2048, 5632, (16, 8)),
+)  # fmt: skip
+
+
+def grid() -> Iterator[Workload]:
+    """Shapes large and small, even and odd: recipe auto must not be slower on any of them."""
+    compiled = {(8192, 4096, 4096), (128, 1024, 1024), (1000, 1000, 3000)}
+    for width, hidden in ((256, 256), (1024, 1024), (2048, 2048), (1000, 3000), (4096, 4096)):
+        for rows in (16, 128, 1000, 2048, 8192):
+            case = f"any shape: linear M {rows}, {width} -> {hidden}"
+            yield Workload("grid", "grid", case, "linear", (rows,), width, hidden, recipes=("auto",), peers=(),
+                           compiled=(rows, width, hidden) in compiled)  # fmt: skip
+
+
+def small(work: Workload) -> Workload:
+    """The same at a size that a CPU computes in exact 8-bit arithmetic in no time."""
+    sizes: dict[str, Any] = {"rows": (48,) if len(work.rows) == 1 else (2, 24), "width": 64, "hidden": 96}
+    if work.part == "grid":
+        sizes = {"rows": (min(work.rows[0], 24),), "width": work.width // 32, "hidden": work.hidden // 32}
+    return replace(work, case=f"small {work.case}", heads=(4, 2) if work.heads[0] else (0, 0), head=16, **sizes)
+
+
+class Mlp(nn.Module):
+    def __init__(self, width: int, hidden: int, **where: Any) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(width, hidden, bias=False, **where)
+        self.up_proj = nn.Linear(width, hidden, bias=False, **where)
+        self.down_proj = nn.Linear(hidden, width, bias=False, **where)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.down_proj(nn.functional.silu(self.gate_proj(x)) * self.up_proj(x))
+        return out
+
+
+class Attention(nn.Module):
+    cos: torch.Tensor
+    sin: torch.Tensor
+
+    def __init__(self, width: int, heads: tuple[int, int], head: int, length: int, **where: Any) -> None:
+        super().__init__()
+        self.head = head
+        self.q_proj = nn.Linear(width, heads[0] * head, bias=False, **where)
+        self.k_proj = nn.Linear(width, heads[1] * head, bias=False, **where)
+        self.v_proj = nn.Linear(width, heads[1] * head, bias=False, **where)
+        self.o_proj = nn.Linear(heads[0] * head, width, bias=False, **where)
+        frequencies = 500000.0 ** -(torch.arange(0, head, 2, device=where["device"]) / head)
+        angles = torch.arange(length, device=where["device"])[:, None] * frequencies.repeat(2)
+        self.register_buffer("cos", angles.cos().to(where["dtype"]), persistent=False)
+        self.register_buffer("sin", angles.sin().to(where["dtype"]), persistent=False)
+
+    def rotated(self, x: torch.Tensor) -> torch.Tensor:
+        first, second = x.chunk(2, dim=-1)
+        return x * self.cos + torch.cat((-second, first), dim=-1) * self.sin
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (
+            project(x).unflatten(-1, (-1, self.head)).transpose(1, 2)
+            for project in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        out = nn.functional.scaled_dot_product_attention(
+            self.rotated(q), self.rotated(k), v, is_causal=True, enable_gqa=True
+        )
+        result: torch.Tensor = self.o_proj(out.transpose(1, 2).flatten(2))
+        return result
+
+
+class Block(nn.Module):
+    def __init__(self, work: Workload, **where: Any) -> None:
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(work.width, eps=1e-5, **where)
+        self.attention = Attention(work.width, work.heads, work.head, work.rows[-1], **where)
+        self.mlp_norm = nn.RMSNorm(work.width, eps=1e-5, **where)
+        self.mlp = Mlp(work.width, work.hidden, **where)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.attention(self.attention_norm(x))
+        out: torch.Tensor = x + self.mlp(self.mlp_norm(x))
+        return out
+
+
+def module(work: Workload, device: torch.device) -> nn.Module:
+    """The workload's module; the same weights every time."""
+    where: dict[str, Any] = {"device": device, "dtype": torch.bfloat16}
+    model: nn.Module
+    if work.kind == "linear":
+        model = nn.Linear(work.width, work.hidden, bias=False, **where)
+    elif work.kind == "mlp":
+        model = Mlp(work.width, work.hidden, **where)
+    else:
+        model = Block(work, **where)
+    generator = torch.Generator(device).manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 2:
+                parameter.normal_(std=parameter.shape[1] ** -0.5, generator=generator)
+    return model
+
+
+# How it is run.
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One way to run a workload: ``bf16``, one of ``PEERS`` or of ``RECIPES``; ``eager`` or ``compiled``."""
+
+    recipe: str
+    mode: str
+
+    @property
+    def ours(self) -> bool:
+        return self.recipe in RECIPES
+
+    @property
+    def subject(self) -> str:
+        return f"{'kernel' if self.ours else 'baseline'}:{self}"
+
+    def __str__(self) -> str:
+        return f"{self.recipe} {self.mode}"
+
+    def converted(self, model: nn.Module) -> nn.Module:
+        if self.ours:
+            return kp.fp8.convert(model, self.recipe)
+        if self.recipe in PEERS:
+            from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+            config = Float8LinearConfig.from_recipe_name(self.recipe.removeprefix("torchao "))
+            found: nn.Module = convert_to_float8_training(model, config=config)
+            return found
+        return model
+
+
+def arms(work: Workload, torchao: bool) -> Iterator[Arm]:
+    for mode in ("eager", "compiled") if work.compiled else ("eager",):
+        yield Arm("bf16", mode)
+        if mode == "compiled" and torchao:
+            yield from (Arm(peer, mode) for peer in work.peers)
+        yield from (Arm(recipe, mode) for recipe in work.recipes)
+
+
+class Runner:
+    """An arm that is ready to run, with a model and an input of its own."""
+
+    def __init__(self, arm: Arm, work: Workload, device: torch.device) -> None:
+        self.arm = arm
+        self.model = arm.converted(module(work, device))
+        self.call: Callable[..., torch.Tensor] = self.model
+        if arm.mode == "compiled":
+            self.call = torch.compile(self.model, dynamic=False)
+        outputs = work.hidden if work.kind == "linear" else work.width
+        generator = torch.Generator(device).manual_seed(1)
+        self.x, self.upstream = (
+            torch.randn(*work.rows, size, device=device, dtype=torch.bfloat16, generator=generator)
+            for size in (work.width, outputs)
+        )
+        self.parameters = list(self.model.parameters())
+        with torch.no_grad():
+            self.corners = [weight[:1, :1] for weight in self.parameters if weight.dim() == 2]
+
+    def run(self) -> tuple[torch.Tensor, torch.Tensor]:
+        with torch.no_grad():
+            torch._foreach_mul_(self.corners, 1.0)  # to whoever keeps a cast, the weights have changed
+        x = self.x.detach().requires_grad_()  # and so has the input
+        y = self.call(x)
+        y.backward(self.upstream)
+        return x, y
+
+    def step(self) -> None:
+        self.run()
+        for parameter in self.parameters:
+            parameter.grad = None
+
+    def results(self) -> dict[str, torch.Tensor]:
+        """The output and every gradient."""
+        x, y = self.run()
+        found = {"y": y.detach(), "dx": x.grad}
+        names = [name for name, _ in self.model.named_parameters()]
+        for name, parameter in zip(names, self.parameters, strict=True):
+            found[f"d{name.removesuffix('.weight')}"], parameter.grad = parameter.grad, None
+        return {name: value for name, value in found.items() if value is not None}
+
+
+@dataclass(frozen=True)
+class Ready:
+    """A runner with its worst error, where it is ours, and the most memory that it needed."""
+
+    runner: Runner
+    error: float | None
+    peak: int | None
+
+
+def difference(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """The norm of the difference over the norm; infinite where something is not finite."""
+    norm = partial(torch.linalg.vector_norm, dtype=torch.float32)
+    ratio = float(norm(found.float() - expected.float()) / norm(expected))
+    return ratio if math.isfinite(ratio) else math.inf
+
+
+def decibels(error: float) -> float:
+    return -20 * math.log10(error) if error else math.inf
+
+
+def wait(device: torch.device) -> None:
+    if device.type != "cpu":
+        torch.get_device_module(device).synchronize(device)
+
+
+def seconds_of(runner: Runner, repeats: int, device: torch.device) -> float:
+    wait(device)
+    started = time.perf_counter()
+    for _ in range(repeats):
+        runner.step()
+    wait(device)
+    return (time.perf_counter() - started) / repeats
+
+
+@dataclass
+class Bench:
+    """What a run of this program has found."""
+
+    device: torch.device
+    torchao: bool
+    wanted: tuple[str, ...]
+    """Arms to run, by parts of their names; none for all."""
+    rounds: int
+    measurements: dict[str, list[Measurement]]
+    problems: list[str]
+
+    def chosen(self, work: Workload) -> list[Arm]:
+        every = list(arms(work, self.torchao))
+        return [arm for arm in every if not self.wanted or any(name in str(arm) for name in self.wanted)]
+
+    def ready(self, work: Workload) -> Iterator[Ready]:
+        """The arms of a workload, one after another: built, warmed up and checked."""
+        expected: dict[str, torch.Tensor] = {}
+        reference, chosen = Arm("bf16", "eager"), self.chosen(work)
+        for arm in [reference, *(arm for arm in chosen if arm != reference)]:
+            built = self.built(arm, work, expected)
+            if built is not None and arm in chosen:
+                yield built
+            del built  # the memory of the next must not be mistaken for that of an arm that is gone
+
+    def built(self, arm: Arm, work: Workload, expected: dict[str, torch.Tensor]) -> Ready | None:
+        """An arm that is ready to be timed, or None; what is expected of it is what the first arm has found."""
+        started = time.perf_counter()
+        breaks = torch._dynamo.utils.counters["graph_break"]
+        breaks.clear()
+        before = self.allocated()
+        try:
+            runner = Runner(arm, work, self.device)
+            for _ in range(3):
+                runner.step()
+            peak = self.peak(runner, before)
+            found = runner.results()
+        except Exception as error:
+            if not expected:
+                raise
+            traceback.print_exc()
+            self.problem(f"{work.case}, {arm}: {type(error).__name__}: {error}")
+            return None
+        took = f"ready in {time.perf_counter() - started:.1f} s"
+        if not expected:
+            expected.update(found)
+            say(f"  {arm!s:30} {took}")
+            return Ready(runner, None, peak)
+        errors = {name: difference(value, expected[name]) for name, value in found.items()}
+        worst = max(errors, key=lambda name: errors[name])
+        noise = ", ".join(f"{name} {decibels(errors[name]):.1f}" for name in dict.fromkeys(("y", "dx", worst)))
+        say(f"  {arm!s:30} {took}; dB: {noise}")
+        if breaks:
+            say(f"  {arm!s:30} {sum(breaks.values())} graph breaks: {next(iter(breaks)).splitlines()[0]}")
+        if not arm.ours:
+            return Ready(runner, None, peak)
+        if decibels(errors[worst]) < work.floor:
+            self.problem(
+                f"{work.case}, {arm}: {worst} is {decibels(errors[worst]):.1f} dB from bf16 and must be at least "
+                f"{work.floor:.0f}: not timed"
+            )
+            return None
+        if arm == Arm("auto", "eager") and self.device.type != "cpu":
+            say("    " + str(kp.fp8.report(runner.model)).replace("\n", "\n    "))
+        return Ready(runner, errors[worst], peak)
+
+    def problem(self, text: str) -> None:
+        say(f"  PROBLEM: {text}")
+        self.problems.append(text)
+
+    def allocated(self) -> int:
+        gc.collect()
+        wait(self.device)
+        return torch.cuda.memory_allocated(self.device) if self.device.type == "cuda" else 0
+
+    def peak(self, runner: Runner, before: int) -> int | None:
+        """The most memory of a step: the arm's model and inputs too, but nothing that was there before them."""
+        if self.device.type != "cuda":
+            return None
+        self.allocated()
+        torch.cuda.reset_peak_memory_stats(self.device)
+        runner.step()
+        wait(self.device)
+        return torch.cuda.max_memory_allocated(self.device) - before
+
+    def measure(self, work: Workload, seconds: float, timed: bool = True) -> None:
+        """Everything about one workload; nothing of it stays in memory."""
+        say(f"{work.case}:")
+        ready = list(self.ready(work))
+        if work.memory:
+            self.keep_memory(work, ready)
+        if timed:
+            self.time(work, ready, seconds)
+        del ready
+        torch._dynamo.reset()  # compiled modules of this workload must not crowd out those of the next
+        self.allocated()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def time(self, work: Workload, ready: list[Ready], seconds: float) -> None:
+        repeats = [
+            max(2, min(2000, round(seconds / self.rounds / seconds_of(one.runner, 2, self.device))))
+            for one in ready
+        ]
+        times: list[list[float]] = [[] for _ in ready]
+        for number in range(self.rounds):
+            order = range(len(ready)) if number % 2 == 0 else reversed(range(len(ready)))
+            for index in order:
+                runner = ready[index].runner
+                runner.step()
+                times[index].append(seconds_of(runner, repeats[index], self.device))
+        rows = [
+            Measurement(
+                case=work.case,
+                phase=f"forward and backward, {one.runner.arm.mode}",
+                format="bfloat16",
+                subject=one.runner.arm.subject,
+                seconds=Quantiles(*quantiles(taken)),
+                samples=len(taken),
+                traffic_bytes=0,
+                flops=work.flops,
+                error=one.error,
+                budget=None if one.error is None else 10 ** (-work.floor / 20),
+            )
+            for one, taken in zip(ready, times, strict=True)
+        ]
+        self.measurements.setdefault(work.part, []).extend(rows)
+        for row in rows:
+            low, middle, high = (1e3 * x for x in (row.seconds.p20, row.seconds.median, row.seconds.p80))
+            rate = row.flops / row.seconds.median / 1e12
+            say(
+                f"  {arm_of(row):30} {middle:9.4f} ms ({low:.4f} to {high:.4f}) {rate:6.0f} TFLOP/s {gain(row, rows)}"
+            )
+
+    def keep_memory(self, work: Workload, ready: list[Ready]) -> None:
+        for one in ready:
+            if one.peak is not None:
+                say(f"  {one.runner.arm!s:30} peak memory {one.peak / 2**30:.3f} GiB")
+                once = seconds_of(one.runner, 1, self.device)
+                row = Measurement(
+                    case=f"memory of {work.case}",
+                    phase=f"forward and backward, {one.runner.arm.mode}",
+                    format="bfloat16",
+                    subject=one.runner.arm.subject,
+                    seconds=Quantiles(once, once, once),
+                    samples=1,
+                    traffic_bytes=0,
+                    flops=0,
+                    peak_bytes=one.peak,
+                )
+                self.measurements.setdefault("memory", []).append(row)
+
+
+def arm_of(row: Measurement) -> str:
+    return row.subject.partition(":")[2]
+
+
+def speedup(row: Measurement, rows: list[Measurement]) -> float | None:
+    """Over bf16 in the same mode, where that was timed."""
+    for other in rows:
+        if (other.case, other.phase) == (row.case, row.phase) and arm_of(other).startswith("bf16 "):
+            return other.seconds.median / row.seconds.median
+    return None
+
+
+def gain(row: Measurement, rows: list[Measurement]) -> str:
+    found = speedup(row, rows)
+    return "" if found is None else f"{found:.3f}x"
+
+
+def summary(measurements: dict[str, list[Measurement]]) -> Iterator[str]:
+    for part, rows in measurements.items():
+        if part in ("linears", "blocks"):
+            for case, phase in dict.fromkeys((row.case, row.phase) for row in rows):
+                members = [row for row in rows if (row.case, row.phase) == (case, phase)]
+                others = [row for row in members if not arm_of(row).startswith("bf16 ")]
+                gains = ", ".join(f"{arm_of(row).rpartition(' ')[0]} {gain(row, rows)}" for row in others)
+                yield f"{case}, {phase.rpartition(' ')[2]}: {gains}"
+        elif part == "memory":
+            yield "peak memory (GiB): " + ", ".join(
+                f"{arm_of(row)} {(row.peak_bytes or 0) / 2**30:.2f}" for row in rows
+            )
+        else:
+            ours = [row for row in rows if row.subject.startswith("kernel:")]
+            found = sorted(((speedup(row, rows) or math.inf, row) for row in ours), key=lambda pair: pair[0])
+            if found:
+                lowest = ", ".join(f"{times:.3f}x {row.case} ({arm_of(row)})" for times, row in found[:4])
+                under = sum(times < 1 for times, _ in found)
+                yield f"auto on {len(found)} shapes: {under} under 1.0x; the lowest: {lowest}"
+
+
+# The program.
+
+
+def parsed() -> argparse.Namespace:
+    names = [work.name for work in WORKLOADS] + ["grid"]
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--record", action="store_true", help="keep the result as evidence")
+    parser.add_argument(
+        "--out", type=Path, default=Path(__file__).parent / "evidence", help="folder for the records"
+    )
+    parser.add_argument(
+        "--workloads", nargs="+", choices=names, default=names, metavar="NAME", help=", ".join(names)
+    )
+    parser.add_argument("--grid-only", action="store_true", help="as --workloads grid")
+    parser.add_argument("--memory-only", action="store_true", help="peak memory of the larger block, no times")
+    parser.add_argument("--arms", nargs="+", default=[], help="only arms with one of these in their names")
+    parser.add_argument(
+        "--seconds", type=float, default=0.42, help="for how long an arm is timed; half in the grid"
+    )
+    parser.add_argument(
+        "--stop-after", type=float, default=math.inf, help="start no workload after so many seconds"
+    )
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--small", action="store_true", help="tiny sizes, eager only, to check this program")
+    arguments = parser.parse_args()
+    if arguments.record and arguments.small:
+        parser.error("--small is no measurement: leave out --record")
+    if arguments.grid_only and arguments.memory_only:
+        parser.error("--grid-only and --memory-only leave nothing: use one of them")
+    return arguments
+
+
+def device_for(arguments: argparse.Namespace) -> kp.Device:
+    """The device; without 8-bit matrix units only the small version can run."""
+    hint = f"python {sys.argv[0]} --small --device cpu checks the program without one"
+    needs = "this benchmark needs a GPU with 8-bit matrix units, such as an NVIDIA H100 or H200"
+    try:
+        device = kp.device(arguments.device)
+    except Exception as error:
+        raise SystemExit(f"{needs}, and device {arguments.device!r} is not here ({error}); {hint}") from error
+    if not device.present:
+        raise SystemExit(f"{needs}, and device {arguments.device!r} is not here; {hint}")
+    if not arguments.small and not any(name.startswith("float8") for name in device.matrix_formats):
+        raise SystemExit(f"{needs}, and {device.name} has none; {hint}")
+    return device
+
+
+def torchao_version() -> str | None:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            import torchao.float8
+    except Exception as error:  # whatever is wrong with it, our own arms can run
+        say(f"torchao is left out: {type(error).__name__}: {error}")
+        return None
+    found = getattr(torchao, "__version__", None) or importlib.metadata.version("torchao")
+    return str(found)
+
+
+def main() -> None:
+    arguments = parsed()
+    device = device_for(arguments)
+    commit = clean_commit(benchmarking.checkout()) if arguments.record else ""
+    where = torch.device(device.torch_device or "cpu")
+    torchao = torchao_version()
+    say(f"{device.name}, torch {torch.__version__}, torchao {torchao or 'not here'}")
+    torch._dynamo.config.recompile_limit = 64  # the arms share their code; past the limit they would run eager
+    bandwidth = measure_rates(device).bandwidth if arguments.record else 0.0
+    nothing = nn.Linear(
+        64, 64, device=where, dtype=torch.bfloat16
+    )  # libraries take their memory before it is counted
+    nothing(torch.ones(64, 64, device=where, dtype=torch.bfloat16, requires_grad=True)).sum().backward()
+
+    works = [work for work in WORKLOADS if work.name in arguments.workloads and not arguments.grid_only]
+    if arguments.memory_only:
+        works = [work for work in WORKLOADS if work.memory]
+    elif arguments.grid_only or "grid" in arguments.workloads:
+        works += grid()
+    wanted, rounds = tuple(arguments.arms), 7
+    if arguments.small:
+        works = [small(work) for work in works]
+        wanted, rounds = wanted or ("eager",), 2
+    bench = Bench(where, torchao is not None, wanted, rounds, {}, [])
+
+    command = ["python", "benchmarks/fp8.py", "--record", *(["--memory-only"] if arguments.memory_only else [])]
+    if not arguments.memory_only and not {work.name for work in (*WORKLOADS, *grid())} <= {w.name for w in works}:
+        command += ["--workloads", *dict.fromkeys(work.name for work in works)]
+    command += ["--arms", *wanted] if wanted else []
+
+    def keep(part: str) -> None:
+        if arguments.record and part in bench.measurements:
+            record = benchmarking.record(
+                "fp8",
+                device,
+                (),
+                bench.measurements[part],
+                command=shlex.join(command),
+                commit=commit,
+                copy_bandwidth=bandwidth,
+            )
+            if torchao:
+                record = msgspec.structs.replace(record, versions={**record.versions, "torchao": torchao})
+            op = registered_op("fp8_matmul")
+            name = benchmarking.record_name(op, device).replace(f"{op.name}.", f"fp8-{part}.")
+            write_record(record, arguments.out / name)
+
+    started = time.perf_counter()
+    for work in works:
+        if time.perf_counter() - started > arguments.stop_after:
+            bench.problem(f"left out for lack of time: {work.case}")
+            continue
+        began = time.perf_counter()
+        seconds = arguments.seconds / (2 if work.part == "grid" else 1)
+        bench.measure(work, min(seconds, 0.01) if arguments.small else seconds, timed=not arguments.memory_only)
+        for part in (work.part, "memory"):  # now: what was measured is kept whatever happens to the next
+            keep(part)
+        say(f"  {time.perf_counter() - began:.0f} s, {time.perf_counter() - started:.0f} s in all")
+    say("speed-ups over bf16 in the same mode:")
+    for line in summary(bench.measurements):
+        say(line)
+    if bench.problems:
+        raise SystemExit("\n".join(["problems:", *bench.problems]))
+
+
+if __name__ == "__main__":
+    main()

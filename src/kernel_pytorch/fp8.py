@@ -1,0 +1,27 @@
+"""FP8 training: convert a model, see what became of it, turn it back; the recipes and the formats.
+
+``kernel-pytorch parity`` compares training in bf16 and in 8 bits.
+"""
+
+from __future__ import annotations
+
+from kernel_pytorch.precision.convert import LayerReport, Report, convert, report, revert
+from kernel_pytorch.precision.formats import FORMATS, Format
+from kernel_pytorch.precision.linear import fp8_linear as linear
+from kernel_pytorch.precision.monitor import Losses
+from kernel_pytorch.precision.recipe import PRODUCTS, RECIPES, Recipe
+
+__all__ = [
+    "FORMATS",
+    "PRODUCTS",
+    "RECIPES",
+    "Format",
+    "LayerReport",
+    "Losses",
+    "Recipe",
+    "Report",
+    "convert",
+    "linear",
+    "report",
+    "revert",
+]

@@ -1,0 +1,210 @@
+"""fp8_swiglu: silu(gate) * up into an 8-bit format, and its gradients into 8-bit formats, both layouts at once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from kernel_pytorch.hardware_abstraction.device import Device
+from kernel_pytorch.hardware_abstraction.dispatch import Function
+from kernel_pytorch.hardware_abstraction.op import Call, Kernel
+from kernel_pytorch.ops.fp8_swiglu.definition import FP8_SWIGLU, FP8_SWIGLU_GRAD
+
+__all__ = [
+    "GRAD_KERNEL_TORCH",
+    "GRAD_KERNEL_TRITON",
+    "Hidden",
+    "HiddenGradients",
+    "KERNEL_TORCH",
+    "KERNEL_TRITON",
+    "fp8_swiglu",
+    "fp8_swiglu_grad",
+]
+
+_function = Function(FP8_SWIGLU)
+_function_grad = Function(FP8_SWIGLU_GRAD)
+
+
+@dataclass(frozen=True)
+class Hidden:
+    """h = silu(gate) * up in an 8-bit format: ``data * inverse`` is about h."""
+
+    data: torch.Tensor
+    """(M, F), contiguous."""
+    inverse: torch.Tensor
+    """float32, no dimensions: one over the scale. ``fp8_swiglu_grad`` takes it too."""
+    amax: torch.Tensor
+    """float32, no dimensions: the largest magnitude among the finite numbers of h."""
+    counts: torch.Tensor
+    """int64 (3,): how many numbers outgrew the history, underflowed to zero and were not finite."""
+    next_history: torch.Tensor
+    """The history for the next call; without elements where none was given."""
+
+
+@dataclass(frozen=True)
+class HiddenGradients:
+    """The gradients of gate and up in an 8-bit format, in both layouts, and h once more."""
+
+    dgate: torch.Tensor
+    """(M, F), contiguous: ``dgate * dgate_inverse`` is about the gradient of gate."""
+    dgate_t: torch.Tensor
+    """(F, M), contiguous: its transpose, to the byte."""
+    dgate_inverse: torch.Tensor
+    """float32, no dimensions: one over the scale of both."""
+    dup: torch.Tensor
+    """(M, F), contiguous: ``dup * dup_inverse`` is about the gradient of up."""
+    dup_t: torch.Tensor
+    """(F, M), contiguous: its transpose, to the byte."""
+    dup_inverse: torch.Tensor
+    """float32, no dimensions: one over the scale of both."""
+    h_t: torch.Tensor
+    """(F, M), contiguous: ``h_t * h_inverse`` is about the transpose of h; (0, 0) without an h_inverse."""
+    counts: torch.Tensor
+    """int64 (2, 3), of dgate and of dup: how many numbers outgrew the history, underflowed and were not finite."""
+    gate_next_history: torch.Tensor
+    """The history of dgate for the next call; without elements where none was given."""
+    up_next_history: torch.Tensor
+    """The history of dup for the next call; without elements where none was given."""
+
+
+def fp8_swiglu(
+    gate: torch.Tensor,
+    up: torch.Tensor,
+    number_format: str = "e4m3fn",
+    *,
+    history: torch.Tensor | None = None,
+    power_of_two: bool = False,
+    kernel: str | None = None,
+) -> Hidden:
+    """``silu(gate) * up`` in float32, cast as ``fp8_cast`` does with one scale; no gradient flows through it.
+
+    h is in memory in 8 bits alone. With a history gate and up are read once.
+
+    Args:
+        gate: float32, float16 or bfloat16, any strides; leading dimensions count as rows.
+        up: of gate's shape and dtype, such as the other half of the columns of one matrix.
+        number_format: ``e4m3fn`` or ``e5m2``, or on MI300 ``e4m3fnuz`` or ``e5m2fnuz`` (``precision.for_device``).
+        history: the largest magnitudes of h in earlier calls, newest first, float32: the scale then comes from them,
+            unless h has outgrown them (delayed scaling).
+        power_of_two: round the scale down to a power of two, which makes scaling itself exact.
+        kernel: pin an implementation by name instead of the best that fits.
+
+    Example:
+        >>> import torch
+        >>> gate, up = torch.tensor([[2.0, -1.0, 0.0], [5.0, -200.0, 1.0]]), torch.full((2, 3), 2.0)
+        >>> h = fp8_swiglu(gate, up, power_of_two=True)
+        >>> h.data.float() * h.inverse
+        tensor([[ 3.5000, -0.5625,  0.0000],
+                [10.0000, -0.0000,  1.5000]])
+        >>> h.amax, h.counts.tolist()
+        (tensor(9.9331), [0, 0, 0])
+    """
+    gate, up = _matrix(gate), _matrix(up)
+    return Hidden(*_function(gate, up, number_format, history, power_of_two, kernel=kernel))
+
+
+def fp8_swiglu_grad(
+    dh: torch.Tensor,
+    gate: torch.Tensor,
+    up: torch.Tensor,
+    number_format: str = "e5m2",
+    h_format: str = "e4m3fn",
+    *,
+    h_inverse: torch.Tensor | None = None,
+    gate_history: torch.Tensor | None = None,
+    up_history: torch.Tensor | None = None,
+    power_of_two: bool = False,
+    kernel: str | None = None,
+) -> HiddenGradients:
+    """The gradients of ``h = silu(gate) * up`` from that of h, cast as ``fp8_cast`` does, and h's transposed copy.
+
+    In float32 from dh, gate and up, with one scale for each gradient. With histories these are read once, and one
+    pass writes all five matrices that the products of the backward take.
+
+    Args:
+        dh: the gradient of h, of gate's shape and dtype.
+        gate: as given to ``fp8_swiglu``.
+        up: as given to ``fp8_swiglu``.
+        number_format: the format of the gradients, as in ``fp8_swiglu``.
+        h_format: the format of ``h_t``: the one given to ``fp8_swiglu``.
+        h_inverse: the ``inverse`` that ``fp8_swiglu`` gave, by which h is cast again; None to leave out ``h_t``.
+        gate_history: the largest magnitudes of dgate in earlier calls, newest first, float32, unless the gradient
+            has outgrown them (delayed scaling); with up_history or not at all.
+        up_history: the same of dup, of the same length.
+        power_of_two: round the scales down to powers of two, which makes scaling itself exact.
+        kernel: pin an implementation by name instead of the best that fits.
+
+    Example:
+        >>> import torch
+        >>> gate, up = torch.tensor([[2.0, -1.0, 0.0]]), torch.tensor([[2.0, 2.0, 4.0]])
+        >>> h = fp8_swiglu(gate, up)
+        >>> found = fp8_swiglu_grad(torch.ones(1, 3), gate, up, "e4m3fn", h_inverse=h.inverse)
+        >>> found.dgate.float() * found.dgate_inverse
+        tensor([[2.1816, 0.1461, 2.0257]])
+        >>> (found.h_t.float() * h.inverse).shape, torch.equal(found.dup_t.float(), found.dup.float().t())
+        (torch.Size([3, 1]), True)
+    """
+    dh, gate, up = _matrix(dh), _matrix(gate), _matrix(up)
+    return HiddenGradients(
+        *_function_grad(
+            dh,
+            gate,
+            up,
+            number_format,
+            h_format,
+            h_inverse,
+            gate_history,
+            up_history,
+            power_of_two,
+            kernel=kernel,
+        )
+    )
+
+
+def _matrix(x: Any) -> Any:
+    """A tensor as rows and columns; of anything else the check says what is wrong, with the argument's name."""
+    if isinstance(x, torch.Tensor):
+        return x.detach() if x.ndim <= 2 else x.detach().flatten(0, -2)
+    return x
+
+
+def _supports(call: Call, device: Device) -> str | None:
+    if not device.supports("float64"):
+        return f"computes scales in float64, which {device.arch} does not"
+    return None
+
+
+KERNEL_TRITON = Kernel(
+    op="fp8_swiglu",
+    name="triton",
+    module="kernel_pytorch.ops.fp8_swiglu.triton_kernel",
+    supports=_supports,
+    language="triton",
+    backward=False,
+)
+KERNEL_TORCH = Kernel(
+    op="fp8_swiglu",
+    name="torch",
+    module="kernel_pytorch.ops.fp8_swiglu.torch_kernel",
+    supports=_supports,
+    language="torch",
+    backward=False,
+)
+GRAD_KERNEL_TRITON = Kernel(
+    op="fp8_swiglu_grad",
+    name="triton",
+    module="kernel_pytorch.ops.fp8_swiglu.grad_triton_kernel",
+    supports=_supports,
+    language="triton",
+    backward=False,
+)
+GRAD_KERNEL_TORCH = Kernel(
+    op="fp8_swiglu_grad",
+    name="torch",
+    module="kernel_pytorch.ops.fp8_swiglu.grad_torch_kernel",
+    supports=_supports,
+    language="torch",
+    backward=False,
+)

@@ -1,0 +1,209 @@
+"""Turning a model's linear layers to 8-bit training, in place, and back; and the table of what became of each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from kernel_pytorch.precision.layer import Float8Linear
+from kernel_pytorch.precision.monitor import Losses, layers_of, losses_of, monitor_of, unwatch, watch
+from kernel_pytorch.precision.plan import Measured
+from kernel_pytorch.precision.recipe import PRODUCTS, RECIPES, Recipe, recipe_named
+from kernel_pytorch.precision.swiglu import fuse, fused_in, unfuse
+
+__all__ = ["LayerReport", "Report", "convert", "report", "revert"]
+
+AUTO = "delayed"
+"""The recipe that ``auto`` measures products of: the one with the fewest passes over memory."""
+_IGNORED_BY_DDP = "_ddp_params_and_buffers_to_ignore"
+
+
+def convert(
+    model: nn.Module,
+    recipe: str | Recipe = "auto",
+    *,
+    layers: Callable[[str, nn.Linear], bool] | None = None,
+    fuse_swiglu: bool = True,
+    monitor: int | None = 50,
+) -> nn.Module:
+    """Turn the linear layers of a model to 8-bit training, in place.
+
+    Parameters stay the objects they are, under their names: optimizers, state dicts, DDP, FSDP2 (``fully_shard``),
+    activation checkpointing, gradient accumulation and ``torch.compile`` work as before. Only what is itself an
+    ``nn.Linear`` is converted, no subclass of it. A layer may have any size.
+
+    Args:
+        recipe: one of ``RECIPES`` by name, a ``Recipe``, or ``auto``: the ``delayed`` recipe for those of the three
+            products of each layer that are measured to be faster with it, when the layer first sees an input of a
+            size; the others, and every layer on a device without 8-bit matrix units, stay as they are.
+        layers: called with the name and the layer; those it answers False for stay as they are. The last layer of
+            a language model, whose logits are sensitive, is often left out: ``lambda name, _: name != "lm_head"``.
+        fuse_swiglu: run ``down(silu(gate(x)) * up(x))`` as one function where a module is found to compute that, with
+            the activation going straight into 8 bits, forward and backward.
+        monitor: every how many steps of an optimizer the casts' losses are looked at; None for never.
+
+    Returns:
+        The model.
+
+    Example:
+        >>> import torch, kernel_pytorch as kp
+        >>> model = torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.ReLU(), torch.nn.Linear(128, 64))
+        >>> model = kp.fp8.convert(model, recipe="tensorwise")
+        >>> model(torch.randn(8, 64)).sum().backward()
+        >>> print(kp.fp8.report(model))  # doctest: +ELLIPSIS
+        layer  K -> N     recipe      y    dx   dW ...
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model={model!r}: expected a torch.nn.Module")
+    if monitor is not None and (not isinstance(monitor, int) or monitor < 1):
+        raise ValueError(f"monitor={monitor!r}: use a number of steps, or None")
+    auto = recipe == "auto"
+    if isinstance(recipe, str) and recipe not in (*RECIPES, "auto"):
+        raise ValueError(f"recipe={recipe!r}: use a Recipe, auto, or one of {', '.join(RECIPES)}")
+    chosen = recipe_named(AUTO if auto else recipe)
+    for name, module in list(model.named_modules()):
+        if isinstance(module, Float8Linear):
+            raise ValueError(f"model: layer {name!r} is converted already; use kp.fp8.revert(model) first")
+    found = [
+        (name, module)
+        for name, module in model.named_modules()
+        if type(module) is nn.Linear and (layers is None or layers(name, module))
+    ]
+    for name, linear in found:
+        if linear.weight.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+            raise TypeError(
+                f"layer {name!r} has a weight of {linear.weight.dtype}: use float32, float16 or bfloat16, or leave "
+                f"it out with layers="
+            )
+    for _, linear in found:
+        Float8Linear.made_from(linear, chosen, auto)
+    if fuse_swiglu:
+        fuse(model)
+    # Every rank keeps its own counts and histories.
+    ignored = list(getattr(model, _IGNORED_BY_DDP, []))
+    own = [f"{name}.{buffer}".lstrip(".") for name, _ in found for buffer in ("fp8_counts", "fp8_state")]
+    setattr(model, _IGNORED_BY_DDP, ignored + [name for name in own if name not in ignored])
+    if monitor is not None and found:
+        watch(model, monitor)
+    return model
+
+
+def revert(model: nn.Module) -> nn.Module:
+    """Make a converted model what it was; its parameters stay where they are.
+
+    Example:
+        >>> import torch, kernel_pytorch as kp
+        >>> model = kp.fp8.revert(kp.fp8.convert(torch.nn.Sequential(torch.nn.Linear(8, 8)), "rowwise"))
+        >>> type(model[0]).__name__
+        'Linear'
+    """
+    unwatch(model)
+    unfuse(model)
+    ignored = [
+        name for name in getattr(model, _IGNORED_BY_DDP, []) if not name.endswith(("fp8_counts", "fp8_state"))
+    ]
+    if hasattr(model, _IGNORED_BY_DDP):
+        setattr(model, _IGNORED_BY_DDP, ignored)
+    for layer in layers_of(model).values():
+        layer.plain()
+    return model
+
+
+@dataclass(frozen=True)
+class LayerReport:
+    """What became of one layer."""
+
+    name: str
+    inputs: int
+    outputs: int
+    recipe: str
+    products: dict[str, str]
+    """For y, dx and dW: ``fp8``, ``own`` (the layer's own precision), or ``?`` where auto has not seen an input."""
+    measured: tuple[Measured, ...]
+    """The measurements of ``auto``, one for each number of rows it was asked about."""
+    losses: dict[str, Losses]
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Report:
+    """A table of all converted layers; print it."""
+
+    layers: tuple[LayerReport, ...]
+    others: tuple[str, ...]
+    """Names of the linear layers that were not converted."""
+
+    def __str__(self) -> str:
+        head = ["layer", "K -> N", "recipe", *PRODUCTS, "measured", "outgrown", "to zero", "not finite", "notes"]
+        rows = [head]
+        for layer in self.layers:
+            gains = [f"{found.speedup:.2f}x at {found.rows} rows" for found in layer.measured]
+            lost = layer.losses.values()
+            rows.append([
+                layer.name,
+                f"{layer.inputs} -> {layer.outputs}",
+                layer.recipe,
+                *layer.products.values(),
+                ", ".join(gains) or "-",
+                f"{max(of.outgrown for of in lost):.2%}",
+                f"{max(of.underflowed for of in lost):.2%}",
+                str(sum(of.nonfinite for of in lost)),
+                "; ".join(layer.notes),
+            ])  # fmt: skip
+        widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
+        lines = [
+            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+        ]
+        if self.others:
+            lines.append(f"not converted: {', '.join(self.others)}")
+        return "\n".join(lines)
+
+
+def report(model: nn.Module) -> Report:
+    """What became of each layer of a converted model: its products, what auto measured, what its casts lost.
+
+    Waits for the device, for it reads the counts. What the casts lost is the largest part over input, weight and
+    gradient since the conversion.
+    """
+    converted = layers_of(model)
+    if not converted:
+        raise ValueError("model: it has no converted layer; use kp.fp8.convert(model) first")
+    watcher = monitor_of(model)
+    if watcher is not None:
+        watcher.look(wait=True)
+    fused = fused_in(model)
+    rows = tuple(_layer_report(name, layer, fused.get(name)) for name, layer in converted.items())
+    others = tuple(name for name, module in model.named_modules() if type(module) is nn.Linear)
+    return Report(rows, others)
+
+
+def _layer_report(name: str, layer: Float8Linear, fused: str | None) -> LayerReport:
+    notes = []
+    if layer.fp8_fallback is not None:
+        notes.append(f"fell back: {layer.fp8_fallback}")
+    if fused is not None:
+        notes.append(f"part of the fused SwiGLU {fused!r}" if fused else "part of a fused SwiGLU")
+    ragged = [
+        f"{side} = {size}" for side, size in (("K", layer.in_features), ("N", layer.out_features)) if size % 16
+    ]
+    if ragged and layer.weight.device.type != "cpu":
+        notes.append(f"{' and '.join(ragged)} filled up with zeros to a multiple of 16 in 8-bit products")
+    measured = layer.fp8_measured() if layer.fp8_auto else ()
+    if layer.fp8_fallback is not None:
+        products = dict.fromkeys(PRODUCTS, "own")
+    elif layer.fp8_auto and not measured:
+        unknown = layer.weight.device.type not in ("cpu", "meta")
+        products = dict.fromkeys(PRODUCTS, "?" if unknown else "own")
+        if not unknown:
+            notes.append(f"no 8-bit matrix units on {layer.weight.device.type}")
+    else:
+        low = measured[-1].best if measured else layer.fp8_recipe.low_precision
+        products = {product: "fp8" if product in low else "own" for product in PRODUCTS}
+    losses = losses_of(layer.fp8_counts.cpu())
+    recipe = f"auto ({layer.fp8_recipe})" if layer.fp8_auto else str(layer.fp8_recipe)
+    return LayerReport(
+        name, layer.in_features, layer.out_features, recipe, products, measured, losses, tuple(notes)
+    )

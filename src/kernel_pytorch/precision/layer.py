@@ -1,0 +1,188 @@
+"""A linear layer that trains in 8 bits: an ``nn.Linear`` in all but its arithmetic.
+
+Weight and bias stay the Parameters they were, under their names. What a layer adds are two small buffers that no
+state dict has as such: the counts of what its casts lost, and the state of a delayed recipe. The latter, and whether
+the layer has fallen back to its own precision, travel in checkpoints under one more key, ``fp8_state``, which may be
+missing when a checkpoint of the model before it was converted is loaded.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from kernel_pytorch.ops.fp8_cast import Cast
+from kernel_pytorch.precision.linear import COUNTS_SHAPE, STATE_SHAPE, cast_of_weight, fp8_linear
+from kernel_pytorch.precision.plan import Measured, measured_for, measured_recipe
+from kernel_pytorch.precision.recipe import Recipe
+
+__all__ = ["Float8Linear", "optimizer_steps"]
+
+_STATE_KEY = "fp8_state"
+_steps = 0
+
+
+def optimizer_steps() -> int:
+    """How many steps optimizers have made in this process: weights may differ after each."""
+    return _steps
+
+
+def _count_step(*_: Any) -> None:
+    global _steps
+    _steps += 1
+
+
+register_optimizer_step_post_hook(_count_step)
+
+
+class Float8Linear(nn.Linear):
+    """Made out of an ``nn.Linear`` in place by ``kp.fp8.convert``; see there."""
+
+    fp8_recipe: Recipe
+    fp8_auto: bool
+    """Whether each product is in 8 bits only where that was measured to be faster."""
+    fp8_fallback: str | None
+    """Why the layer computes in its own precision from now on, or None."""
+    fp8_plain_numel: int
+    """Inputs of at most so many numbers are known to gain nothing."""
+    fp8_counts: torch.Tensor
+    fp8_state: torch.Tensor
+    _kept_cast: tuple[Any, Cast | None] | None
+    _recipes: dict[tuple[Any, ...], Recipe | None]
+
+    @staticmethod
+    def made_from(linear: nn.Linear, recipe: Recipe, auto: bool) -> Float8Linear:
+        """The same object, with another forward."""
+        linear.__class__ = Float8Linear
+        layer: Any = linear
+        layer.fp8_recipe, layer.fp8_auto, layer.fp8_fallback = recipe, auto, None
+        layer._kept_cast, layer._recipes, layer.fp8_plain_numel = None, {}, -1
+        device = layer.weight.device
+        layer.register_buffer("fp8_counts", torch.zeros(COUNTS_SHAPE, dtype=torch.int64, device=device), False)
+        layer.register_buffer("fp8_state", torch.zeros(STATE_SHAPE, device=device), False)
+        converted: Float8Linear = layer
+        return converted
+
+    def plain(self) -> nn.Linear:
+        """The same object as the ``nn.Linear`` that it was."""
+        for name in ("fp8_counts", "fp8_state"):
+            del self._buffers[name]
+            self._non_persistent_buffers_set.discard(name)
+        for name in ("fp8_recipe", "fp8_auto", "fp8_fallback", "fp8_plain_numel", "_kept_cast", "_recipes"):
+            delattr(self, name)
+        self.__class__ = nn.Linear  # type: ignore[assignment]
+        return self
+
+    def recipe_for(self, x: torch.Tensor) -> Recipe | None:
+        """The recipe of a call, with the products that are in 8 bits; None for plain arithmetic."""
+        if self.fp8_fallback is not None:
+            return None
+        kind = x.device.type
+        mixed = torch.is_autocast_enabled(kind) if kind != "meta" else False
+        weight = self.weight
+        key = (
+            x.numel(),
+            x.dtype,
+            x.requires_grad,
+            weight.requires_grad,
+            torch.is_grad_enabled(),
+            mixed,
+            self.training,
+        )
+        if torch.compiler.is_compiling():
+            return self._recipe_for(x)
+        if key not in self._recipes:
+            if len(self._recipes) > 4096:
+                self._recipes.clear()
+            self._recipes[key] = found = self._recipe_for(x)
+            if found is None and self.fp8_auto and weight.requires_grad and not mixed:
+                # Fewer rows gain even less: from now on they cost one comparison.
+                self.fp8_plain_numel = max(self.fp8_plain_numel, x.numel())
+        return self._recipes[key]
+
+    def _recipe_for(self, x: torch.Tensor) -> Recipe | None:
+        recipe = self.fp8_recipe
+        if self.fp8_auto:
+            recipe = measured_recipe(x, self.weight, self.bias is not None, recipe)
+        if len(recipe.high_precision) == 3:
+            return None
+        # What is only looked at must not change what training remembers.
+        return recipe if self.training or not recipe.delayed else replace(recipe, delayed=False)
+
+    def fp8_measured(self) -> tuple[Measured, ...]:
+        """What auto has measured for calls of this layer, in the order of its rows."""
+        return measured_for(self.weight, self.bias is not None, self.fp8_recipe)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.numel() <= self.fp8_plain_numel:
+            return nn.functional.linear(x, self.weight, self.bias)
+        recipe = self.recipe_for(x)
+        if recipe is None:
+            return nn.functional.linear(x, self.weight, self.bias)
+        needs_dx = torch.is_grad_enabled() and x.requires_grad and "dx" not in recipe.high_precision
+        return fp8_linear(
+            x,
+            self.weight,
+            self.bias,
+            recipe,
+            counts=self.fp8_counts,
+            state=self.fp8_state if recipe.delayed else None,
+            weight_cast=self.weight_cast(recipe, needs_dx),
+        )
+
+    def weight_cast(self, recipe: Recipe, transposed: bool) -> Cast | None:
+        """The cast of the weight since the last step of the optimizer, kept where a step has several forwards.
+
+        None where the call should make one of its own. A weight has changed where its version or its place has,
+        or where an optimizer has made a step (one that writes past the version counter, through ``.data``). With one
+        forward a step, keeping a cast would only take memory.
+        """
+        if torch.compiler.is_compiling() or ("y" in recipe.high_precision and not transposed):
+            return None
+        weight = self.weight
+        key = (weight._version, weight.data_ptr(), _steps, recipe.weight, recipe.power_of_two)
+        kept = self._kept_cast
+        if kept is None or kept[0] != key:
+            self._kept_cast = (key, None)
+            return None
+        cast = kept[1]
+        if cast is None or (transposed and cast.data_t.numel() != weight.numel()):
+            cast = cast_of_weight(weight, recipe, transposed=transposed, counts=self.fp8_counts)
+            self._kept_cast = (key, cast)
+        return cast
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_kept_cast": None, "_recipes": {}}  # copies and pickles work these out anew
+
+    # Checkpoints.
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if self.fp8_recipe.delayed or self.fp8_fallback is not None:
+            flag = self.fp8_state.new_full((1, self.fp8_state.shape[1]), float(self.fp8_fallback is not None))
+            destination[prefix + _STATE_KEY] = torch.cat([self.fp8_state.detach(), flag])
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
+        found = state_dict.pop(prefix + _STATE_KEY, None)
+        errors: list[str] = rest[-1]
+        if found is None:
+            self.fp8_state.zero_()  # the histories of other weights say nothing
+            self.fp8_fallback = None
+        elif tuple(found.shape) != (STATE_SHAPE[0] + 1, STATE_SHAPE[1]) or not bool((found >= 0).all()):
+            errors.append(
+                f"{prefix}{_STATE_KEY} has shape {list(found.shape)} or negative numbers: expected the histories "
+                f"that a converted layer saves, of shape {[STATE_SHAPE[0] + 1, STATE_SHAPE[1]]}"
+            )
+        else:
+            with torch.no_grad():
+                self.fp8_state.copy_(found[:-1])
+            self.fp8_fallback = "it had when the checkpoint was saved" if bool(found[-1, 0]) else None
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+
+    def extra_repr(self) -> str:
+        products = "auto" if self.fp8_auto else ", ".join(self.fp8_recipe.low_precision)
+        return f"{super().extra_repr()}, fp8={self.fp8_recipe} ({products})"

@@ -1,0 +1,299 @@
+"""``down(silu(gate(x)) * up(x))`` in 8 bits as one function, under the modules that a model already has.
+
+Between the products nothing is written in high precision that is only read to be cast: the activation goes straight
+into 8 bits, and its gradients into 8 bits in both layouts. h is not kept for the backward, which has what it takes to
+make its transposed copy again in passing.
+
+A module is taken for a SwiGLU by what it computes, not by its name: it must have three linear layers and nothing else
+to learn, and give the same as the formula with small random weights in their place.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import nn
+
+from kernel_pytorch.ops.fp8_matmul import fp8_matmul
+from kernel_pytorch.ops.fp8_swiglu import fp8_swiglu, fp8_swiglu_grad
+from kernel_pytorch.precision.layer import Float8Linear
+from kernel_pytorch.precision.linear import (
+    cast_of_gradient,
+    cast_of_input,
+    cast_of_weight,
+    formats_on,
+    name_of_dtype,
+    refuse_second,
+)
+from kernel_pytorch.precision.recipe import Recipe
+
+__all__ = ["fp8_swiglu_mlp", "fuse", "fused_in", "unfuse"]
+
+_MARK = "_fp8_swiglu"
+"""The attribute of a module that is fused: the names of its gate, up and down layers."""
+
+
+# Finding them.
+
+
+def fuse(model: nn.Module) -> list[str]:
+    """Give every module that computes a SwiGLU of three converted layers the fused forward; their names."""
+    found = []
+    for name, module in model.named_modules():
+        roles = _roles(module)
+        if roles is not None:
+            setattr(module, _MARK, roles)
+            module.forward = MethodType(_forward, module)
+            found.append(name)
+    return found
+
+
+def unfuse(model: nn.Module) -> None:
+    """Give the modules their own forward back."""
+    for module in model.modules():
+        if hasattr(module, _MARK):
+            delattr(module, _MARK)
+            del module.__dict__["forward"]
+
+
+def fused_in(model: nn.Module) -> dict[str, str]:
+    """The names of the layers inside fused modules, each with the name of its module."""
+    return {
+        f"{name}.{role}".lstrip("."): name
+        for name, module in model.named_modules()
+        for role in getattr(module, _MARK, ())
+    }
+
+
+def _roles(module: nn.Module) -> tuple[str, str, str] | None:
+    """The names of the gate, up and down layers of a module that computes a SwiGLU; None for any other module."""
+    linears = {name: child for name, child in module.named_children() if isinstance(child, Float8Linear)}
+    learnt = [name for name, _ in module.named_parameters()]
+    if sorted(learnt) != sorted(f"{name}.weight" for name in linears) or len(linears) != 3:
+        return None
+    drops = any(isinstance(child, nn.modules.dropout._DropoutNd) and child.p > 0 for child in module.modules())
+    if drops or "forward" in module.__dict__:
+        return None
+    shapes = {name: tuple(layer.weight.shape) for name, layer in linears.items()}
+    agreeing = []
+    for gate, up, down in itertools.permutations(linears):
+        if shapes[gate] == shapes[up] == shapes[down][::-1] and _computes(module, gate, up, down):
+            agreeing.append((gate, up, down))
+    return agreeing[0] if len(agreeing) == 1 else None
+
+
+def _computes(module: nn.Module, gate: str, up: str, down: str) -> bool:
+    """Whether the module gives the formula's result, tried with small random weights."""
+    width, hidden = 8, 12
+    generator = torch.Generator().manual_seed(0)
+    shapes = {gate: (hidden, width), up: (hidden, width), down: (width, hidden)}
+    weights = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+    x = torch.randn(3, width, generator=generator)
+    layers: list[Any] = [getattr(module, name) for name in shapes]
+    before = [layer.fp8_fallback for layer in layers]
+    try:
+        for layer in layers:
+            layer.fp8_fallback = "being tried"
+        with torch.no_grad(), torch.autocast("cpu", enabled=False):
+            given = {f"{name}.weight": weight for name, weight in weights.items()}
+            found = torch.func.functional_call(module, given, (x,))
+    except Exception:  # whatever it needs that is not there, it is no SwiGLU
+        return False
+    finally:
+        for layer, reason in zip(layers, before, strict=True):
+            layer.fp8_fallback = reason
+    h = nn.functional.silu(x @ weights[gate].t()) * (x @ weights[up].t())
+    expected = h @ weights[down].t()
+    return isinstance(found, torch.Tensor) and found.shape == expected.shape and torch.allclose(found, expected)
+
+
+# Running them.
+
+
+def _forward(module: Any, x: torch.Tensor, *others: Any, **named: Any) -> Any:
+    """The forward of a fused module: the fused function where the three layers agree on how, else its own."""
+    layers = [getattr(module, name) for name in getattr(module, _MARK)]
+    recipe = None if others or named else _common_recipe(layers, x)
+    if recipe is None:
+        return type(module).forward(module, x, *others, **named)
+    gate, up, down = layers
+    return fp8_swiglu_mlp(x, gate, up, down, recipe)
+
+
+def _common_recipe(layers: list[Any], x: torch.Tensor) -> Recipe | None:
+    if not isinstance(x, torch.Tensor) or not all(isinstance(layer, Float8Linear) for layer in layers):
+        return None
+    # A hook on a layer (of FSDP2, or a user's) wants the layer to be called.
+    if any(layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks for layer in layers):
+        return None
+    first, second, third = (layer.recipe_for(x) for layer in layers)
+    if first is None or first != second or first != third or first.high_precision:
+        return None
+    whole = first.input == first.weight == first.gradient == "tensor"
+    return first if whole and all(layer.bias is None for layer in layers) else None
+
+
+def fp8_swiglu_mlp(
+    x: torch.Tensor, gate: Float8Linear, up: Float8Linear, down: Float8Linear, recipe: Recipe
+) -> torch.Tensor:
+    """``down(silu(gate(x)) * up(x))`` with everything between the layers in 8 bits, gradients too."""
+    kind = x.device.type
+    mixed = kind != "meta" and torch.is_autocast_enabled(kind)
+    dtype = torch.get_autocast_dtype(kind) if mixed else x.dtype
+    recording = torch.is_grad_enabled()
+    layers = (gate, up, down)
+    needs_dw = [recording and layer.weight.requires_grad for layer in layers]
+    needs_dx = recording and x.requires_grad
+    needs_dh = needs_dx or needs_dw[0] or needs_dw[1]
+    x_8 = cast_of_input(
+        x, recipe, transposed=needs_dw[0] or needs_dw[1], counts=gate.fp8_counts, state=gate.fp8_state
+    )
+    weights = []
+    for layer, turned in ((gate, needs_dx), (up, needs_dx), (down, needs_dh)):
+        kept = layer.weight_cast(recipe, turned)
+        weights.append(kept or cast_of_weight(layer.weight, recipe, transposed=turned, counts=layer.fp8_counts))
+    y_MN = _SwiGLU.apply(  # type: ignore[no-untyped-call]
+        x.reshape(math.prod(x.shape[:-1]), x.shape[-1]),
+        *(layer.weight for layer in layers),
+        x_8.data,
+        x_8.inverse,
+        x_8.data_t,
+        *(tensor for cast in weights for tensor in (cast.data, cast.inverse, cast.data_t)),
+        *(layer.fp8_counts for layer in layers),
+        *(layer.fp8_state for layer in layers),
+        name_of_dtype(dtype),
+        *formats_on(kind, x.device.index, recipe.gradient_format),
+        recipe.power_of_two,
+        recipe.delayed,
+        needs_dx,
+        needs_dh,
+        *needs_dw,
+    )
+    y: torch.Tensor = y_MN.reshape(*x.shape[:-1], y_MN.shape[-1])
+    return y
+
+
+def _count(counts: torch.Tensor, tensor: int, lost: torch.Tensor, numbers: int) -> None:
+    counts[tensor, :, :3].add_(lost)
+    counts[tensor, :, 3].add_(numbers)
+
+
+class _SwiGLU(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x_MK: torch.Tensor,
+        gate_weight: torch.Tensor,
+        up_weight: torch.Tensor,
+        down_weight: torch.Tensor,
+        x_8: torch.Tensor,
+        x_inverse: torch.Tensor,
+        x_8t: torch.Tensor,
+        gate_8: torch.Tensor,
+        gate_inverse: torch.Tensor,
+        gate_8t: torch.Tensor,
+        up_8: torch.Tensor,
+        up_inverse: torch.Tensor,
+        up_8t: torch.Tensor,
+        down_8: torch.Tensor,
+        down_inverse: torch.Tensor,
+        down_8t: torch.Tensor,
+        gate_counts: torch.Tensor,
+        up_counts: torch.Tensor,
+        down_counts: torch.Tensor,
+        gate_state: torch.Tensor,
+        up_state: torch.Tensor,
+        down_state: torch.Tensor,
+        dtype: str,
+        forward_format: str,
+        gradient_format: str,
+        power_of_two: bool,
+        delayed: bool,
+        needs_dx: bool,
+        needs_dh: bool,
+        needs_dgate: bool,
+        needs_dup: bool,
+        needs_ddown: bool,
+    ) -> torch.Tensor:
+        gate_MF = fp8_matmul(x_8, gate_8, x_inverse, gate_inverse, dtype, "fast")
+        up_MF = fp8_matmul(x_8, up_8, x_inverse, up_inverse, dtype, "fast")
+        history = down_state[0] if delayed else None
+        h = fp8_swiglu(gate_MF, up_MF, forward_format, history=history, power_of_two=power_of_two)
+        _count(down_counts, 0, h.counts, h.data.numel())
+        if delayed:
+            down_state[0].copy_(h.next_history)
+        y = fp8_matmul(h.data, down_8, h.inverse, down_inverse, dtype, "fast")
+        keep = needs_dh or needs_ddown
+        saved = (gate_MF, up_MF, h.inverse, x_inverse, x_8t, gate_inverse, gate_8t, up_inverse, up_8t)
+        ctx.save_for_backward(*((*saved, down_inverse, down_8t) if keep else ()))
+        ctx.counts = (gate_counts, up_counts, down_counts)
+        ctx.states = (gate_state, up_state, down_state)
+        ctx.formats = (forward_format, gradient_format, power_of_two, delayed)
+        ctx.needs = (needs_dx, needs_dh, needs_dgate, needs_dup, needs_ddown)
+        ctx.dtypes = (x_MK.dtype, gate_weight.dtype, up_weight.dtype, down_weight.dtype)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy_MN: torch.Tensor) -> Any:
+        gate_MF, up_MF, h_inverse, x_inverse, x_8t, gate_inverse, gate_8t, up_inverse, up_8t, *rest = (
+            ctx.saved_tensors
+        )
+        down_inverse, down_8t = rest
+        forward_format, gradient_format, power_of_two, delayed = ctx.formats
+        needs_dx, needs_dh, needs_dgate, needs_dup, needs_ddown = ctx.needs
+        gate_counts, up_counts, down_counts = ctx.counts
+        gate_state, up_state, down_state = ctx.states
+        x_dtype, gate_dtype, up_dtype, down_dtype = ctx.dtypes
+        name = name_of_dtype(dy_MN.dtype)
+        dx = dgate = dup = ddown = None
+        dy = cast_of_gradient(
+            dy_MN,
+            gradient_format,
+            "tensor",
+            transposed=needs_ddown,
+            power_of_two=power_of_two,
+            delayed=delayed,
+            counts=down_counts,
+            state=down_state,
+        )
+        if needs_dh:
+            dh_MF = fp8_matmul(dy.data, down_8t, dy.inverse, down_inverse, name, "promoted")
+            hidden = fp8_swiglu_grad(
+                dh_MF,
+                gate_MF,
+                up_MF,
+                gradient_format,
+                forward_format,
+                h_inverse=h_inverse if needs_ddown else None,
+                gate_history=gate_state[1] if delayed else None,
+                up_history=up_state[1] if delayed else None,
+                power_of_two=power_of_two,
+            )
+            del dh_MF
+            _count(gate_counts, 2, hidden.counts[0], hidden.dgate.numel())
+            _count(up_counts, 2, hidden.counts[1], hidden.dup.numel())
+            if delayed:
+                gate_state[1].copy_(hidden.gate_next_history)
+                up_state[1].copy_(hidden.up_next_history)
+            if needs_dx:
+                dx = fp8_matmul(hidden.dgate, gate_8t, hidden.dgate_inverse, gate_inverse, name, "promoted")
+                dx.add_(fp8_matmul(hidden.dup, up_8t, hidden.dup_inverse, up_inverse, name, "promoted"))
+                dx = dx.to(x_dtype)
+            if needs_dgate:
+                dgate = fp8_matmul(hidden.dgate_t, x_8t, hidden.dgate_inverse, x_inverse, name, "promoted")
+                dgate = dgate.to(gate_dtype)
+            if needs_dup:
+                dup = fp8_matmul(hidden.dup_t, x_8t, hidden.dup_inverse, x_inverse, name, "promoted").to(up_dtype)
+            h_t = hidden.h_t
+        elif needs_ddown:  # the layers before are frozen: h alone is needed once more
+            h = fp8_swiglu(gate_MF, up_MF, forward_format, power_of_two=power_of_two)
+            h_t, h_inverse = h.data.view(torch.uint8).t().contiguous().view(h.data.dtype), h.inverse
+        if needs_ddown:
+            ddown = fp8_matmul(dy.data_t, h_t, dy.inverse, h_inverse, name, "promoted").to(down_dtype)
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # create_graph=True
+            dx, dgate, dup, ddown = (refuse_second(gradient, dy_MN) for gradient in (dx, dgate, dup, ddown))
+        return (dx, dgate, dup, ddown, *[None] * 28)
