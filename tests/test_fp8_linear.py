@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from kernel_pytorch.ops import fp8_matmul as matmul_module
 from kernel_pytorch.ops.fp8_cast import Cast, fp8_cast
 from kernel_pytorch.ops.fp8_matmul.definition import FP8_MATMUL
-from kernel_pytorch.precision import COUNTS_SHAPE, RECIPES, Recipe, fp8_linear, recipe_named
+from kernel_pytorch.precision import COUNTS_SHAPE, RECIPES, STATE_SHAPE, Recipe, fp8_linear, recipe_named
 from kernel_pytorch.precision import linear as linear_module
 from kernel_pytorch.testing import compare, pretend
 from kernel_pytorch.testing.budget import exceeded
@@ -33,6 +34,11 @@ def leaves(m: int, k: int, n: int, dtype: torch.dtype = torch.float32) -> tuple[
     return x.requires_grad_(), weight.requires_grad_(), random(n, seed=2, dtype=dtype).requires_grad_()
 
 
+def fresh(recipe: Recipe | str) -> dict[str, torch.Tensor]:
+    """What a first call by a recipe needs besides its tensors."""
+    return {"state": torch.zeros(STATE_SHAPE)} if recipe_named(recipe).delayed else {}
+
+
 def step(
     recipe: Recipe | str,
     x: torch.Tensor,
@@ -41,8 +47,8 @@ def step(
     dy: torch.Tensor,
     **more: Any,
 ) -> tuple[torch.Tensor, ...]:
-    """Output and gradients."""
-    y = fp8_linear(x, weight, bias, recipe, **more)
+    """Output and gradients; of a delayed recipe with no history, which has the scales of the tensors themselves."""
+    y = fp8_linear(x, weight, bias, recipe, **{**fresh(recipe), **more})
     inputs = [value for value in (x, weight, bias) if value is not None and value.requires_grad]
     return (y.detach(), *torch.autograd.grad(y, inputs, dy))
 
@@ -62,7 +68,10 @@ def casts(recipe: Recipe, x: torch.Tensor, weight: torch.Tensor, dy: torch.Tenso
 
 
 def within_budget(found: torch.Tensor, pair: tuple[Cast, Cast]) -> None:
-    """Held to the budget of the op: float64 of these 8-bit operands, and what float32 sums may err."""
+    """Held to the budget of the op: float64 of these 8-bit operands, and what float32 sums may err.
+
+    A processor adds up in float32 whatever the call allows; the sums that each product allows are looked at below.
+    """
     a, b = pair
     arguments = {
         "a": a.data,
@@ -70,6 +79,7 @@ def within_budget(found: torch.Tensor, pair: tuple[Cast, Cast]) -> None:
         "inverse_a": a.inverse,
         "inverse_b": b.inverse,
         "dtype": str(found.dtype).removeprefix("torch."),
+        "sums": "float32",
     }
     comparisons = compare(FP8_MATMUL, lambda *_: (found,), arguments, gradients=False)
     assert not exceeded(comparisons), exceeded(comparisons)
@@ -89,7 +99,7 @@ def test_products_are_those_of_the_eight_bit_operands(
     assert (y.dtype, dx.dtype, dweight.dtype) == (dtype, dtype, dtype)
     within_budget(y, operands["y"])
     within_budget(dx, operands["dx"])
-    if recipe.high_precision_weight_gradient:
+    if "dW" in recipe.high_precision:
         assert torch.equal(dweight, torch.mm(dy.t(), x.detach()))
     else:
         within_budget(dweight, operands["dweight"])
@@ -109,17 +119,14 @@ def test_bias_is_added_and_its_gradient_is_a_float32_sum(recipe: Recipe, dtype: 
     assert ((with_bias[3].double() - exact).abs() <= bound).all()
 
 
-def test_long_sums() -> None:
-    for recipe in RECIPES.values():
-        for m, k, n in ((3, 32768, 4), (3, 4, 32768), (32768, 3, 4)):
-            x, weight, _ = leaves(m, k, n)
-            dy = random(m, n, seed=3)
-            y, dx, dweight = step(recipe, x, weight, None, dy)
-            operands = casts(recipe, x, weight, dy)
-            within_budget(y, operands["y"])
-            within_budget(dx, operands["dx"])
-            if not recipe.high_precision_weight_gradient:
-                within_budget(dweight, operands["dweight"])
+@pytest.mark.parametrize("name", ["tensorwise", "delayed", "rowwise", "blockwise"])
+def test_long_sums(name: str) -> None:
+    recipe = RECIPES[name]
+    for number, (m, k, n) in enumerate(((3, 32768, 4), (3, 4, 32768), (32768, 3, 4))):
+        x, weight, _ = leaves(m, k, n)
+        dy = random(m, n, seed=3)
+        product = ("y", "dx", "dweight")[number]  # the one with the long sum
+        within_budget(step(recipe, x, weight, None, dy)[number], casts(recipe, x, weight, dy)[product])
 
 
 @every_recipe
@@ -148,8 +155,8 @@ def test_leading_dimensions_are_rows(recipe: Recipe) -> None:
     assert deep[1].shape == (2, 3, 4, 150)
     for one, other in zip(flat, deep, strict=True):
         assert torch.equal(one.flatten(), other.flatten())
-    single = fp8_linear(x[0].detach(), weight, bias, recipe)
-    assert torch.equal(single, fp8_linear(x[:1].detach(), weight, bias, recipe)[0])
+    single = fp8_linear(x[0].detach(), weight, bias, recipe, **fresh(recipe))
+    assert torch.equal(single, fp8_linear(x[:1].detach(), weight, bias, recipe, **fresh(recipe))[0])
 
 
 @every_recipe
@@ -160,7 +167,7 @@ def test_no_numbers(recipe: Recipe, shape: tuple[int, int, int]) -> None:
     assert (y.shape, dx.shape, dweight.shape, dbias.shape) == ((m, n), (m, k), (n, k), (n,))
     assert dx.eq(0).all() or n
     assert dweight.eq(0).all() or m
-    assert fp8_linear(torch.zeros(2, 0, 5), torch.zeros(3, 5), recipe=recipe).shape == (2, 0, 3)
+    assert fp8_linear(torch.zeros(2, 0, 5), torch.zeros(3, 5), recipe=recipe, **fresh(recipe)).shape == (2, 0, 3)
 
 
 @every_recipe
@@ -183,12 +190,12 @@ def test_strides_do_not_matter(recipe: Recipe) -> None:
 
 
 @pytest.fixture
-def products(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
-    """The shapes of every 8-bit product that is computed."""
-    seen: list[tuple[int, ...]] = []
+def products(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+    """The shape and the sums of every 8-bit product that is computed."""
+    seen: list[tuple[Any, ...]] = []
 
     def watched(a: torch.Tensor, b: torch.Tensor, *rest: Any) -> torch.Tensor:
-        seen.append((a.shape[0], a.shape[1], b.shape[0]))
+        seen.append((a.shape[0], a.shape[1], b.shape[0], rest[3]))
         return matmul_module.fp8_matmul(a, b, *rest)
 
     monkeypatch.setattr(linear_module, "fp8_matmul", watched)
@@ -207,17 +214,19 @@ def saved_shapes(run: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, list[tu
 
 
 @every_recipe
-def test_only_what_is_asked_for_is_computed_and_kept(recipe: Recipe, products: list[tuple[int, ...]]) -> None:
+def test_only_what_is_asked_for_is_computed_and_kept(recipe: Recipe, products: list[tuple[Any, ...]]) -> None:
     m, k, n = 6, 160, 10
-    high = recipe.high_precision_weight_gradient
-    dx_product, dweight_product = (m, n, k), (n, m, k)
+    high = "dW" in recipe.high_precision
+    dx_product, dweight_product = (m, n, k, "promoted"), (n, m, k, "promoted")
     for wants_x in (True, False):
         for wants_weight in (True, False):
             x, weight, bias = (value.detach() for value in leaves(m, k, n))
             x.requires_grad_(wants_x), weight.requires_grad_(wants_weight), bias.requires_grad_()
             products.clear()
-            y, kept = saved_shapes(lambda x=x, weight=weight, bias=bias: fp8_linear(x, weight, bias, recipe))
-            assert products == [(m, k, n)]
+            y, kept = saved_shapes(
+                lambda x=x, weight=weight, bias=bias: fp8_linear(x, weight, bias, recipe, **fresh(recipe))
+            )
+            assert products == [(m, k, n, "fast")]
             shapes = [shape for dtype, shape in kept if dtype == torch.float8_e4m3fn]
             assert shapes == [(k, n)] * wants_x + [(k, m)] * (wants_weight and not high)
             assert [shape for dtype, shape in kept if dtype == torch.float32].count((m, k)) == (
@@ -228,7 +237,7 @@ def test_only_what_is_asked_for_is_computed_and_kept(recipe: Recipe, products: l
             assert ((x.grad is None), (weight.grad is None)) == (not wants_x, not wants_weight)
     x, weight, bias = leaves(m, k, n)
     with torch.no_grad():
-        y, kept = saved_shapes(lambda: fp8_linear(x, weight, bias, recipe))
+        y, kept = saved_shapes(lambda: fp8_linear(x, weight, bias, recipe, **fresh(recipe)))
     assert not kept
     assert not y.requires_grad
 
@@ -242,17 +251,18 @@ def test_counts_are_those_of_the_casts(recipe: Recipe) -> None:
     dy = random(12, 20, seed=3)
     dy[0, 0] = math.inf
     counts = torch.zeros(COUNTS_SHAPE, dtype=torch.int64)
+    high = "dW" in recipe.high_precision
+    gradient = {"e4m3": "e4m3fn", "e5m2": "e5m2"}[recipe.gradient_format]
+    power_of_two = recipe.power_of_two
+    expected = [
+        fp8_cast(x, "e4m3fn", recipe.input, transposed=not high, power_of_two=power_of_two),
+        fp8_cast(weight, "e4m3fn", recipe.weight, transposed=True, power_of_two=power_of_two),
+        fp8_cast(dy, gradient, recipe.gradient, transposed=not high, power_of_two=power_of_two),
+    ]
     for number in (1, 2):
-        step(recipe, x, weight, None, dy, counts=counts)
-        high = recipe.high_precision_weight_gradient
-        gradient = {"e4m3": "e4m3fn", "e5m2": "e5m2"}[recipe.gradient_format]
-        power_of_two = recipe.power_of_two
-        expected = [
-            fp8_cast(x, "e4m3fn", recipe.input, transposed=not high, power_of_two=power_of_two),
-            fp8_cast(weight, "e4m3fn", recipe.weight, transposed=True, power_of_two=power_of_two),
-            fp8_cast(dy, gradient, recipe.gradient, transposed=not high, power_of_two=power_of_two),
-        ]
-        assert torch.equal(counts, number * torch.stack([cast.counts for cast in expected]))
+        step(recipe, x.detach().requires_grad_(), weight, None, dy, counts=counts)
+        assert torch.equal(counts[:, :, :3], number * torch.stack([cast.counts for cast in expected]))
+        assert torch.equal(counts[:, :, 3], number * torch.tensor([[cast.data.numel()] * 2 for cast in expected]))
     assert counts[:, 0, 2].tolist() == [2, 2, 2]
     assert counts[0, 0, 1] > 0
     assert not counts[:, :, 0].any()
@@ -269,7 +279,7 @@ def test_what_is_not_finite_is_nan_where_it_matters_and_nowhere_else(recipe: Rec
         found = step(recipe, x.requires_grad_(), weight.requires_grad_(), bias, dy)
         # What is finite is what comes out where the bad number is zero instead.
         for value in found:
-            assert (value.isfinite() | value.isnan()).all() or recipe.high_precision_weight_gradient
+            assert (value.isfinite() | value.isnan()).all() or "dW" in recipe.high_precision
         return [(~value.isfinite()).nonzero().tolist() for value in found]
 
     every = {"m": range(5), "k": range(200), "n": range(4)}
@@ -294,15 +304,23 @@ def test_compiled_whole_with_the_same_bits_and_counts(recipe: Recipe) -> None:
     x, weight, bias = leaves(2 * 9, 150, 20)
     dy = random(2, 9, 20, seed=3)
 
-    def run(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-        return fp8_linear((x * 2).view(2, 9, 150), weight, bias, recipe, counts=counts).square()
+    def run(
+        x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, counts: torch.Tensor, state: torch.Tensor
+    ) -> torch.Tensor:
+        more = {"state": state} if recipe.delayed else {}
+        return fp8_linear((x * 2).view(2, 9, 150), weight, bias, recipe, counts=counts, **more).square()
 
     torch._dynamo.reset()
     results = []
     for function in (run, torch.compile(run, fullgraph=True, backend="aot_eager")):
-        counts = torch.zeros(COUNTS_SHAPE, dtype=torch.int64)
-        y = function(x, weight, bias, counts)
-        results.append((y, *torch.autograd.grad(y, (x, weight, bias), dy), counts))
+        counts, state = torch.zeros(COUNTS_SHAPE, dtype=torch.int64), torch.zeros(STATE_SHAPE)
+        found = []
+        for size in (1.0, 1.5, 30.0):  # the last outgrows the history of a delayed recipe
+            given = x.detach().mul(size).requires_grad_()
+            y = function(given, weight, bias, counts, state)
+            found += [y, *torch.autograd.grad(y, (given, weight, bias), dy)]
+        results.append((*found, counts, state))
+    assert bool(state.any()) == bool(counts[:, :, 0].any()) == recipe.delayed
     for eager, compiled in zip(*results, strict=True):
         assert torch.equal(eager, compiled)
 
@@ -319,7 +337,7 @@ def test_compiled_for_any_number_of_rows() -> None:
             assert torch.equal(torch.autograd.grad(y, x, dy)[0], torch.autograd.grad(wanted, x, dy)[0])
 
 
-@every_recipe
+@pytest.mark.parametrize("recipe", [recipe for recipe in RECIPES.values() if not recipe.delayed], ids=str)
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_activation_checkpointing_changes_no_bit(recipe: Recipe, reentrant: bool) -> None:
     x, weight, bias = leaves(9, 150, 20)
@@ -351,11 +369,11 @@ def test_autocast_decides_the_format_of_the_result() -> None:
     for recipe in RECIPES:
         x, weight, bias = leaves(9, 50, 20)
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            y = fp8_linear(x, weight, bias, recipe)
+            y = fp8_linear(x, weight, bias, recipe, **fresh(recipe))
         assert y.dtype == torch.bfloat16
         gradients = torch.autograd.grad(y, (x, weight, bias), random(9, 20, seed=3, dtype=torch.bfloat16))
         assert [value.dtype for value in gradients] == [torch.float32] * 3
-        assert torch.equal(y, (fp8_linear(x, weight, None, recipe).bfloat16() + bias).bfloat16())
+        assert torch.equal(y, (fp8_linear(x, weight, None, recipe, **fresh(recipe)).bfloat16() + bias).bfloat16())
 
 
 def test_mixed_formats_of_x_and_weight() -> None:
@@ -369,7 +387,7 @@ def test_mixed_formats_of_x_and_weight() -> None:
 @every_recipe
 def test_no_second_derivative(recipe: Recipe) -> None:
     x, weight, bias = leaves(4, 8, 6)
-    y = fp8_linear(x, weight, bias, recipe)
+    y = fp8_linear(x, weight, bias, recipe, **fresh(recipe))
     dx, dweight, dbias = torch.autograd.grad(y.square().sum(), (x, weight, bias), create_graph=True)
     for gradient in (dx, dweight, dbias):
         with pytest.raises(
@@ -389,7 +407,8 @@ def test_formats_follow_the_device() -> None:
 def test_meta_tensors_have_shapes() -> None:
     x, weight = torch.empty(2, 3, 40, device="meta", requires_grad=True), torch.empty(24, 40, device="meta")
     for recipe in RECIPES:
-        y = fp8_linear(x, weight, recipe=recipe)
+        state = torch.zeros(STATE_SHAPE, device="meta") if RECIPES[recipe].delayed else None
+        y = fp8_linear(x, weight, recipe=recipe, state=state)
         y.sum().backward()
         assert (y.shape, x.grad.shape) == ((2, 3, 24), (2, 3, 40))
 
@@ -398,7 +417,8 @@ def test_meta_tensors_have_shapes() -> None:
 
 
 def test_recipes_are_frozen_values_under_their_names() -> None:
-    assert list(RECIPES) == ["tensorwise", "tensorwise-high-wgrad", "rowwise", "rowwise-high-wgrad", "blockwise"]
+    kinds = ("tensorwise", "delayed", "rowwise")
+    assert list(RECIPES) == [name for kind in kinds for name in (kind, f"{kind}-high-wgrad")] + ["blockwise"]
     for name, recipe in RECIPES.items():
         assert (recipe.name, str(recipe), recipe_named(name)) == (name, name, recipe)
         assert recipe_named(recipe) is recipe
@@ -419,6 +439,88 @@ def test_a_recipe_that_no_product_fits_is_refused() -> None:
         Recipe(name="odd", input="tensor", weight="tensor", gradient="row", gradient_format="e4m3")
     with pytest.raises(ValueError, match="gradient_format='e3m4': use 'e4m3' or 'e5m2'"):
         Recipe(name="odd", input="row", weight="row", gradient="row", gradient_format="e3m4")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"high_precision=\('dw',\): use some of y, dx, dW"):
+        dataclasses.replace(RECIPES["rowwise"], high_precision=("dw",))
+    with pytest.raises(
+        ValueError, match="'rowwise': delayed scaling has one scale for a tensor; use input='tensor'"
+    ):
+        dataclasses.replace(RECIPES["rowwise"], delayed=True)
+
+
+@pytest.mark.parametrize("high", [c for size in range(4) for c in itertools.combinations(("y", "dx", "dW"), size)])
+@pytest.mark.parametrize("name", ["tensorwise", "delayed", "blockwise"])
+def test_every_choice_of_products_in_high_precision(
+    name: str, high: tuple[str, ...], products: list[tuple[Any, ...]]
+) -> None:
+    """A product named is that of the matrices as they are, to the bit; the others that of the 8-bit operands."""
+    recipe = dataclasses.replace(RECIPES[name], high_precision=high)
+    assert recipe.low_precision == tuple(product for product in ("y", "dx", "dW") if product not in high)
+    x, weight, _ = leaves(9, 150, 20)
+    dy = random(9, 20, seed=3)
+    found = dict(zip(("y", "dx", "dW"), step(recipe, x, weight, None, dy), strict=True))
+    shapes = {"y": (9, 150, 20, "fast"), "dx": (9, 20, 150, "promoted"), "dW": (20, 9, 150, "promoted")}
+    assert products == [shapes[product] for product in recipe.low_precision]
+    plain_x, plain_weight = x.detach(), weight.detach()
+    plain = {
+        "y": lambda: torch.mm(plain_x, plain_weight.t()),
+        "dx": lambda: torch.mm(dy, plain_weight),
+        "dW": lambda: torch.mm(dy.t(), plain_x),
+    }
+    operands = dict(zip(("y", "dx", "dW"), casts(recipe, x, weight, dy).values(), strict=True))
+    for product, out in found.items():
+        if product in high:
+            assert torch.equal(out, plain[product]())
+        else:
+            within_budget(out, operands[product])
+
+
+# Delayed scaling
+
+
+@pytest.mark.parametrize("name", ["delayed", "delayed-high-wgrad"])
+def test_state_remembers_the_largest_numbers_of_the_last_16_steps(name: str) -> None:
+    state = torch.zeros(STATE_SHAPE)
+    weight = leaves(6, 40, 8)[1]
+    sizes: list[list[float]] = [[], []]
+    for number in range(20):
+        x, dy = random(6, 40, seed=number).requires_grad_(), random(6, 8, seed=100 + number)
+        step(name, x, weight, None, dy, state=state)
+        sizes[0].insert(0, float(x.detach().abs().max()))
+        sizes[1].insert(0, float(dy.abs().max()))
+        wanted = torch.tensor([(history + [0.0] * 16)[:16] for history in sizes])
+        assert torch.equal(state, wanted)
+
+
+def test_scales_come_from_the_state() -> None:
+    """With a history of 4, x is rounded with the scale of amax 8: other numbers than with a scale of its own."""
+    x, weight, _ = leaves(6, 40, 8)
+    state = torch.zeros(STATE_SHAPE)
+    state[:, 3] = 4.0
+    dy = random(6, 8, seed=3)
+    x.data.clamp_(-2.5, 2.5), dy.clamp_(-2.5, 2.5)
+    y, dx, _ = step("delayed", x, weight, None, dy, state=state.clone())
+    cast = fp8_cast(x, "e4m3fn", history=state[0])
+    assert float(cast.inverse) == pytest.approx(8.0 / 448)
+    operands = casts(RECIPES["tensorwise"], x, weight, dy)
+    within_budget(y, (cast, operands["y"][1]))
+    within_budget(dx, (fp8_cast(dy, "e5m2", history=state[1]), operands["dx"][1]))
+    own = step("tensorwise", x.detach().requires_grad_(), weight, None, dy)
+    assert not torch.equal(own[0], y)
+    assert not torch.equal(own[1], dx)
+
+
+def test_numbers_that_outgrow_the_state_are_counted_and_cast_again() -> None:
+    x, weight, _ = leaves(64, 96, 32)
+    dy = random(64, 32, seed=3)
+    state = torch.full(STATE_SHAPE, 0.02)  # 100 times too small
+    counts = torch.zeros(COUNTS_SHAPE, dtype=torch.int64)
+    found = step("delayed", x, weight, None, dy, state=state, counts=counts)
+    own = step("tensorwise", x.detach().requires_grad_(), weight, None, dy)
+    for one, two in zip(found, own, strict=True):
+        assert torch.equal(one, two)
+    assert (counts[0::2, 0, 0] > counts[0::2, 0, 3] // 2).all()
+    assert not counts[1, :, 0].any()
+    assert state[0, 0] == x.detach().abs().max()
 
 
 def test_a_recipe_of_ones_own() -> None:
@@ -442,7 +544,31 @@ WRONG = {
     "bias": ((X, W, W[0]), {}, ValueError, r"bias has shape \[6\]: weight of shape \[5, 6\] takes \[5\]"),
     "device": ((X, W.to("meta")), {}, ValueError, "weight is on meta and x on cpu: move one"),
     "recipe": ((X, W, None, "fp8"), {}, ValueError, "recipe='fp8': use a Recipe, or one of tensorwise, "),
-    "counts": ((X, W), {"counts": torch.zeros(3)}, ValueError, r"counts=.*: use torch.zeros\(\(3, 2, 3\)"),
+    "counts": ((X, W), {"counts": torch.zeros(3)}, ValueError, r"counts=.*: use torch.zeros\(\(3, 2, 4\)"),
+    "counts dtype": (
+        (X, W),
+        {"counts": torch.zeros(COUNTS_SHAPE)},
+        ValueError,
+        r"^counts=tensor[^:]*: use torch.zeros\(\(3, 2, 4\), dtype=torch.int64\), or None",
+    ),
+    "counts device": (
+        (X, W),
+        {"counts": torch.zeros(COUNTS_SHAPE, dtype=torch.int64, device="meta")},
+        ValueError,
+        "counts is on meta and x on cpu",
+    ),
+    "no state": (
+        (X, W, None, "delayed"),
+        {},
+        ValueError,
+        "state=None with the recipe 'delayed', .* kp.fp8.convert",
+    ),
+    "state": (
+        (X, W, None, "delayed"),
+        {"state": torch.zeros(2, 15)},
+        ValueError,
+        r"^state=tensor[^:]*: use torch.zeros\(\(2, 16\), dtype=torch.float32\), or None",
+    ),
 }
 
 

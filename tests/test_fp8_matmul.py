@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from typing import Any
 
@@ -319,7 +318,7 @@ def test_compiled_calls_give_the_same_bits() -> None:
 
     torch._dynamo.reset()
     compiled = torch.compile(run, fullgraph=True)
-    for pair, sums in itertools.product(PAIRS, ("float32", "fast")):
+    for pair, sums in zip(PAIRS, ("fast", "promoted", "promoted", "float32"), strict=True):
         values = (*operands(33, 300, 140, pair), sums)
         assert torch.equal(compiled(*values), run(*values))
 

@@ -35,6 +35,7 @@ __all__ = [
     "explaining",
     "forget_choices",
     "function_of",
+    "plain_call",
     "policy",
 ]
 
@@ -460,6 +461,19 @@ def _no_modes() -> bool:
 def _is_plain(tensor: torch.Tensor) -> bool:
     """Whether a kernel may read the tensor's memory: not behind a subclass, nor in a view that negates."""
     return type(tensor) in _PLAIN_TENSORS and not tensor.is_neg()
+
+
+def plain_call(tensor: torch.Tensor) -> bool:
+    """Whether a function may call a kernel that it knows: nothing watches, and no kernel is pinned."""
+    policy = _current.policy
+    return (
+        policy.kernel is None
+        and not policy.measure
+        and not explaining()
+        and _no_modes()
+        and _is_plain(tensor)
+        and not torch._C._functorch.is_legacy_batchedtensor(tensor)
+    )
 
 
 def _place(arguments: tuple[Any, ...]) -> torch.device:

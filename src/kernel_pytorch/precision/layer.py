@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from kernel_pytorch.ops.fp8_cast import Cast
+from kernel_pytorch.precision.kept_cast import Kept
 from kernel_pytorch.precision.linear import COUNTS_SHAPE, STATE_SHAPE, cast_of_weight, fp8_linear
 from kernel_pytorch.precision.plan import Measured, measured_for, measured_recipe
 from kernel_pytorch.precision.recipe import Recipe
@@ -51,7 +51,7 @@ class Float8Linear(nn.Linear):
     """Inputs of at most so many numbers are known to gain nothing."""
     fp8_counts: torch.Tensor
     fp8_state: torch.Tensor
-    _kept_cast: tuple[Any, Cast | None] | None
+    _kept_cast: tuple[Any, Kept | None] | None
     _recipes: dict[tuple[Any, ...], Recipe | None]
 
     @staticmethod
@@ -134,7 +134,7 @@ class Float8Linear(nn.Linear):
             weight_cast=self.weight_cast(recipe, needs_dx),
         )
 
-    def weight_cast(self, recipe: Recipe, transposed: bool) -> Cast | None:
+    def weight_cast(self, recipe: Recipe, transposed: bool) -> Kept | None:
         """The cast of the weight since the last step of the optimizer, kept where a step has several forwards.
 
         None where the call should make one of its own. A weight has changed where its version or its place has,

@@ -13,10 +13,11 @@ from typing import Any
 import torch
 
 from kernel_pytorch.hardware_abstraction.registry import device_of
-from kernel_pytorch.ops.fp8_cast import Cast, fp8_cast
+from kernel_pytorch.ops.fp8_cast import fp8_cast
 from kernel_pytorch.ops.fp8_cast.definition import HISTORY
 from kernel_pytorch.ops.fp8_matmul import fp8_matmul
 from kernel_pytorch.precision.formats import E4M3FN, E5M2, FormatPair, for_device
+from kernel_pytorch.precision.kept_cast import Kept, kept_cast
 from kernel_pytorch.precision.recipe import PRODUCTS, Recipe, recipe_named
 
 __all__ = [
@@ -46,7 +47,7 @@ def fp8_linear(
     *,
     counts: torch.Tensor | None = None,
     state: torch.Tensor | None = None,
-    weight_cast: Cast | None = None,
+    weight_cast: Kept | None = None,
 ) -> torch.Tensor:
     """``torch.nn.functional.linear`` with its three matrix products in 8 bits; ``Recipe`` has the equations.
 
@@ -170,17 +171,6 @@ def formats_on(kind: str, index: int | None, gradient_family: str) -> tuple[str,
 # Casts, counted and remembered.
 
 
-def _kept(
-    cast: Cast, tensor: int, counts: torch.Tensor | None, state: torch.Tensor | None, history: int | None
-) -> None:
-    """Add what a cast lost to the counts, and put its history where the next one finds it."""
-    if counts is not None:
-        counts[tensor, :, :3].add_(cast.counts)
-        counts[tensor, :, 3].add_(cast.data.numel())
-    if state is not None and history is not None:
-        state[history].copy_(cast.next_history)
-
-
 def cast_of_input(
     x: torch.Tensor,
     recipe: Recipe,
@@ -188,24 +178,24 @@ def cast_of_input(
     transposed: bool,
     counts: torch.Tensor | None = None,
     state: torch.Tensor | None = None,
-) -> Cast:
+) -> Kept:
     """The input of a layer in 8 bits. Layers that are given the very same tensor share one cast."""
     key = (x._version, recipe.input, recipe.power_of_two, recipe.delayed, transposed) if shareable(x) else None
     kept = getattr(x, "_fp8_cast", None) if key else None
     if kept is not None and kept[0] == key:
-        shared: Cast = kept[1]
+        shared: Kept = kept[1]
         return shared
     forward_format, _ = formats_on(x.device.type, x.device.index, recipe.gradient_format)
-    history = state[0] if recipe.delayed and state is not None else None
-    cast = fp8_cast(
+    cast = kept_cast(
         x.detach().reshape(math.prod(x.shape[:-1]), x.shape[-1]),
         forward_format,
         recipe.input,
-        transposed=transposed,
-        history=history,
-        power_of_two=recipe.power_of_two,
+        transposed,
+        recipe.power_of_two,
+        counts,
+        state if recipe.delayed else None,
+        0,
     )
-    _kept(cast, 0, counts, state, 0 if recipe.delayed else None)
     if key:
         x._fp8_cast = (key, cast)  # type: ignore[attr-defined]  # lives as long as the tensor does
     return cast
@@ -218,14 +208,12 @@ def shareable(x: torch.Tensor) -> bool:
 
 def cast_of_weight(
     weight: torch.Tensor, recipe: Recipe, *, transposed: bool, counts: torch.Tensor | None = None
-) -> Cast:
+) -> Kept:
     """A weight in 8 bits, with the transposed copy that dx needs."""
     forward_format, _ = formats_on(weight.device.type, weight.device.index, recipe.gradient_format)
-    cast = fp8_cast(
-        weight.detach(), forward_format, recipe.weight, transposed=transposed, power_of_two=recipe.power_of_two
+    return kept_cast(
+        weight.detach(), forward_format, recipe.weight, transposed, recipe.power_of_two, counts, None, 1
     )
-    _kept(cast, 1, counts, None, None)
-    return cast
 
 
 def cast_of_gradient(
@@ -238,18 +226,11 @@ def cast_of_gradient(
     delayed: bool,
     counts: torch.Tensor | None,
     state: torch.Tensor | None,
-) -> Cast:
+) -> Kept:
     """The gradient that reaches a layer in 8 bits."""
-    cast = fp8_cast(
-        dy_MN,
-        number_format,
-        granularity,
-        transposed=transposed,
-        history=state[1] if delayed and state is not None else None,
-        power_of_two=power_of_two,
+    return kept_cast(
+        dy_MN, number_format, granularity, transposed, power_of_two, counts, state if delayed else None, 2
     )
-    _kept(cast, 2, counts, state, 1 if delayed else None)
-    return cast
 
 
 def name_of_dtype(dtype: torch.dtype) -> str:
@@ -257,7 +238,7 @@ def name_of_dtype(dtype: torch.dtype) -> str:
     return _NAMES[dtype]
 
 
-def _tensors(cast: Cast | None) -> tuple[torch.Tensor | None, ...]:
+def _tensors(cast: Kept | None) -> tuple[torch.Tensor | None, ...]:
     """Of a cast, each once, as torch.compile wants them: data, inverse, data_t, and inverse_t where it is another."""
     if cast is None:
         return (None,) * 4

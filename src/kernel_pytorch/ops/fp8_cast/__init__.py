@@ -31,7 +31,7 @@ class Cast:
     amax: torch.Tensor
     """float32, no dimensions: the largest magnitude among the finite numbers of x."""
     counts: torch.Tensor
-    """int64 (2, 3), of data and data_t: how many numbers outgrew the history, became zero and were not finite."""
+    """int64 (2, 4), of data and data_t: numbers that outgrew the history, became zero, were not finite; and all."""
     next_history: torch.Tensor
     """The history for the next cast; without elements where none was given."""
 

@@ -51,6 +51,7 @@ layout that torch asks for: those of block lie column after column (strides 1, R
                   for it and made the call use a scale of its own; 0 without a history
     underflowed   numbers that are not zero and became zero
     nonfinite     infinities and NaN in x
+    numbers       how many there are in all
 """
 
 from __future__ import annotations
@@ -132,7 +133,7 @@ def _spread(scale: npt.NDArray[np.float32], granularity: str, rows: int, columns
 def _quantise(
     x: npt.NDArray[np.float32], scale: npt.NDArray[np.float32], granularity: str, chosen: Format
 ) -> tuple[npt.NDArray[np.uint8], list[int]]:
-    """The codes of a matrix, and how many numbers saturated, underflowed and were not finite."""
+    """The codes of a matrix, and how many numbers underflowed and were not finite."""
     spread = _spread(scale, granularity, *x.shape)
     finite = np.isfinite(x)
     with np.errstate(over="ignore", invalid="ignore", under="ignore"):
@@ -140,9 +141,8 @@ def _quantise(
     # A finite number that overflows float32 saturates like any other.
     clipped = np.clip(product, -chosen.largest, chosen.largest)
     codes = chosen.encode(np.where(finite, clipped, np.nan))
-    saturated = finite & (np.abs(product) > chosen.largest)
     underflowed = finite & (x != 0) & (chosen.decode(codes) == 0)
-    return codes, [int(saturated.sum()), int(underflowed.sum()), int((~finite).sum())]
+    return codes, [int(underflowed.sum()), int((~finite).sum())]
 
 
 def reference(
@@ -157,7 +157,7 @@ def reference(
     chosen = format_named(number_format)
     x_RC = x.detach().to("cpu", torch.float32).numpy()
     magnitude = np.where(np.isfinite(x_RC), np.abs(x_RC), 0).astype(np.float64)
-    counts = np.zeros((2, 3), dtype=np.int64)
+    counts = np.zeros((2, 4), dtype=np.int64)
     remembered = None if history is None else _remembered(history, chosen, power_of_two)
 
     def quantise(
@@ -170,8 +170,8 @@ def reference(
                     (np.abs(np.where(np.isfinite(matrix), matrix, 0)) * remembered > chosen.largest).sum()
                 )
             scales = scales if outgrown else remembered
-        codes, counts[copy] = _quantise(matrix, scales, granularity, chosen)
-        counts[copy, 0] = outgrown
+        codes, lost = _quantise(matrix, scales, granularity, chosen)
+        counts[copy] = [outgrown, *lost, matrix.size]
         with np.errstate(divide="ignore", over="ignore"):
             inverse = (1.0 / scales.astype(np.float64)).astype(np.float32)
         laid_out = empty_inverse(x, granularity, *matrix.shape)
@@ -245,7 +245,7 @@ def fake(
         empty_inverse(x, granularity, rows, columns),
         empty_inverse(x, granularity, columns, rows) if second else x.new_empty(0, dtype=torch.float32),
         x.new_empty((), dtype=torch.float32),
-        x.new_empty((2, 3), dtype=torch.int64),
+        x.new_empty((2, 4), dtype=torch.int64),
         x.new_empty(0 if history is None else history.shape[0], dtype=torch.float32),
     )
 

@@ -57,12 +57,12 @@ def _spread(scale: torch.Tensor, granularity: str, rows: int, columns: int) -> t
 def _quantised(
     x_RC: torch.Tensor, finite_RC: torch.Tensor, scale: torch.Tensor, granularity: str, chosen: Format
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The contiguous matrix in the format, and (0, underflowed, not finite)."""
+    """The contiguous matrix in the format, and (0, underflowed, not finite, all)."""
     product = x_RC * _spread(scale, granularity, *x_RC.shape)
     magnitude = product.abs()
     underflowed = (magnitude <= chosen.smallest_subnormal / 2) & (x_RC != 0)  # the tie goes to zero, which is even
-    counts = torch.stack([numbers.count_nonzero() for numbers in (underflowed, finite_RC.logical_not())])
-    counts = torch.nn.functional.pad(counts, (1, 0))
+    lost = torch.stack([numbers.count_nonzero() for numbers in (underflowed, finite_RC.logical_not())])
+    counts = torch.nn.functional.pad(torch.nn.functional.pad(lost, (1, 0)), (0, 1), value=x_RC.numel())
     # A NaN of the format's own sign, also out of 0 times an infinite scale.
     number = finite_RC & (product == product)
     inside = torch.where(number, product.clamp(-chosen.largest, chosen.largest), torch.nan)

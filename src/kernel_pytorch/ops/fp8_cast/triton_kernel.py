@@ -129,13 +129,27 @@ def offer(address, magnitude):
     tl.atomic_max(address, magnitude.to(tl.int32, bitcast=True), sem="relaxed")
 
 
+COPY: tl.constexpr = tl.constexpr(4)
+"""From the counts of a copy to those of the transposed copy: outgrown, underflowed, not finite, all its numbers."""
+
+
 @triton.jit
 def add_count(counts, count, TURNED: tl.constexpr):
-    """Most often there is nothing to add, and nobody to wait for. A transposed copy has its own row of counts."""
+    """Most often there is nothing to add, and nobody to wait for."""
     if count > 0:
         tl.atomic_add(counts, count.to(tl.int64), sem="relaxed")
         if TURNED:
-            tl.atomic_add(counts + 3, count.to(tl.int64), sem="relaxed")
+            tl.atomic_add(counts + COPY, count.to(tl.int64), sem="relaxed")
+
+
+@triton.jit
+def add_numbers(counts, rows, columns, TURNED: tl.constexpr):
+    """The first program adds how many numbers there are."""
+    if tl.program_id(0) == 0:
+        numbers = (tl.full((), 0, tl.int64) + rows) * columns  # sizes of 1 are constants
+        tl.atomic_add(counts + 3, numbers, sem="relaxed")
+        if TURNED:
+            tl.atomic_add(counts + 3 + COPY, numbers, sem="relaxed")
 
 
 @triton.jit
@@ -339,7 +353,10 @@ def _cast_whole(
     if HISTORY > 0:
         before = largest_remembered(history, history_length, HISTORY)
         scale = scale_from_amax(before, LARGEST, POWER_OF_TWO) * 0.5
+        if tl.program_id(0) == 0:
+            tl.store(amax + 1, before.to(tl.int32, bitcast=True))
     else:
+        add_numbers(counts, rows, columns, TURNED)
         known = tl.load(amax).to(tl.float32, bitcast=True)
         scale = scale_from_amax(known, LARGEST, POWER_OF_TWO)
         if tl.program_id(0) == 0:
@@ -359,20 +376,24 @@ def remember(history, next_history, length, amax, HISTORY: tl.constexpr):
     """The history of the next cast: amax in front, the oldest entry dropped."""
     place = tl.arange(0, HISTORY)
     older = tl.load(history + place - 1, mask=(place > 0) & (place < length), other=0.0)
+    tl.debug_barrier()  # both may be the same memory
     tl.store(next_history + place, tl.where(place == 0, amax, older), mask=place < length)
 
 
 @triton.jit
 def _settle(
-    x, data, data_t, inverse, amax, final_amax, tried, counts, history, next_history,
+    x, data, data_t, inverse, amax, final_amax, tried, counts, history,
     rows, columns, row_stride, column_stride, history_length,
     TURNED: tl.constexpr, WORDS: tl.constexpr, POWER_OF_TWO: tl.constexpr, HISTORY: tl.constexpr,
     LARGEST: tl.constexpr, HALF_SMALLEST: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr,
     NAN: tl.constexpr, FNUZ: tl.constexpr, HARDWARE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """After a cast by the history's scale: cast all of it again where some numbers were too large for it."""
+    add_numbers(counts, rows, columns, TURNED)
     largest = tl.load(amax).to(tl.float32, bitcast=True)
-    before = largest_remembered(history, history_length, HISTORY)
+    before = tl.load(amax + 1).to(
+        tl.float32, bitcast=True
+    )  # the history itself may be brought up to date meanwhile
     remembered = scale_from_amax(before, LARGEST, POWER_OF_TWO) * 0.5
     again = (before == 0.0) | (largest * remembered > LARGEST)
     scale = remembered
@@ -381,7 +402,7 @@ def _settle(
     if tl.program_id(0) == 0:
         tl.store(inverse, reciprocal(scale))
         tl.store(final_amax, largest)
-        remember(history, next_history, history_length, largest, HISTORY)
+        remember(history, history, history_length, largest, HISTORY)
         if not again:
             add_count(counts + 1, tl.load(tried + 1), TURNED)
             add_count(counts + 2, tl.load(tried + 2), TURNED)
@@ -445,6 +466,7 @@ def _cast_parts(
     NAN: tl.constexpr, FNUZ: tl.constexpr, HARDWARE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """One tile with scales of rows, blocks or squares; what is read several times comes out of the cache."""
+    add_numbers(counts, rows, columns, TURNED)
     across, down = tl.cdiv(columns, COLUMNS), tl.cdiv(rows, ROWS)
     i, j = tl.program_id(0) // across, tl.program_id(0) % across
     BLOCKS: tl.constexpr = GRANULARITY == "block"
@@ -498,7 +520,7 @@ def _cast_parts(
                 tl.store(inverse_t + column, reciprocal(scale_t), mask=column < columns)
             s_t = scale_t[None, :]
             cast_tile(
-                x, data, data_t, counts + 3, s_t, s_t, s_t, s_t, i, j, rows, columns, row_stride, column_stride,
+                x, data, data_t, counts + COPY, s_t, s_t, s_t, s_t, i, j, rows, columns, row_stride, column_stride,
                 False, True, WORDS, False,
                 LARGEST, HALF_SMALLEST, MANTISSA, BIAS, NAN, FNUZ, HARDWARE, ROWS, COLUMNS,
             )  # fmt: skip
@@ -538,57 +560,78 @@ def forward(
     history: torch.Tensor | None,
     power_of_two: bool,
 ) -> tuple[torch.Tensor, ...]:
+    counts = x.new_zeros((2, 4), dtype=torch.int64)
+    next_history = x.new_empty(0, dtype=torch.float32) if history is None else history.clone()
+    data, data_t, inverse, inverse_t, amax = cast(
+        device,
+        x,
+        number_format,
+        granularity,
+        transposed,
+        None if history is None else next_history,
+        power_of_two,
+        counts,
+    )
+    return data, data_t, inverse, inverse_t, amax, counts, next_history
+
+
+def cast(
+    device: Device,
+    x: torch.Tensor,
+    number_format: str,
+    granularity: str,
+    transposed: bool,
+    history: torch.Tensor | None,
+    power_of_two: bool,
+    counts: torch.Tensor,
+) -> tuple[torch.Tensor, ...]:
+    """data, data_t, inverse, inverse_t and amax; the history is brought up to date, and what is lost added to counts.
+
+    Both are contiguous.
+    """
     chosen = FORMATS[number_format]
-    history = None if history is None else history.contiguous()
     rows, columns = x.shape
-    data = x.new_empty((rows, columns), dtype=torch.uint8)
-    data_t = x.new_empty((columns, rows) if transposed else (0, 0), dtype=torch.uint8)
+    data = x.new_empty((rows, columns), dtype=chosen.dtype)
+    data_t = x.new_empty((columns, rows) if transposed else (0, 0), dtype=chosen.dtype)
     inverse = empty_inverse(x, granularity, rows, columns)
-    second = transposed and granularity != "tensor"
-    inverse_t = empty_inverse(x, granularity, columns, rows) if second else x.new_empty(0, dtype=torch.float32)
-    next_history = x.new_empty(0 if history is None else history.shape[0], dtype=torch.float32)
-    # Counts, counts of a first try, amax; then, for scales of rows, the largest magnitudes of rows and columns.
+    inverse_t = inverse.new_empty(0)
+    if transposed and granularity != "tensor":
+        inverse_t = empty_inverse(x, granularity, columns, rows)
+    # Counts of a first try, amax, what the history says; for scales of rows, the magnitudes of rows and columns.
     by_row = granularity == "row"
-    shared = x.new_zeros(20 + (rows + columns if by_row else 0), dtype=torch.int32)
-    counts, tried, amax = shared[:12].view(torch.int64), shared[12:18].view(torch.int64), shared[18]
     # Where each tile has its own scales, nobody knows the largest number before the last one ends.
     own_scales = granularity in ("block", "square")
-    final_amax = x.new_zeros((), dtype=torch.float32) if own_scales else x.new_empty((), dtype=torch.float32)
-    row_amax, column_amax = (shared[20:], shared[20 + rows :]) if by_row else (shared, shared)
-    outputs = (
-        data.view(chosen.dtype),
-        data_t.view(chosen.dtype),
-        inverse,
-        inverse_t,
-        final_amax,
-        counts.view(2, 3),
-        next_history,
-    )
+    amax = x.new_zeros((), dtype=torch.float32) if own_scales else inverse.new_empty(())
+    outputs = (data, data_t, inverse, inverse_t, amax)
     if x.numel() == 0:
-        final_amax.zero_()
+        amax.zero_()
         inverse.fill_(1.0)
         inverse_t.fill_(1.0)
         if history is not None:
             before = torch.where(history.isfinite(), history, 0.0).amax().clamp_min(0.0)
             scale = torch_kernel.scale_from_amax(before, chosen.largest, power_of_two) / 2
             inverse.copy_(torch.where(before > 0, scale, 1.0).double().reciprocal())
-            next_history.copy_(torch.nn.functional.pad(history[:-1], (1, 0)))
+            history.copy_(torch.nn.functional.pad(history[:-1], (1, 0)))
         return outputs
+    shared = x.new_zeros(10 + (rows + columns if by_row else 0), dtype=torch.int32)
+    row_amax, column_amax = (shared[10:], shared[10 + rows :]) if by_row else (shared, shared)
     strides = x.stride()
+    aligned = (x.data_ptr() % 16, counts.data_ptr() % 16)
     of_call = (number_format, granularity, transposed, power_of_two)
-    key: tuple[Any, ...] = (x.dtype, x.device, x.shape, strides, x.data_ptr() % 16, of_call)
+    key: tuple[Any, ...] = (x.dtype, x.device, x.shape, strides, aligned, of_call)
     if granularity == "row" or (granularity == "tensor" and history is None):
         height, width, warps = _AMAX_TILE
-        grid = (triton.cdiv(rows, height * _TILES_PER_PROGRAM) * triton.cdiv(columns, width),)
+        grid = (-(-rows // (height * _TILES_PER_PROGRAM)) * -(-columns // width),)
         launch(
-            _amax, grid, key, x, amax, row_amax, column_amax, rows, columns, *strides,
+            _amax, grid, key, x, shared, row_amax, column_amax, rows, columns, *strides,
             BY_ROW=by_row, BY_COLUMN=by_row and transposed, ROWS=height, COLUMNS=width, TILES=_TILES_PER_PROGRAM,
             num_warps=warps,
         )  # fmt: skip
     height, width, warps = {"tensor": _TILE, "row": _ROW_TILE}.get(granularity, _PART_TILE)
-    down, across = triton.cdiv(rows, height), triton.cdiv(columns, width)
+    down, across = -(-rows // height), -(-columns // width)
     words = rows % 4 == 0
-    turned = data_t.view(torch.int32) if words and transposed else data_t
+    plain = data.view(torch.uint8)
+    turned = data_t.view(torch.int32 if words and transposed else torch.uint8)
     constants = {
         "TURNED": transposed,
         "WORDS": words,
@@ -601,27 +644,28 @@ def forward(
     if granularity != "tensor":
         launch(
             _cast_parts, (down * across,), key,
-            x, data, turned, inverse, inverse_t, final_amax.view(torch.int32) if own_scales else amax, final_amax,
+            x, plain, turned, inverse, inverse_t, amax.view(torch.int32) if own_scales else shared, amax,
             row_amax, column_amax, counts, rows, columns, *strides, GRANULARITY=granularity, **constants,
         )  # fmt: skip
         return outputs
     if history is None:
         launch(
             _cast_whole, (down * across,), (*key, None),
-            x, data, turned, inverse, amax, final_amax, counts, inverse, rows, columns, *strides, 0,
+            x, plain, turned, inverse, shared, amax, counts, inverse, rows, columns, *strides, 0,
             HISTORY=0, **constants,
         )  # fmt: skip
         return outputs
     length = history.shape[0]
+    tried = shared[2:].view(torch.int64)
     key = (*key, length, history.data_ptr() % 16)
     constants["HISTORY"] = triton.next_power_of_2(length)
     launch(
         _cast_whole, (down * across,), key,
-        x, data, turned, inverse, amax, final_amax, tried, history, rows, columns, *strides, length, **constants,
+        x, plain, turned, inverse, shared, amax, tried, history, rows, columns, *strides, length, **constants,
     )  # fmt: skip
     launch(
         _settle, (min(down * across, 4 * device.compute_units),), key,
-        x, data, turned, inverse, amax, final_amax, tried, counts, history, next_history,
+        x, plain, turned, inverse, shared, amax, tried, counts, history,
         rows, columns, *strides, length, **constants,
     )  # fmt: skip
     return outputs

@@ -105,7 +105,7 @@ def low_precision(dtype: torch.dtype) -> Callable[..., Any]:
         data, _, inverse, _, amax, counts, next_history = fp8_cast.reference(
             h, number_format, "tensor", False, history, power_of_two
         )
-        return data, inverse, amax, counts[0], next_history
+        return data, inverse, amax, counts[0, :3], next_history
 
     return run
 
@@ -169,7 +169,7 @@ def low_precision_grad(dtype: torch.dtype) -> Callable[..., Any]:
             h_t = torch.from_numpy(chosen.decode(codes)).to(h)
         (dgate, dgate_t, dgate_inverse, _, _, dgate_counts, gate_next) = casts[0]
         (dup, dup_t, dup_inverse, _, _, dup_counts, up_next) = casts[1]
-        counts = torch.stack([dgate_counts[0], dup_counts[0]])
+        counts = torch.stack([dgate_counts[0, :3], dup_counts[0, :3]])
         return dgate, dgate_t, dgate_inverse, dup, dup_t, dup_inverse, h_t, counts, gate_next, up_next
 
     return run

@@ -41,5 +41,5 @@ def forward(
     dup, dup_t, dup_inverse, _, _, dup_counts, up_next = fp8_cast.forward(
         device, dup_MF, number_format, "tensor", True, up_history, power_of_two
     )
-    counts = torch.stack([dgate_counts[0], dup_counts[0]])
+    counts = torch.stack([dgate_counts[0, :3], dup_counts[0, :3]])
     return dgate, dgate_t, dgate_inverse, dup, dup_t, dup_inverse, h_t, counts, gate_next, up_next

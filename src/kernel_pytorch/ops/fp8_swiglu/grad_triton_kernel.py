@@ -238,7 +238,7 @@ def forward(
     key = (gate.dtype, gate.device, gate.shape, strides, aligned, of_call)
     if gate_history is None or up_history is None:
         height, width = _AMAX_TILE
-        grid = (triton.cdiv(rows, height * _TILES_PER_PROGRAM) * triton.cdiv(columns, width),)
+        grid = (-(-rows // (height * _TILES_PER_PROGRAM)) * -(-columns // width),)
         launch(
             _amax,
             grid,
@@ -268,7 +268,7 @@ def forward(
         **encoding(device, chosen),
     }
     of_h = {f"H_{name}": value for name, value in encoding(device, chosen_h).items() if name != "HALF_SMALLEST"}
-    down, across = triton.cdiv(rows, height), triton.cdiv(columns, width)
+    down, across = -(-rows // height), -(-columns // width)
     launch(
         _cast,
         (down * across,),

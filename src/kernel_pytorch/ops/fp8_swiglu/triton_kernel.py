@@ -240,7 +240,7 @@ def forward(
     key = (gate.dtype, gate.device, gate.shape, strides, aligned, number_format, power_of_two, length)
     if history is None:
         height, width = _AMAX_TILE
-        grid = (triton.cdiv(rows, height * _TILES_PER_PROGRAM) * triton.cdiv(columns, width),)
+        grid = (-(-rows // (height * _TILES_PER_PROGRAM)) * -(-columns // width),)
         launch(
             _amax,
             grid,
@@ -265,7 +265,7 @@ def forward(
         "num_warps": _WARPS,
         **encoding(device, chosen),
     }
-    tiles = triton.cdiv(rows, height) * triton.cdiv(columns, width)
+    tiles = -(-rows // height) * -(-columns // width)
     launch(
         _cast,
         (tiles,),
