@@ -14,17 +14,29 @@ import pytest
 from kernel_pytorch.evidence import Checks, Compilation, Interpretation, read_record
 from kernel_pytorch.hardware_abstraction.catalogue import CATALOGUE
 from kernel_pytorch.hardware_abstraction.op import Kernel, Op, registered_op
-from kernel_pytorch.ops import attention, rms_norm
+from kernel_pytorch.ops import attention, fp8_cast, fp8_swiglu, rms_norm
 from kernel_pytorch.testing.checks import make_checks
 from kernel_pytorch.testing.cross_compile import cross_compile
 
 ARCHITECTURES = {"sm_80", "sm_90", "sm_100", "sm_120", "gfx90a", "gfx942", "gfx950", "gfx1100"}
 EVIDENCE = Path(__file__).parents[1] / "benchmarks" / "evidence"
-KERNELS = {"rms_norm": rms_norm.KERNEL_TRITON, "attention": attention.KERNEL_TRITON}
+KERNELS = {
+    "rms_norm": rms_norm.KERNEL_TRITON,
+    "attention": attention.KERNEL_TRITON,
+    "fp8_cast": fp8_cast.KERNEL_TRITON,
+    "fp8_swiglu": fp8_swiglu.KERNEL_TRITON,
+    "fp8_swiglu_grad": fp8_swiglu.GRAD_KERNEL_TRITON,
+}
 # How the functions are called that every compiled case launches, forward and backward.
-PHASES = {"rms_norm": ("_forward", "_backward"), "attention": ("_forward", "_dq", "_dkdv")}
+PHASES = {
+    "rms_norm": ("_forward", "_backward"),
+    "attention": ("_forward", "_dq", "_dkdv"),
+    "fp8_cast": ("_cast",),
+    "fp8_swiglu": ("_cast",),
+    "fp8_swiglu_grad": ("_cast",),
+}
 # Attention holds a tile of scores beside its sums; where that is too much, the record says how much was spilled.
-MAY_SPILL = {"attention"}
+MAY_SPILL = {"attention", "fp8_cast", "fp8_swiglu", "fp8_swiglu_grad"}
 
 
 def remedy(op: Op) -> str:

@@ -94,7 +94,7 @@ def expected_cast(
     """Codes, inverse scales and counts, one group after another."""
     data = np.zeros(x.shape, dtype=np.uint8)
     inverse = np.zeros(inverse_shape(granularity, *x.shape), dtype=np.float32)
-    counts = [0, 0, 0]
+    counts = [0, 0, 0, x.size]
     height = {"tensor": x.shape[0], "square": 128}.get(granularity, 1)
     width = 128 if granularity in ("block", "square") else x.shape[1]
     for place in np.ndindex(inverse.shape):
@@ -146,7 +146,7 @@ def check_cast(
         assert (got.dtype, got.is_contiguous()) == (form.dtype, True)
         assert (got_inverse.t() if granularity == "block" else got_inverse).is_contiguous()
     if not transposed:
-        assert (cast.data_t.shape, cast.inverse_t.numel(), cast.counts[1].tolist()) == ((0, 0), 0, [0, 0, 0])
+        assert (cast.data_t.shape, cast.inverse_t.numel(), cast.counts[1].tolist()) == ((0, 0), 0, [0] * 4)
     elif granularity in ("tensor", "square"):  # the scales agree, so the copies are each other's transpose
         np.testing.assert_array_equal(codes(cast.data_t), codes(cast.data).T)
     amax = np.abs(matrix[np.isfinite(matrix)]).max(initial=0)
@@ -179,7 +179,7 @@ def test_every_16_bit_number_is_cast_as_the_format_defines(kernel: str, form: Fo
         np.testing.assert_array_equal(codes(cast.data), expected)
         np.testing.assert_array_equal(codes(cast.data_t), expected.T)
         assert cast.inverse.item() == 1
-        assert cast.counts.tolist() == [[0, underflowed, int((~finite).sum())]] * 2
+        assert cast.counts.tolist() == [[0, underflowed, int((~finite).sum()), x.numel()]] * 2
     cast = check_cast(every, form, kernel=kernel, history=[form.largest / 2])
     assert cast.saturated.tolist() == [int(beyond.sum())] * 2
 
@@ -253,9 +253,10 @@ def test_strides_do_not_matter(kernel: str, granularity: str, dtype: torch.dtype
     for x in share(kernel, views):
         check_cast(x, E4M3FN, granularity, kernel)
     history = torch.tensor([2.5, math.nan, 1.0, math.inf, 3.0, 9e9])
+    some = base if kernel == "torch" else base[:40, :40]
     for remember in (history[::2], history[2:3], history[:1].expand(5)) if granularity == "tensor" else ():
-        check_cast(base.t()[::2], E4M3FN, kernel=kernel, history=remember)
-        check_cast(base[3:, 5:] * 8, E4M3FN, kernel=kernel, history=remember, transposed=False)
+        check_cast(some.t()[::2], E4M3FN, kernel=kernel, history=remember)
+        check_cast(some[3:, 5:] * 8, E4M3FN, kernel=kernel, history=remember, transposed=False)
 
 
 @every_granularity
@@ -282,7 +283,7 @@ def test_zeros_have_scale_one_and_keep_their_sign(kernel: str, form: Format, gra
     x[::2] = -0.0
     cast = check_cast(x, form, granularity, kernel)
     assert cast.inverse.eq(1).all()
-    assert not cast.counts.any()
+    assert cast.counts.tolist() == [[0, 0, 0, x.numel()]] * 2
     x[3, 4] = 5  # the others of its group must still be zeros, and the other groups keep their scales
     cast = check_cast(x, form, granularity, kernel)
     assert cast.data.float().count_nonzero() == 1
@@ -297,7 +298,7 @@ def test_subnormal_amax_gives_a_finite_scale(kernel: str, form: Format, granular
         assert cast.inverse.isfinite().all()
         assert (cast.inverse >= torch.finfo(torch.float32).smallest_normal).all()
     lost = check_cast(torch.tensor([[1e-45, 0.0]]), form, granularity, kernel)  # 2^-149 * 2^126 is too small still
-    assert lost.counts[0].tolist() == [0, 1, 0]
+    assert lost.counts[0].tolist() == [0, 1, 0, 2]
 
 
 @every_kernel
@@ -376,8 +377,8 @@ def test_histories_at_the_ends_of_float32_and_zeros_with_any(kernel: str, form: 
     x, top = random(4, 8), torch.finfo(torch.float32).max
     for power_of_two in (False, True):
         run: dict[str, Any] = {"kernel": kernel, "power_of_two": power_of_two}
-        assert check_cast(x, form, history=[top], **run).counts.tolist() == [[0, 32, 0]] * 2
-        assert check_cast(x, form, history=[1e-45], **run).counts.tolist() == [[32, 0, 0]] * 2
+        assert check_cast(x, form, history=[top], **run).counts.tolist() == [[0, 32, 0, 32]] * 2
+        assert check_cast(x, form, history=[1e-45], **run).counts.tolist() == [[32, 0, 0, 32]] * 2
         assert check_cast(x * 1e38, form, history=[1e-45, 1e-30], **run).saturated.tolist() == [32, 32]  # overflows
         assert check_cast(x * 1e-39, form, history=[1e-45], **run).inverse.item() == 2.0**-125
     for zero, amax in share(kernel, [*itertools.product((-0.0, math.inf), (3.0, 2.0**-149, 0.0, 2.0**127))]):

@@ -287,7 +287,7 @@ def test_it_is_the_cast_of_fp8_cast() -> None:
     h = fp8_swiglu(gate, up, "e5m2", power_of_two=True, kernel="torch")
     assert torch.equal(codes(h.data), codes(wanted.data))
     assert torch.equal(h.inverse, wanted.inverse)
-    assert torch.equal(h.counts, wanted.counts[0])
+    assert torch.equal(h.counts, wanted.counts[0, :3])
 
 
 # The table.

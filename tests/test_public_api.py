@@ -26,11 +26,12 @@ PUBLIC = [
     "device",
     "devices",
     "explain",
+    "fp8",
     "masks",
     "policy",
     "rms_norm",
 ]
-PUBLIC_MODULES = {"context_parallel", "masks"}  # the public names that are meant to be modules
+PUBLIC_MODULES = {"context_parallel", "fp8", "masks"}  # the public names that are meant to be modules
 MASKS = ["Mask", "blocks", "causal", "documents", "full", "prefix", "sinks", "window"]
 # Kernel modules need a device or the interpreter to be imported, and have no doctests.
 MODULES = sorted(

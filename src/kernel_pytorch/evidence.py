@@ -66,7 +66,10 @@ class Measurement(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The fewest bytes the call must move: each input read once, each output written once."""
     flops: int
     error: float | None = None
-    """Worst error against float64, relative to the largest number of its row; None for baselines."""
+    """Worst error against float64, relative to the largest number of its row; None for baselines.
+
+    For whole models in FP8: against the model in bf16, relative to the norm of a tensor; for parity, of losses.
+    """
     budget: float | None = None
     """What the error may be: twice that of an independent low-precision run plus one rounding."""
     peak_bytes: int | None = None

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from kernel_pytorch.precision.layer import Float8Linear
-from kernel_pytorch.precision.monitor import Losses, layers_of, losses_of, monitor_of, unwatch, watch
+from kernel_pytorch.precision.monitor import Losses, layers_of, losses_of, unwatch, watch
 from kernel_pytorch.precision.plan import Measured
 from kernel_pytorch.precision.recipe import PRODUCTS, RECIPES, Recipe, recipe_named
 from kernel_pytorch.precision.swiglu import fuse, fused_in, unfuse
@@ -105,8 +105,10 @@ def revert(model: nn.Module) -> nn.Module:
     ignored = [
         name for name in getattr(model, _IGNORED_BY_DDP, []) if not name.endswith(("fp8_counts", "fp8_state"))
     ]
-    if hasattr(model, _IGNORED_BY_DDP):
+    if ignored:
         setattr(model, _IGNORED_BY_DDP, ignored)
+    elif hasattr(model, _IGNORED_BY_DDP):
+        delattr(model, _IGNORED_BY_DDP)
     for layer in layers_of(model).values():
         layer.plain()
     return model
@@ -171,9 +173,6 @@ def report(model: nn.Module) -> Report:
     converted = layers_of(model)
     if not converted:
         raise ValueError("model: it has no converted layer; use kp.fp8.convert(model) first")
-    watcher = monitor_of(model)
-    if watcher is not None:
-        watcher.look(wait=True)
     fused = fused_in(model)
     rows = tuple(_layer_report(name, layer, fused.get(name)) for name, layer in converted.items())
     others = tuple(name for name, module in model.named_modules() if type(module) is nn.Linear)

@@ -51,7 +51,10 @@ class Float8Linear(nn.Linear):
     """Inputs of at most so many numbers are known to gain nothing."""
     fp8_counts: torch.Tensor
     fp8_state: torch.Tensor
-    _kept_cast: tuple[Any, Kept | None] | None
+    _kept_cast: Kept | None
+    _forwards: tuple[Any, ...] | None
+    """Of the last forward: what the weight was, and its gradient with its version."""
+    _accumulates: bool
     _recipes: dict[tuple[Any, ...], Recipe | None]
 
     @staticmethod
@@ -60,7 +63,8 @@ class Float8Linear(nn.Linear):
         linear.__class__ = Float8Linear
         layer: Any = linear
         layer.fp8_recipe, layer.fp8_auto, layer.fp8_fallback = recipe, auto, None
-        layer._kept_cast, layer._recipes, layer.fp8_plain_numel = None, {}, -1
+        layer._kept_cast, layer._forwards, layer._accumulates = None, None, False
+        layer._recipes, layer.fp8_plain_numel = {}, -1
         device = layer.weight.device
         layer.register_buffer("fp8_counts", torch.zeros(COUNTS_SHAPE, dtype=torch.int64, device=device), False)
         layer.register_buffer("fp8_state", torch.zeros(STATE_SHAPE, device=device), False)
@@ -72,7 +76,9 @@ class Float8Linear(nn.Linear):
         for name in ("fp8_counts", "fp8_state"):
             del self._buffers[name]
             self._non_persistent_buffers_set.discard(name)
-        for name in ("fp8_recipe", "fp8_auto", "fp8_fallback", "fp8_plain_numel", "_kept_cast", "_recipes"):
+        for name in ("fp8_recipe", "fp8_auto", "fp8_fallback", "fp8_plain_numel"):
+            delattr(self, name)
+        for name in ("_kept_cast", "_forwards", "_accumulates", "_recipes"):
             delattr(self, name)
         self.__class__ = nn.Linear  # type: ignore[assignment]
         return self
@@ -99,7 +105,7 @@ class Float8Linear(nn.Linear):
             if len(self._recipes) > 4096:
                 self._recipes.clear()
             self._recipes[key] = found = self._recipe_for(x)
-            if found is None and self.fp8_auto and weight.requires_grad and not mixed:
+            if found is None and self.fp8_auto and weight.requires_grad and torch.is_grad_enabled() and not mixed:
                 # Fewer rows gain even less: from now on they cost one comparison.
                 self.fp8_plain_numel = max(self.fp8_plain_numel, x.numel())
         return self._recipes[key]
@@ -118,7 +124,7 @@ class Float8Linear(nn.Linear):
         return measured_for(self.weight, self.bias is not None, self.fp8_recipe)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if x.numel() <= self.fp8_plain_numel:
+        if x.numel() <= self.fp8_plain_numel and not torch.is_autocast_enabled(x.device.type):
             return nn.functional.linear(x, self.weight, self.bias)
         recipe = self.recipe_for(x)
         if recipe is None:
@@ -135,28 +141,54 @@ class Float8Linear(nn.Linear):
         )
 
     def weight_cast(self, recipe: Recipe, transposed: bool) -> Kept | None:
-        """The cast of the weight since the last step of the optimizer, kept where a step has several forwards.
+        """The cast of the weight since it last changed, kept where gradients are accumulated over several forwards.
 
-        None where the call should make one of its own. A weight has changed where its version or its place has,
-        or where an optimizer has made a step (one that writes past the version counter, through ``.data``). With one
-        forward a step, keeping a cast would only take memory.
+        None where the call should make one of its own. A weight counts as unchanged where its version and its place
+        are the same, no optimizer has made a step, and nothing has happened to its gradient but that one backward
+        added to it: whoever updates weights past the version counter, through ``.data``, clears or replaces that.
+        With one forward a step, keeping a cast would only take memory.
         """
-        if torch.compiler.is_compiling() or ("y" in recipe.high_precision and not transposed):
-            return None
         weight = self.weight
-        key = (weight._version, weight.data_ptr(), _steps, recipe.weight, recipe.power_of_two)
-        kept = self._kept_cast
-        if kept is None or kept[0] != key:
-            self._kept_cast = (key, None)
+        if (
+            torch.compiler.is_compiling()
+            or not (self.training and torch.is_grad_enabled())
+            or weight.is_inference()
+        ):
             return None
-        cast = kept[1]
+        if "y" in recipe.high_precision and not transposed:
+            return None
+        key = (weight._version, weight.data_ptr(), _steps, recipe.weight, recipe.power_of_two)
+        gradient = weight.grad
+        version = None if gradient is None else gradient._version
+        before, self._forwards = self._forwards, (key, gradient is not None and id(gradient), version)
+        added_to = before is not None and version is not None and before[0] == key and (
+            version == 0 if before[2] is None else version == before[2] + 1 and before[1] == id(gradient)
+        )  # fmt: skip
+        if not added_to:
+            self._kept_cast = None
+            if not self._accumulates:
+                return None
+        elif not self._accumulates:
+            self._accumulates = True
+        cast = self._kept_cast
         if cast is None or (transposed and cast.data_t.numel() != weight.numel()):
-            cast = cast_of_weight(weight, recipe, transposed=transposed, counts=self.fp8_counts)
-            self._kept_cast = (key, cast)
+            cast = self._kept_cast = cast_of_weight(weight, recipe, transposed=transposed, counts=self.fp8_counts)
         return cast
 
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        """Moving or converting a model moves counts and state along, and leaves their formats alone."""
+        kept = {name: self._buffers[name] for name in ("fp8_counts", "fp8_state")}
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        device = self.weight.device
+        for name, before in kept.items():
+            assert before is not None
+            fresh = torch.zeros(before.shape, dtype=before.dtype, device=device)
+            self._buffers[name] = fresh if before.is_meta or device.type == "meta" else before.to(device)
+        return self
+
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_kept_cast": None, "_recipes": {}}  # copies and pickles work these out anew
+        # Copies and pickles work these out anew.
+        return {**self.__dict__, "_kept_cast": None, "_forwards": None, "_recipes": {}}
 
     # Checkpoints.
 

@@ -202,8 +202,11 @@ def cast_of_input(
 
 
 def shareable(x: torch.Tensor) -> bool:
-    """Whether a cast may be kept on the tensor; a compiler sees the same call twice by itself."""
-    return not torch.compiler.is_compiling() and not torch.is_inference_mode_enabled() and type(x) is torch.Tensor
+    """Whether a cast may be kept on the tensor: on what a graph has computed, and nobody else writes to.
+
+    A compiler sees the same call twice by itself.
+    """
+    return not torch.compiler.is_compiling() and x.grad_fn is not None and type(x) is torch.Tensor
 
 
 def cast_of_weight(

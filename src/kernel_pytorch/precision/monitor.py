@@ -99,7 +99,8 @@ class Monitor:
         for name, now in zip(names, counts, strict=True):
             since = now - self._before.get(name, torch.zeros_like(now))
             self._before[name] = now
-            if name in layers and layers[name].fp8_fallback is None and bool((since >= 0).all()):
+            ran = bool((since >= 0).all()) and bool(since.any())  # neither reset nor left out
+            if name in layers and layers[name].fp8_fallback is None and ran:
                 self._judge(name, layers[name], losses_of(since))
 
     def _fetch(self) -> None:

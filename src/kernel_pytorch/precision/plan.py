@@ -138,7 +138,11 @@ def _measure(
     from kernel_pytorch.precision.linear import COUNTS_SHAPE, STATE_SHAPE, fp8_linear
 
     n, k = weight_shape
-    with torch.random.fork_rng(devices=[device]), torch.enable_grad(), torch.autocast(device.type, enabled=False):
+    with (
+        torch.random.fork_rng(devices=[device], device_type=device.type),
+        torch.enable_grad(),
+        torch.autocast(device.type, enabled=False),
+    ):
         torch.manual_seed(0)
         x = torch.randn(rows, k, device=device, dtype=dtype, requires_grad=needs_dx)
         weight = torch.randn(n, k, device=device, dtype=weight_dtype, requires_grad=needs_dw)

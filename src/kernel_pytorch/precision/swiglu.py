@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from types import MethodType
+from functools import partial
 from typing import Any
 
 import torch
@@ -47,7 +47,7 @@ def fuse(model: nn.Module) -> list[str]:
         roles = _roles(module)
         if roles is not None:
             setattr(module, _MARK, roles)
-            module.forward = MethodType(_forward, module)
+            module.forward = partial(_forward, module)
             found.append(name)
     return found
 
@@ -87,48 +87,62 @@ def _roles(module: nn.Module) -> tuple[str, str, str] | None:
 
 
 def _computes(module: nn.Module, gate: str, up: str, down: str) -> bool:
-    """Whether the module gives the formula's result, tried with small random weights."""
-    width, hidden = 8, 12
-    generator = torch.Generator().manual_seed(0)
-    shapes = {gate: (hidden, width), up: (hidden, width), down: (width, hidden)}
-    weights = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
-    x = torch.randn(3, width, generator=generator)
-    layers: list[Any] = [getattr(module, name) for name in shapes]
+    """Whether the module gives the formula's result, in training and outside, for small and for large numbers."""
+    modes = {child: child.training for child in module.modules()}
+    layers: list[Any] = [getattr(module, name) for name in (gate, up, down)]
     before = [layer.fp8_fallback for layer in layers]
     try:
         for layer in layers:
             layer.fp8_fallback = "being tried"
-        with torch.no_grad(), torch.autocast("cpu", enabled=False):
-            given = {f"{name}.weight": weight for name, weight in weights.items()}
-            found = torch.func.functional_call(module, given, (x,))
+        return all(
+            _agrees(module.train(training), gate, up, down, size)
+            for training in (True, False)
+            for size in (1.0, 300.0)
+        )
     except Exception:  # whatever it needs that is not there, it is no SwiGLU
         return False
     finally:
         for layer, reason in zip(layers, before, strict=True):
             layer.fp8_fallback = reason
+        for child, mode in modes.items():
+            child.training = mode
+
+
+def _agrees(module: nn.Module, gate: str, up: str, down: str, size: float) -> bool:
+    width, hidden = 8, 12
+    generator = torch.Generator().manual_seed(0)
+    shapes = {gate: (hidden, width), up: (hidden, width), down: (width, hidden)}
+    weights = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+    x = torch.randn(3, width, generator=generator) * size
+    with torch.no_grad(), torch.autocast("cpu", enabled=False):
+        found = torch.func.functional_call(module, {f"{n}.weight": weight for n, weight in weights.items()}, (x,))
     h = nn.functional.silu(x @ weights[gate].t()) * (x @ weights[up].t())
     expected = h @ weights[down].t()
-    return isinstance(found, torch.Tensor) and found.shape == expected.shape and torch.allclose(found, expected)
+    same_shape = isinstance(found, torch.Tensor) and found.shape == expected.shape
+    return same_shape and torch.allclose(found, expected, rtol=1e-4)
 
 
 # Running them.
 
 
-def _forward(module: Any, x: torch.Tensor, *others: Any, **named: Any) -> Any:
+def _forward(module: Any, *others: Any, **named: Any) -> Any:
     """The forward of a fused module: the fused function where the three layers agree on how, else its own."""
     layers = [getattr(module, name) for name in getattr(module, _MARK)]
-    recipe = None if others or named else _common_recipe(layers, x)
-    if recipe is None:
-        return type(module).forward(module, x, *others, **named)
+    given = (*others, *named.values())
+    x = given[0] if len(given) == 1 else None
+    recipe = _common_recipe(layers, x)
+    if recipe is None or x is None:
+        return type(module).forward(module, *others, **named)
     gate, up, down = layers
     return fp8_swiglu_mlp(x, gate, up, down, recipe)
 
 
-def _common_recipe(layers: list[Any], x: torch.Tensor) -> Recipe | None:
+def _common_recipe(layers: list[Any], x: Any) -> Recipe | None:
     if not isinstance(x, torch.Tensor) or not all(isinstance(layer, Float8Linear) for layer in layers):
         return None
     # A hook on a layer (of FSDP2, or a user's) wants the layer to be called.
-    if any(layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks for layer in layers):
+    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    if any(getattr(layer, kind) for layer in layers for kind in hooks):
         return None
     first, second, third = (layer.recipe_for(x) for layer in layers)
     if first is None or first != second or first != third or first.high_precision:
