@@ -75,6 +75,9 @@ class KernelPartitioner(Partitioner):  # type: ignore[misc]
     """
 
     options: PartitionerOptions = field(default_factory=PartitionerOptions)
+    beside: tuple[Partitioner, ...] = ()
+    """The partitioners that come after this one. ExecuTorch asks each in turn what not to decompose, and forgets the
+    wishes of the later ones while it serves the earlier: so this one passes theirs on."""
     refusals: list[Refusal] = field(default_factory=list, init=False)
 
     def __post_init__(self) -> None:
@@ -87,15 +90,22 @@ class KernelPartitioner(Partitioner):  # type: ignore[misc]
     def ops_to_not_decompose(
         self, ep: ExportedProgram
     ) -> tuple[list[torch._ops.OpOverload], Callable[[Node], bool] | None]:
-        return [], None
+        wishes = [partitioner.ops_to_not_decompose(ep) for partitioner in self.beside]
+
+        def keep(node: Node) -> bool:
+            return any(node.target in kept and (check is None or check(node)) for kept, check in wishes)
+
+        return [op for kept, _ in wishes for op in kept], keep if wishes else None
 
     def partition(self, exported_program: ExportedProgram) -> PartitionResult:
         module = exported_program.graph_module
         constants = Constants(exported_program)
         reasons = {node: self._reason(node) for node in module.graph.nodes if node.op == "call_function"}
         taken = {node for node, reason in reasons.items() if reason is None}
-        # What is computed from constants alone is worked out ahead of time, whatever it is.
-        taken |= {node for node in reasons if isinstance(constants.of(node), torch.Tensor)}
+        # What is computed from constants for taken nodes alone is worked out ahead of time, whatever it is.
+        for node in reversed(list(reasons)):
+            if isinstance(constants.of(node), torch.Tensor):
+                (taken.add if all(user in taken for user in node.users) else taken.discard)(node)
         tags: dict[str, DelegationSpec] = {}
         spec = DelegationSpec(KernelPyTorchBackend.__name__, [])
         for number, partition in enumerate(_partitions(module, taken)):

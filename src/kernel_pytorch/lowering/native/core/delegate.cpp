@@ -32,6 +32,9 @@ using executorch::runtime::Span;
 
 constexpr const char* kName = "KernelPyTorchBackend";
 
+// Why the last call on this thread was refused; empty where it was not. ExecuTorch itself passes on a number.
+thread_local Reason last_error;
+
 void on_threads(int64_t workers, void (*work)(void*, int64_t), void* context) {
   executorch::extension::parallel_for(0, workers, 1, [&](int64_t begin, int64_t end) {
     for (int64_t worker = begin; worker < end; ++worker) work(context, worker);
@@ -107,6 +110,7 @@ class KernelPyTorchBackend final : public BackendInterface {
     const int64_t workers = executorch::extension::get_thread_count();
     auto program = Program::load(static_cast<const uint8_t*>(processed->data()), processed->size(), workers,
                                  on_threads, reason);
+    last_error = reason;
     if (!program) {
       ET_LOG(Error, "%s: %s", kName, reason.text);
       return Error::DelegateInvalidCompatibility;
@@ -123,8 +127,9 @@ class KernelPyTorchBackend final : public BackendInterface {
     Program& program = *handle.program;
     Reason reason;
     if (arguments.size() < handle.inputs.size() + handle.outputs.size()) {
-      ET_LOG(Error, "%s: %zu arguments were given and %zu are needed", kName, (size_t)arguments.size(),
-             handle.inputs.size() + handle.outputs.size());
+      last_error.set("%zu arguments were given and %zu are needed", (size_t)arguments.size(),
+                     handle.inputs.size() + handle.outputs.size());
+      ET_LOG(Error, "%s: %s", kName, last_error.text);
       return Error::InvalidArgument;
     }
     bool good = true;
@@ -138,6 +143,7 @@ class KernelPyTorchBackend final : public BackendInterface {
       good = take_output(*arguments[first + n], program, n, handle.outputs[n], reason);
     }
     good = good && program.run(handle.outputs.data(), reason);
+    last_error = reason;
     if (!good) ET_LOG(Error, "%s: %s", kName, reason.text);
     return good ? Error::Ok : Error::InvalidArgument;
   }
@@ -174,3 +180,7 @@ const Error registered = register_backend(Backend{kName, &backend});
 
 }  // namespace
 }  // namespace kernel_pytorch
+
+extern "C" __attribute__((visibility("default"))) const char* kernel_pytorch_last_error() {
+  return kernel_pytorch::last_error.text;
+}
