@@ -26,6 +26,8 @@ PUBLIC = [
     "device",
     "devices",
     "explain",
+    "load",
+    "lower",
     "masks",
     "policy",
     "rms_norm",

@@ -16,6 +16,8 @@ from kernel_pytorch.ops.rms_norm import rms_norm
 def __getattr__(name: str) -> object:
     if name == "context_parallel":  # imported when first used: torch.distributed takes a while
         return importlib.import_module("kernel_pytorch.context_parallel")
+    if name in ("load", "lower"):  # the same: ExecuTorch takes seconds
+        return getattr(importlib.import_module("kernel_pytorch.lowering"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
@@ -30,6 +32,8 @@ __all__ = [
     "device",
     "devices",
     "explain",
+    "load",
+    "lower",
     "masks",
     "policy",
     "rms_norm",

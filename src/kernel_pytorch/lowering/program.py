@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -159,9 +159,9 @@ def lower_exported(
         partitioner=[ours, xnnpack],
         compile_config=EdgeCompileConfig(_check_ir_validity=False, _skip_dim_order=False),
     )
-    module = edge.exported_program().graph_module
+    found = report_of(edge.exported_program().graph_module, ours.refusals)
     tell("planning memory and writing the program")
     finished = edge.to_executorch()
     buffer = bytes(finished.buffer)
     planned = sum(finished.executorch_program.execution_plan[0].non_const_buffer_sizes)
-    return LoweredProgram(buffer, report_of(module, ours.refusals, len(buffer), planned), eager, inputs)
+    return LoweredProgram(buffer, replace(found, program_bytes=len(buffer), planned_bytes=planned), eager, inputs)

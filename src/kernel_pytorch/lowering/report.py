@@ -42,8 +42,8 @@ class Report:
     """Nodes that no backend took: ExecuTorch's portable kernels run them. With our reason for each."""
     passed_on: tuple[Refusal, ...]
     """Nodes that we did not take and another backend did."""
-    program_bytes: int
-    planned_bytes: int
+    program_bytes: int = 0
+    planned_bytes: int = 0
     """Memory that ExecuTorch plans for tensors between delegates."""
 
     def count(self, backend: str, operator: str) -> int:
@@ -69,25 +69,30 @@ class Report:
         return "\n".join(lines)
 
 
-def report_of(module: GraphModule, refusals: list[Refusal], program_bytes: int, planned_bytes: int) -> Report:
+def report_of(module: GraphModule, refusals: list[Refusal]) -> Report:
+    """The report of a lowered graph, before ExecuTorch plans its memory in place."""
     delegates = []
     for name, child in module.named_children():
         if isinstance(child, LoweredBackendModule) and name.startswith("lowered_module"):
             delegates.append(_delegate(child))
-    remaining = {
-        node.name
-        for node in module.graph.nodes
-        if node.op == "call_function" and not _is_plumbing(operator_name(node))
-    }
-    known = {refusal.node for refusal in refusals}
-    left = [refusal for refusal in refusals if refusal.node in remaining]
-    left += [
-        Refusal(node.name, operator_name(node), "came in after partitioning")
-        for node in module.graph.nodes
-        if node.name in remaining - known
+    nodes = [
+        node for node in module.graph.nodes if node.op == "call_function" and not _is_plumbing(operator_name(node))
     ]
-    passed_on = [r for r in refusals if r.node not in remaining and not _is_plumbing(r.operator)]
-    return Report(tuple(delegates), tuple(left), tuple(passed_on), program_bytes, planned_bytes)
+    # Passes of other backends give nodes new names: what is left is matched by operator, in order.
+    waiting: dict[str, list[Refusal]] = {}
+    for refusal in refusals:
+        waiting.setdefault(refusal.operator, []).append(refusal)
+    left = []
+    for node in nodes:
+        own = waiting.get(operator_name(node), [])
+        same = next((refusal for refusal in own if refusal.node == node.name), own[0] if own else None)
+        if same is None:
+            same = Refusal(node.name, operator_name(node), "came in after partitioning")
+        else:
+            own.remove(same)
+        left.append(same)
+    passed_on = [refusal for own in waiting.values() for refusal in own if not _is_plumbing(refusal.operator)]
+    return Report(tuple(delegates), tuple(left), tuple(passed_on))
 
 
 def _delegate(lowered: Any) -> Delegate:

@@ -16,6 +16,7 @@ from torch.fx import GraphModule, Node
 from kernel_pytorch import masks
 from kernel_pytorch.lowering import operators
 from kernel_pytorch.lowering.constants import Constants
+from kernel_pytorch.lowering.patterns import written_out_norms
 from kernel_pytorch.lowering.strided import as_size, equal
 from kernel_pytorch.ops import attention as _attention  # noqa: F401 - defines torch.ops.kernel_pytorch.attention
 from kernel_pytorch.ops import rms_norm as _rms  # noqa: F401
@@ -90,6 +91,9 @@ def rewritten(program: ExportedProgram, *, attention: bool = True, norms: bool =
     """The same program with our operators in it; what is not supported stays as it is."""
     constants = Constants(program)
     module = program.graph_module
+    for node in list(module.graph.nodes):
+        if node.target is torch.ops.aten._assert_tensor_metadata.default:
+            module.graph.erase_node(node)  # ExecuTorch drops them too, later, and they hide who uses a value
     changes = {**(_ATTENTION if attention else {}), **(_NORMS if norms else {})}
     for node in list(module.graph.nodes):
         change = changes.get(node.target) if node.op == "call_function" else None
@@ -99,6 +103,14 @@ def rewritten(program: ExportedProgram, *, attention: bool = True, norms: bool =
             change(module, node, constants)
         except Refused as reason:
             node.meta["kernel_pytorch_refusal"] = str(reason)
+    if norms:
+        for found in written_out_norms(module.graph):
+            try:
+                joined = _norm(module, found.root, found.x, found.weight, found.eps)
+            except Refused as reason:
+                found.root.meta["kernel_pytorch_refusal"] = str(reason)
+                continue
+            found.root.replace_all_uses_with(joined)
     module.graph.eliminate_dead_code()
     module.recompile()
     return program

@@ -16,6 +16,11 @@ from kernel_pytorch.lowering.build import build
 __all__ = ["LoadedProgram", "load", "registered"]
 
 
+# ExecuTorch's numbers for formats, which are torch's own.
+_TYPES = {0: torch.uint8, 1: torch.int8, 3: torch.int32, 4: torch.int64, 5: torch.float16, 6: torch.float32}
+_TYPES |= {7: torch.float64, 11: torch.bool, 15: torch.bfloat16}
+
+
 @cache
 def registered() -> ctypes.CDLL:
     """The delegate's library, loaded once: ExecuTorch then knows ``KernelPyTorchBackend``."""
@@ -69,9 +74,30 @@ class LoadedProgram:
         try:
             outputs = loaded.execute(given)
         except RuntimeError as error:
-            shown = ", ".join(_shown(x) for x in given)
-            raise ValueError(f"{self._name}: {method} refused its inputs ({shown}): {self._reason(error)}") from error
+            reason = "; ".join(filter(None, (self._mismatch(method, given), self._reason(error))))
+            raise ValueError(f"{self._name}: {method} refused its inputs: {reason}") from error
         return outputs[0] if len(outputs) == 1 else tuple(outputs)
+
+    def ones(self, method: str) -> list[torch.Tensor]:
+        """Inputs for a method, all ones, in the shapes it was lowered for."""
+        if method not in self._methods:
+            raise ValueError(f"method={method!r}: {self._name} has {', '.join(self.methods)}")
+        metadata = self._methods[method].metadata
+        infos = [metadata.input_tensor_meta(n) for n in range(metadata.num_inputs())]
+        return [torch.ones(tuple(info.sizes()), dtype=_TYPES[info.dtype()]) for info in infos]
+
+    def _mismatch(self, method: str, given: Sequence[Any]) -> str:
+        """Which input cannot be right, in words; empty where none is seen to be wrong."""
+        metadata = self._methods[method].metadata
+        for number, value in enumerate(given):
+            if not isinstance(value, torch.Tensor):
+                continue
+            info = metadata.input_tensor_meta(number)
+            wanted, sizes = _TYPES[info.dtype()], list(info.sizes())
+            if value.dtype != wanted or value.ndim != len(sizes) or list(value.shape) != sizes:
+                shown = f"{str(wanted).removeprefix('torch.')}{sizes}"
+                return f"input {number} is {_shown(value)}; it was lowered for {shown} (dynamic sizes: at most)"
+        return ""
 
     def _reason(self, error: RuntimeError) -> str:
         own = self._library.kernel_pytorch_last_error().decode()

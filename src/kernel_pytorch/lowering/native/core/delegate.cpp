@@ -3,13 +3,14 @@
 #include <executorch/runtime/core/error.h>
 #include <executorch/runtime/core/evalue.h>
 #include <executorch/runtime/core/exec_aten/util/tensor_util.h>
-#include <executorch/runtime/kernel/thread_parallel_interface.h>
 #include <executorch/runtime/platform/log.h>
 
 #include <memory>
 #include <vector>
 
+#include "core/c_api.h"
 #include "core/program.h"
+#include "core/threads.h"
 
 namespace kernel_pytorch {
 namespace {
@@ -34,12 +35,6 @@ constexpr const char* kName = "KernelPyTorchBackend";
 
 // Why the last call on this thread was refused; empty where it was not. ExecuTorch itself passes on a number.
 thread_local Reason last_error;
-
-void on_threads(int64_t workers, void (*work)(void*, int64_t), void* context) {
-  executorch::extension::parallel_for(0, workers, 1, [&](int64_t begin, int64_t end) {
-    for (int64_t worker = begin; worker < end; ++worker) work(context, worker);
-  });
-}
 
 bool dtype_of(ScalarType type, DType& dtype) {
   switch (type) {
@@ -107,8 +102,7 @@ class KernelPyTorchBackend final : public BackendInterface {
 
   Result<DelegateHandle*> init(BackendInitContext&, FreeableBuffer* processed, ArrayRef<CompileSpec>) const override {
     Reason reason;
-    const int64_t workers = executorch::extension::get_thread_count();
-    auto program = Program::load(static_cast<const uint8_t*>(processed->data()), processed->size(), workers,
+    auto program = Program::load(static_cast<const uint8_t*>(processed->data()), processed->size(), thread_count(),
                                  on_threads, reason);
     last_error = reason;
     if (!program) {
@@ -181,6 +175,9 @@ const Error registered = register_backend(Backend{kName, &backend});
 }  // namespace
 }  // namespace kernel_pytorch
 
-extern "C" __attribute__((visibility("default"))) const char* kernel_pytorch_last_error() {
-  return kernel_pytorch::last_error.text;
+const char* kernel_pytorch_last_error() {
+  thread_local kernel_pytorch::Reason told;
+  told = kernel_pytorch::last_error;
+  kernel_pytorch::last_error = {};
+  return told.text;
 }
