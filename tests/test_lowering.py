@@ -75,7 +75,8 @@ def test_the_whole_block_is_delegated(dynamic_block) -> None:
     assert report.count(OURS, ATTENTION) == 1
     assert report.count(OURS, "kernel_pytorch_lowering::rms_norm") == 1
     assert report.count(OURS, "aten::native_layer_norm") == 1
-    assert report.count("XnnpackBackend", "aten::linear") == 6
+    assert report.count(OURS, "aten::linear") == 6
+    assert len(report.delegates) == 1
     assert "KernelPyTorchBackend" in str(report)
 
 
@@ -219,8 +220,10 @@ def test_dropout_in_attention_is_refused_with_the_remedy() -> None:
 def test_options_leave_things_to_others() -> None:
     model = Block().eval()
     x = torch.randn(1, 9, 64)
-    program = kp.lower(model, (x,), options=PartitionerOptions(attention=False, norms=False))
+    program = kp.lower(model, (x,), options=PartitionerOptions(attention=False, norms=False, linears=False))
     assert program.report.count(OURS, ATTENTION) == 0
+    assert program.report.count("XnnpackBackend", "aten::linear") == 6
+    assert any(refusal.reason == "the options leave out linear" for refusal in program.report.passed_on)
     assert program.report.count(OURS, "aten::native_layer_norm") == 0
     assert program.compare(x)[0].snr > LEAST_SNR
 

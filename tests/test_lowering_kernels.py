@@ -17,6 +17,7 @@ from kernel_pytorch.lowering.constants import Constants
 from kernel_pytorch.lowering.direct import DirectProgram
 from kernel_pytorch.lowering.emitter import Emitter
 from kernel_pytorch.lowering.payload import OpCode, Reduction, Step
+from kernel_pytorch.lowering.rules import packed_weights
 from kernel_pytorch.lowering.strided import Storage, Strided, contiguous_strides
 
 FORMATS = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -162,6 +163,19 @@ def test_softmax_layer_norm_and_reductions(shape: tuple[int, ...]) -> None:
     ):
         out = Payloads(x).run(OpCode.REDUCE, torch.empty(*shape[:-1], 1), (reduction,))
         torch.testing.assert_close(out.double(), function(wide, dim=-1, keepdim=True), rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize(("rows", "inputs", "outputs"), [(1, 1, 1), (3, 5, 33), (13, 64, 31), (25, 300, 96), (200, 17, 64)])
+@pytest.mark.parametrize("biased", [True, False])
+def test_linear(rows: int, inputs: int, outputs: int, biased: bool) -> None:
+    x, weight, bias = torch.randn(2, rows, inputs), torch.randn(outputs, inputs), torch.randn(outputs)
+    made = Payloads(x, *([bias] if biased else []))
+    operands = [made.views[0], made.emitter.constant(packed_weights(weight)), made.views[1] if biased else None]
+    found = made.run(OpCode.LINEAR, torch.full((2, rows, outputs), torch.nan), (), (), operands)
+    exact = x.double() @ weight.double().T + (bias.double() if biased else 0)
+    eager = torch.nn.functional.linear(x, weight, bias if biased else None).double()
+    slack = (x.abs().double() @ weight.abs().double().T).max() * inputs * 2**-24
+    assert (found.double() - exact).abs().max() <= 2 * (eager - exact).abs().max() + slack
 
 
 def test_softmax_of_nothing_to_choose_is_what_torch_says() -> None:

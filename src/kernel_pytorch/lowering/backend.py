@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from executorch.exir.backend.backend_details import BackendDetails, PreprocessResult
 from executorch.exir.backend.compile_spec_schema import CompileSpec
 from torch.export import ExportedProgram
@@ -25,6 +26,8 @@ def build_payload(program: ExportedProgram) -> Payload:
                 emitter.add_input(node)
         elif node.op == "output":
             outputs = [(source.name, emitter.view(source)) for source in node.args[0]]
+        elif isinstance(node.meta.get("val"), (int, torch.SymInt)):
+            pass  # a size: wherever it is used, it is the expression of symbols that torch knows
         elif constants.of(node) is None:
             emit_node(emitter, node)
     return emitter.finish(outputs)

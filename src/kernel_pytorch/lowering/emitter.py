@@ -6,7 +6,7 @@ take it as it is computed, a ``Lazy`` chain of pointwise steps that is not in me
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -85,7 +85,7 @@ class Emitter:
         self._expressions: dict[Any, int] = {}
         self._symbols: dict[sympy.Symbol, int] = {}
         self._constant_storage: dict[Any, Storage] = {}
-        self.outputs: list[Strided] = []
+        self._packed: dict[Any, torch.Tensor] = {}
 
     # Nodes
 
@@ -135,6 +135,13 @@ class Emitter:
             own = tensor.detach().cpu().contiguous()
             self._constant_storage[key] = Storage(own.dtype, own.numel(), constant=own)
         return Strided(self._constant_storage[key], dims, contiguous_strides(dims))
+
+    def packed(self, tensor: torch.Tensor, pack: Callable[[torch.Tensor], torch.Tensor]) -> Strided:
+        """A constant in another arrangement, made once for all its users."""
+        key = (tensor.untyped_storage().data_ptr(), tensor.storage_offset(), tuple(tensor.shape), tensor.stride())
+        if key not in self._packed:
+            self._packed[key] = pack(tensor)
+        return self.constant(self._packed[key])
 
     # Memory
 

@@ -33,6 +33,9 @@ class PartitionerOptions:
 
     attention: bool = True
     """Take attention: ``scaled_dot_product_attention`` in all its forms, and ``kp.attention`` with any mask."""
+    linears: bool = True
+    """Take linears whose weights are float32 constants: measured, they are faster than XNNPACK's, and nothing has to
+    cross between delegates. Quantized linears always stay with XNNPACK."""
     norms: bool = True
     """Take RMS norms and layer norms."""
     softmax: bool = True
@@ -100,7 +103,7 @@ class KernelPartitioner(Partitioner):  # type: ignore[misc]
     def partition(self, exported_program: ExportedProgram) -> PartitionResult:
         module = exported_program.graph_module
         constants = Constants(exported_program)
-        reasons = {node: self._reason(node) for node in module.graph.nodes if node.op == "call_function"}
+        reasons = {node: self._reason(node, constants) for node in module.graph.nodes if node.op == "call_function"}
         taken = {node for node, reason in reasons.items() if reason is None}
         # What is computed from constants for taken nodes alone is worked out ahead of time, whatever it is.
         for node in reversed(list(reasons)):
@@ -124,15 +127,16 @@ class KernelPartitioner(Partitioner):  # type: ignore[misc]
         ]
         return PartitionResult(tagged_exported_program=exported_program, partition_tags=tags)
 
-    def _reason(self, node: Node) -> str | None:
+    def _reason(self, node: Node, constants: Constants) -> str | None:
         if isinstance(node.meta.get("kernel_pytorch_refusal"), str):
             return str(node.meta["kernel_pytorch_refusal"])
-        reason = refusal(node)
+        reason = refusal(node, constants)
         if reason is not None:
             return reason
         kind = _kind(node)
         wanted = {
             "attention": self.options.attention,
+            "linear": self.options.linears,
             "norm": self.options.norms,
             "softmax": self.options.softmax,
             "activation": self.options.activations,
@@ -143,7 +147,7 @@ class KernelPartitioner(Partitioner):  # type: ignore[misc]
         return None if wanted else f"the options leave out {kind}"
 
     def _worth_it(self, node: Node) -> bool:
-        return _kind(node) in ("attention", "norm", "softmax", "activation")
+        return _kind(node) in ("attention", "linear", "norm", "softmax", "activation")
 
 
 def _kind(node: Node) -> str:

@@ -52,6 +52,7 @@ ALIGNMENT = 64
 HEADER_BYTES = 32
 MOST_DIMENSIONS = 8
 REGISTERS = 16
+PANEL = 32
 
 DTYPES: dict[torch.dtype, int] = {
     torch.float32: 0,
@@ -97,6 +98,9 @@ class OpCode(enum.IntEnum):
     the immediates. Input n starts in register n; there are 16 registers."""
     REDUCE = 6
     """x -> y, whose last dimension is 1; ints: the Reduction."""
+    LINEAR = 7
+    """(x, weights, -bias) -> y in float32; weights (ceil(outputs / 32), inputs, 32): 32 outputs a panel, zeros after
+    the last one."""
 
 
 class Reduction(enum.IntEnum):

@@ -14,14 +14,15 @@ from typing import Any, Literal
 import torch
 from torch.fx import Node
 
+from kernel_pytorch.lowering.constants import Constants
 from kernel_pytorch.lowering.emitter import Emitter
-from kernel_pytorch.lowering.payload import MOST_DIMENSIONS, OpCode, Reduction, Step
+from kernel_pytorch.lowering.payload import MOST_DIMENSIONS, PANEL, OpCode, Reduction, Step
 from kernel_pytorch.lowering.rewrite import FLOATS, argument, attention_refusal
 from kernel_pytorch.lowering.strided import Size, Strided, as_size, broadcast, equal, product
 
 __all__ = ["RULES", "Rule", "emit_node", "operator_name", "refusal"]
 
-Kind = Literal["attention", "norm", "softmax", "activation", "pointwise", "reduction", "view"]
+Kind = Literal["attention", "linear", "norm", "softmax", "activation", "pointwise", "reduction", "view"]
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,8 @@ class Rule:
     emit: Callable[[Emitter, Node], None]
     check: Callable[[Node], str | None] = lambda node: None
     """Why this node is not taken, beyond what holds for every node; None where it is."""
+    constants: tuple[int, ...] = ()
+    """The arguments that must be known ahead of time, where they are given."""
 
 
 RULES: dict[str, Rule] = {}
@@ -45,14 +48,18 @@ def operator_name(node: Node) -> str:
     return str(name()) if callable(name) else getattr(target, "__name__", str(target))
 
 
-def refusal(node: Node) -> str | None:
+def refusal(node: Node, constants: Constants) -> str | None:
     """Why the delegate does not take a node, or None."""
     if node.target is operator.getitem:
         source = node.args[0]
-        return refusal(source) if isinstance(source, Node) else "is no part of a tensor operator"
+        return refusal(source, constants) if isinstance(source, Node) else "is no part of a tensor operator"
     rule = RULES.get(operator_name(node))
     if rule is None:
         return "no rule for this operator"
+    for position in rule.constants:
+        own = node.args[position] if position < len(node.args) else None
+        if isinstance(own, Node) and not isinstance(constants.of(own), torch.Tensor):
+            return f"{own.name} is not known ahead of time"
     return _general_refusal(node) or rule.check(node)
 
 
@@ -345,6 +352,75 @@ RULES["kernel_pytorch_lowering::rms_norm"] = Rule("norm", _emit_rms_norm)
 RULES["aten::mean.dim"] = _reduction(Reduction.MEAN)
 RULES["aten::sum.dim_IntList"] = _reduction(Reduction.SUM)
 RULES["aten::amax"] = _reduction(Reduction.MAXIMUM)
+
+
+# Linears
+
+
+def _check_linear(node: Node) -> str | None:
+    for name, value in ((node.name, node.meta["val"]), *_tensors(node)):
+        if value.dtype != torch.float32:
+            return f"{name} is {str(value.dtype).removeprefix('torch.')}; linears are taken in float32"
+    if node.meta["val"].shape[-1] == 0 or any(0 in value.shape for _, value in _tensors(node)):
+        return "has no number to work on"
+    return None
+
+
+def _check_addmm(node: Node) -> str | None:
+    if node.kwargs.get("alpha", 1) != 1 or node.kwargs.get("beta", 1) != 1:
+        return "alpha or beta is not 1"
+    bias = node.args[0]
+    if not isinstance(bias, Node) or bias.meta["val"].ndim != 1:
+        return "adds more than one row"
+    return _check_linear(node)
+
+
+def packed_weights(weight: torch.Tensor) -> torch.Tensor:
+    """Weights of shape (outputs, inputs) as panels of outputs."""
+    outputs, inputs = weight.shape
+    padded = torch.nn.functional.pad(weight.detach(), (0, 0, 0, -outputs % PANEL))
+    return padded.view(-1, PANEL, inputs).transpose(1, 2).contiguous()
+
+
+def _emit_linear(emitter: Emitter, node: Node, x: Any, weight: torch.Tensor, bias: Any) -> None:
+    source = emitter.view(x)
+    if not equal(source.strides[-1], 1):
+        source = emitter.contiguous(source)
+    into = emitter.new(_dims(node), torch.float32)
+    own = None if bias is None else emitter.constant(emitter.constants.of(bias).contiguous())
+    packed = emitter.packed(weight, packed_weights)
+    emitter.emit(OpCode.LINEAR, [source, packed, own], [into])
+    emitter.set(node, into)
+
+
+def _known(emitter: Emitter, node: Any) -> torch.Tensor:
+    found = emitter.constants.of(node)
+    assert isinstance(found, torch.Tensor)
+    return found
+
+
+RULES["aten::linear"] = Rule(
+    "linear",
+    lambda emitter, node: _emit_linear(
+        emitter, node, node.args[0], _known(emitter, node.args[1]), argument(node, 2, "bias")
+    ),
+    _check_linear,
+    constants=(1, 2),
+)
+RULES["aten::addmm"] = Rule(
+    "linear",
+    lambda emitter, node: _emit_linear(
+        emitter, node, node.args[1], _known(emitter, node.args[2]).t(), node.args[0]
+    ),
+    _check_addmm,
+    constants=(0, 2),
+)
+RULES["aten::mm"] = Rule(
+    "linear",
+    lambda emitter, node: _emit_linear(emitter, node, node.args[0], _known(emitter, node.args[1]).t(), None),
+    _check_linear,
+    constants=(1,),
+)
 
 
 # Attention

@@ -16,7 +16,15 @@ constexpr uint64_t kConstantAlignment = 64;
 enum Token : uint32_t { kConstantToken, kSymbolToken, kAdd, kMultiply, kFloorDivide, kModulo, kTokens };
 enum BufferKind : uint8_t { kInput, kOutput, kArena, kConstant, kBufferKinds };
 enum ArgumentKind : uint8_t { kTensor, kInteger, kArgumentKinds };
-enum OpCode : uint32_t { kAttention = 1, kRmsNorm = 2, kLayerNorm = 3, kSoftmax = 4, kPointwise = 5, kReduce = 6 };
+enum OpCode : uint32_t {
+  kAttention = 1,
+  kRmsNorm = 2,
+  kLayerNorm = 3,
+  kSoftmax = 4,
+  kPointwise = 5,
+  kReduce = 6,
+  kLinear = 7,
+};
 enum Reduction : int64_t { kSum, kMean, kMaximum, kReductions };
 
 // Steps of a pointwise op: (step, destination, a, b), all of them registers but for kImmediate's a.

@@ -42,6 +42,12 @@ class Program {
   // Runs every op on the inputs that were bound last.
   bool run(void* const* outputs, Reason& reason);
 
+  // At the lengths that were bound last, or the largest after load().
+  const View& input_shape(size_t n) const { return input_shapes_[n]; }
+
+  // About how many numbers a run touches at those lengths; the fuzzer leaves out what would take too long.
+  double cost() const;
+
   uint64_t arena_bytes() const { return payload_.arena_bytes; }
   uint64_t scratch_bytes() const { return scratch_bytes_ * static_cast<uint64_t>(workers_); }
 
@@ -55,6 +61,7 @@ class Program {
     PointwiseLoop loop;
     int64_t tasks = 0;
     int64_t tasks_at_once = 1;  // a worker takes this many
+    int64_t rows_a_task = 1;    // of a linear
     int64_t workers = 1;
     size_t scratch = 0;
   };
@@ -67,10 +74,12 @@ class Program {
   bool resolve_attention(ReadyOp& ready, Reason& reason);
   bool resolve_row_op(ReadyOp& ready, Reason& reason);
   bool resolve_pointwise(ReadyOp& ready, Reason& reason);
+  bool resolve_linear(ReadyOp& ready, Reason& reason);
   int64_t buffer_elements(const Buffer& buffer) const;
   char* buffer_data(const Buffer& buffer) const;
   void point(ReadyOp& ready);
   static void work(void* context, int64_t worker);
+  void linear_tasks(const ReadyOp& ready, int64_t begin, int64_t end) const;
   void attention_tasks(const ReadyOp& ready, int64_t begin, int64_t end, char* scratch) const;
 
   Payload payload_;

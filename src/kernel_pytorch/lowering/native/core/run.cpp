@@ -27,6 +27,12 @@ bool Program::resolve_op(ReadyOp& ready, Reason& reason) {
     const uint32_t value = n < inputs ? op.inputs[n] : op.outputs[n - inputs];
     ready.there[n] = value != kNone;
     if (ready.there[n] && !resolve_value(value, ready.views[n], reason)) return false;
+    // Two threads must not write one number, and a result must not be larger than its memory.
+    for (int d = 0; n >= inputs && d < ready.views[n].rank; ++d) {
+      if (ready.views[n].dims[d] > 1 && ready.views[n].strides[d] == 0) {
+        return reason.set("an op writes a number more than once");
+      }
+    }
   }
   ready.tasks = 0;
   ready.scratch = 0;
@@ -37,6 +43,9 @@ bool Program::resolve_op(ReadyOp& ready, Reason& reason) {
       break;
     case kPointwise:
       good = resolve_pointwise(ready, reason);
+      break;
+    case kLinear:
+      good = resolve_linear(ready, reason);
       break;
     default:
       good = resolve_row_op(ready, reason);
@@ -111,6 +120,35 @@ bool Program::resolve_row_op(ReadyOp& ready, Reason& reason) {
   return true;
 }
 
+bool Program::resolve_linear(ReadyOp& ready, Reason& reason) {
+  const View &x = ready.views[0], &weights = ready.views[1], &bias = ready.views[2], &y = ready.views[3];
+  const bool formats = x.dtype == DType::kFloat32 && weights.dtype == DType::kFloat32 && y.dtype == DType::kFloat32;
+  if (!formats || x.rank < 1 || y.rank != x.rank || weights.rank != 3 || !std::equal(x.dims, x.dims + x.rank - 1, y.dims)) {
+    return reason.set("a linear's operands do not fit each other");
+  }
+  const int64_t inputs = x.dims[x.rank - 1], outputs = y.dims[y.rank - 1];
+  const int64_t panels = (outputs + kPanel - 1) / kPanel;
+  const bool packed = weights.dims[0] == panels && weights.dims[1] == inputs && weights.dims[2] == kPanel &&
+                      weights.strides[2] == 1 && weights.strides[1] == kPanel && weights.strides[0] == inputs * kPanel;
+  const auto whole_rows = [](const View& view) { return view.strides[view.rank - 1] == 1 || view.dims[view.rank - 1] == 1; };
+  if (inputs < 1 || outputs < 1 || !packed || !whole_rows(x) || !whole_rows(y)) {
+    return reason.set("a linear's weights are not packed, or its rows are not whole");
+  }
+  if (ready.there[2] && (bias.rank != 1 || bias.dims[0] != outputs || bias.dtype != DType::kFloat32 ||
+                         (bias.strides[0] != 1 && outputs != 1))) {
+    return reason.set("a linear's bias does not fit its outputs");
+  }
+  const int64_t rows = x.numel() / inputs;
+  // As many rows as stay in the second cache beside a panel, and few enough that every worker has some.
+  int64_t most = std::clamp<int64_t>(65536 / inputs, 12, kMostLinearRows) / 12 * 12;
+  while (most > 12 && (rows + most - 1) / most * panels < workers_ * 4) most -= 12;
+  ready.rows_a_task = most;
+  ready.tasks = (rows + most - 1) / most * panels;
+  ready.workers = static_cast<double>(x.numel()) * static_cast<double>(outputs) > kWorthAThread * 16.0 ? workers_ : 1;
+  ready.tasks_at_once = std::clamp<int64_t>(ready.tasks / (ready.workers * 8), 1, panels);
+  return true;
+}
+
 bool Program::resolve_pointwise(ReadyOp& ready, Reason& reason) {
   const Op& op = *ready.op;
   PointwiseLoop& loop = ready.loop;
@@ -156,6 +194,24 @@ bool Program::resolve_pointwise(ReadyOp& ready, Reason& reason) {
   return true;
 }
 
+double Program::cost() const {
+  double total = 0;
+  for (const ReadyOp& ready : ops_) {
+    const View& in = ready.views[0];
+    double own = static_cast<double>(ready.tasks) * (ready.op->code == kPointwise ? kChunk : 1);
+    if (ready.op->code == kAttention) {
+      own *= static_cast<double>(kernels_->attention_rows) * static_cast<double>(ready.views[1].dims[2]) *
+             static_cast<double>(in.dims[3] + ready.views[2].dims[3]);
+    } else if (ready.op->code == kLinear) {
+      own *= static_cast<double>(ready.rows_a_task * kPanel) * static_cast<double>(in.dims[in.rank - 1]);
+    } else if (ready.op->code != kPointwise) {
+      own *= static_cast<double>(in.dims[in.rank - 1]);
+    }
+    total += own;
+  }
+  return total;
+}
+
 // The data of the op's views, now that inputs and outputs are known.
 void Program::point(ReadyOp& ready) {
   const Op& op = *ready.op;
@@ -199,7 +255,7 @@ void Program::work(void* context, int64_t worker) {
   char* const scratch = self.scratch_ + static_cast<size_t>(worker) * self.scratch_bytes_;
   float* const floats = reinterpret_cast<float*>(scratch);
   RowOp row = {};
-  if (ready.op->code != kPointwise && ready.op->code != kAttention) {
+  if (ready.op->code != kPointwise && ready.op->code != kAttention && ready.op->code != kLinear) {
     const size_t inputs = ready.op->inputs.size();
     row.code = ready.op->code;
     row.reduction = ready.op->ints.empty() ? 0 : ready.op->ints[0];
@@ -215,11 +271,51 @@ void Program::work(void* context, int64_t worker) {
     const int64_t end = std::min(ready.tasks, begin + ready.tasks_at_once);
     if (ready.op->code == kAttention) {
       self.attention_tasks(ready, begin, end, scratch);
+    } else if (ready.op->code == kLinear) {
+      self.linear_tasks(ready, begin, end);
     } else if (ready.op->code == kPointwise) {
       self.kernels_->pointwise(ready.loop, begin, end, floats);
     } else {
       self.kernels_->row_op(row, begin, end, floats);
     }
+  }
+}
+
+namespace {
+
+int64_t row_start(const View& view, int64_t row) {
+  int64_t offset = 0;
+  for (int d = view.rank - 2; d >= 0; --d) {
+    offset += row % view.dims[d] * view.strides[d];
+    row /= view.dims[d];
+  }
+  return offset;
+}
+
+}  // namespace
+
+void Program::linear_tasks(const ReadyOp& ready, int64_t begin, int64_t end) const {
+  const View &x = ready.views[0], &weights = ready.views[1], &y = ready.views[3];
+  const int64_t panels = weights.dims[0];
+  LinearTask task;
+  task.inputs = x.dims[x.rank - 1];
+  task.outputs = y.dims[y.rank - 1];
+  task.weights = reinterpret_cast<const float*>(weights.data);
+  task.bias = ready.there[2] ? reinterpret_cast<const float*>(ready.views[2].data) : nullptr;
+  const int64_t all = x.numel() / task.inputs;
+  int64_t block = -1;
+  for (int64_t n = begin; n < end; ++n) {
+    if (n / panels != block) {
+      block = n / panels;
+      task.rows = std::min(ready.rows_a_task, all - block * ready.rows_a_task);
+      for (int64_t r = 0; r < task.rows; ++r) {
+        const int64_t row = block * ready.rows_a_task + r;
+        task.x[r] = reinterpret_cast<const float*>(x.data) + row_start(x, row);
+        task.y[r] = reinterpret_cast<float*>(y.data) + row_start(y, row);
+      }
+    }
+    task.panel = n % panels;
+    kernels_->linear(task);
   }
 }
 

@@ -57,6 +57,17 @@ struct RowOp {  // norms, softmax and reductions: one row at a time
   float eps;
 };
 
+constexpr int64_t kPanel = 32;           // outputs of a linear that are packed together
+constexpr int64_t kMostLinearRows = 96;  // rows of x that one task takes
+
+struct LinearTask {  // some rows of x times one panel of weights
+  int64_t rows, inputs, outputs, panel;
+  const float* x[kMostLinearRows];
+  float* y[kMostLinearRows];
+  const float* weights;
+  const float* bias;  // null where there is none
+};
+
 struct KernelTable {
   const char* name;
   int64_t attention_rows;
@@ -64,6 +75,7 @@ struct KernelTable {
   void (*attention)(const AttentionTile& tile, float* scratch);
   void (*pointwise)(const PointwiseLoop& loop, int64_t begin, int64_t end, float* scratch);  // rows x chunks
   void (*row_op)(const RowOp& op, int64_t begin, int64_t end, float* scratch);
+  void (*linear)(const LinearTask& task);
 };
 
 // The best table for this processor, or the one that KERNEL_PYTORCH_TARGET names; null where it has no such one.
