@@ -53,7 +53,7 @@ class Mutator {
 
   Bytes changed(const std::vector<Bytes>& known) {
     Bytes data = known[below(known.size())];
-    for (size_t n = 1 + below(4); n > 0 && !data.empty(); --n) change(data, known);
+    for (size_t n = below(3) ? 1 : 1 + below(4); n > 0 && !data.empty(); --n) change(data, known);
     if (below(10) != 0) mend(data);
     return data;
   }
