@@ -1,4 +1,4 @@
-"""Feeds damaged payloads to the C++ runtime under AddressSanitizer: ``python tests/fuzz_payload.py --cases 1000000``."""
+"""Feeds damaged payloads to the C++ runtime under AddressSanitizer: ``python tests/fuzz_payload.py --cases 9999``."""
 
 import argparse
 import subprocess
@@ -52,7 +52,11 @@ def payloads() -> list[bytes]:
 
     for model, inputs, shapes in (
         (_Everything(), (torch.randn(1, 20, 8),), None),
-        (Dynamic(), (torch.randn(1, 2, 6, 4), torch.ones(6, 6).tril().bool()), ({2: length}, {0: length, 1: length})),
+        (
+            Dynamic(),
+            (torch.randn(1, 2, 6, 4), torch.ones(6, 6).tril().bool()),
+            ({2: length}, {0: length, 1: length}),
+        ),
     ):
         with torch.no_grad():
             exported = torch.export.export(model.eval(), inputs, dynamic_shapes=shapes)

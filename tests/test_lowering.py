@@ -1,4 +1,4 @@
-"""kp.lower and kp.load: whole programs against eager, what is delegated and why not, and what is refused at run time."""
+"""kp.lower and kp.load: whole programs against eager, what is delegated and why not, what is refused at run time."""
 
 import subprocess
 
@@ -8,15 +8,15 @@ from torch.export import Dim
 
 import kernel_pytorch as kp
 from kernel_pytorch.cli import main
-
-pytest.importorskip("executorch")
 from kernel_pytorch.lowering import KernelPartitioner, PartitionerOptions
 from kernel_pytorch.lowering.build import build
 from kernel_pytorch.lowering.rewrite import recognised_mask
 
 OURS = "KernelPyTorchBackend"
 ATTENTION = "kernel_pytorch_lowering::attention"
-LEAST_SNR = 100.0  # decibels; two float32 programs that add in other orders differ by far less than 60 dB would allow
+LEAST_SNR = (
+    100.0  # decibels; two float32 programs that add in other orders differ by far less than 60 dB would allow
+)
 
 
 class Block(torch.nn.Module):
@@ -81,7 +81,9 @@ def test_the_whole_block_is_delegated(dynamic_block) -> None:
 
 
 def test_a_length_it_was_not_lowered_for_is_refused_by_name(dynamic_block) -> None:
-    with pytest.raises(ValueError, match=r"input 0 is float32\[2, 101, 64\]; it was lowered for float32\[2, 100, 64\]"):
+    with pytest.raises(
+        ValueError, match=r"input 0 is float32\[2, 101, 64\]; it was lowered for float32\[2, 100, 64\]"
+    ):
         dynamic_block[1].load()(torch.randn(2, 101, 64))
     with pytest.raises(ValueError, match="lowered for 2 to 100"):
         dynamic_block[1].load()(torch.randn(2, 1, 64))
@@ -178,7 +180,9 @@ def test_narrow_formats_are_lowered(dtype: torch.dtype) -> None:
 POINTWISE = {
     "chain": lambda x: torch.softmax(torch.tanh(x * 2 - 1).abs().sqrt() + torch.exp(-x), -1),
     "wide": lambda x: torch.softmax(sum(x.roll(0) * n + x.exp() / (n + 1) for n in range(9)), -1),
-    "columns": lambda x: torch.softmax(x, 1) + x.mean((0, 2), keepdim=True) - x.amax(1, keepdim=True) + x.sum(-1)[..., None],
+    "columns": lambda x: (
+        torch.softmax(x, 1) + x.mean((0, 2), keepdim=True) - x.amax(1, keepdim=True) + x.sum(-1)[..., None]
+    ),
     "pieces": lambda x: torch.nn.functional.silu(torch.cat([x[:, 1:4], x[:, ::2] * 2, -x[:, -1:]], dim=1)),
     "no sizes": lambda x: torch.nn.functional.gelu(x.sum((0, 1, 2)) * 0.01) + torch.softmax(x, -1),
     "reshaped": lambda x: torch.softmax(x.permute(2, 0, 1).reshape(6, -1).t().reshape(-1, 6).expand(2, -1, -1), -1),

@@ -8,9 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-pytest.importorskip("executorch")
 from fuzz_payload import fuzz, payloads
-
 from kernel_pytorch.lowering.direct import DirectProgram, PayloadError
 from kernel_pytorch.lowering.payload import (
     Buffer,
@@ -92,7 +90,10 @@ HOSTILE = {
     "empty stack": {"expressions": [((Token.ADD, 0),), number(8), number(1), number(0)]},
     "unknown symbol": {"expressions": [((Token.SYMBOL, 3),), number(8), number(1), number(0)]},
     "divides by zero": {
-        "expressions": [((Token.CONSTANT, 4), (Token.CONSTANT, 0), (Token.FLOOR_DIVIDE, 0)), *map(number, (8, 1, 0))]
+        "expressions": [
+            ((Token.CONSTANT, 4), (Token.CONSTANT, 0), (Token.FLOOR_DIVIDE, 0)),
+            *map(number, (8, 1, 0)),
+        ]
     },
     "symbol of no input": {"symbols": [Symbol(9, 0, 1, 4)]},
     "symbol of no dimension": {"symbols": [Symbol(0, 5, 1, 4)]},
@@ -102,7 +103,10 @@ HOSTILE = {
         "buffers": [Buffer(BufferKind.INPUT, torch.float32), Buffer(BufferKind.ARENA, torch.float32, 0, 0, 128)]
     },
     "buffer outside the constants": {
-        "buffers": [Buffer(BufferKind.CONSTANT, torch.float32, 0, 64, 128), Buffer(BufferKind.OUTPUT, torch.float32)]
+        "buffers": [
+            Buffer(BufferKind.CONSTANT, torch.float32, 0, 64, 128),
+            Buffer(BufferKind.OUTPUT, torch.float32),
+        ]
     },
     "writes to its input": {"ops": [Op(OpCode.SOFTMAX, (0,), (0,))]},
     "value that is not there": {"ops": [Op(OpCode.SOFTMAX, (7,), (1,))]},

@@ -4,25 +4,25 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 
 import kernel_pytorch as kp
 from kernel_pytorch.hardware_abstraction import registered_op
-from kernel_pytorch.testing import compare
-
-pytest.importorskip("executorch")
 from kernel_pytorch.lowering.constants import Constants
 from kernel_pytorch.lowering.direct import DirectProgram
 from kernel_pytorch.lowering.emitter import Emitter
 from kernel_pytorch.lowering.payload import OpCode, Reduction, Step
 from kernel_pytorch.lowering.rules import packed_weights
 from kernel_pytorch.lowering.strided import Storage, Strided, contiguous_strides
+from kernel_pytorch.testing import compare
 
 FORMATS = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 ATTENTION = registered_op("attention")
 RMS_NORM = registered_op("rms_norm")
+ATTENTION_CASES = [case for case in ATTENTION.cases if not case.benchmark and case.name != "parts"]
 
 
 class Payloads:
@@ -38,7 +38,7 @@ class Payloads:
             self.emitter.add_input(node)
             self.views.append(self.emitter.result(node))
 
-    def run(self, code: OpCode, out: torch.Tensor, ints: tuple = (), floats: tuple = (), operands=None) -> torch.Tensor:
+    def run(self, code: OpCode, out: torch.Tensor, ints=(), floats=(), operands=None) -> torch.Tensor:
         dims = tuple(out.shape)
         into = Strided(Storage(out.dtype, out.numel()), dims, contiguous_strides(dims))
         self.emitter.emit(code, self.views if operands is None else operands, [into], ints, floats)
@@ -54,9 +54,7 @@ def run_attention(q, k, v, mask, scale, wanted):
 
 
 @pytest.mark.parametrize("number_format", FORMATS)
-@pytest.mark.parametrize(
-    "case", [case for case in ATTENTION.cases if not case.benchmark and case.name != "parts"], ids=lambda case: case.name
-)
+@pytest.mark.parametrize("case", ATTENTION_CASES, ids=lambda case: case.name)
 def test_attention_is_within_its_budget(case, number_format: str) -> None:
     arguments = case.arguments(FORMATS[number_format], torch.device("cpu"))
 
@@ -69,7 +67,9 @@ def test_attention_is_within_its_budget(case, number_format: str) -> None:
 
 
 @pytest.mark.parametrize("number_format", FORMATS)
-@pytest.mark.parametrize("case", [case for case in RMS_NORM.cases if not case.benchmark], ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    "case", [case for case in RMS_NORM.cases if not case.benchmark], ids=lambda case: case.name
+)
 def test_rms_norm_is_within_its_budget(case, number_format: str) -> None:
     arguments = case.arguments(FORMATS[number_format], torch.device("cpu"))
 
@@ -142,7 +142,9 @@ def test_narrow_formats_are_read_and_rounded_exactly(number_format: str) -> None
     generator = torch.Generator().manual_seed(0)
     bits = torch.randint(-(2**31), 2**31 - 1, (2**18,), generator=generator, dtype=torch.int64).to(torch.int32)
     numbers = torch.cat([bits.view(torch.float32), torch.tensor([65519.0, 65520.0, 6e-8, 2.9e-8, -0.0])])
-    narrow = Payloads(numbers).run(OpCode.POINTWISE, torch.empty(len(numbers), dtype=dtype), (Step.COPY, 1, 0, 0, 1))
+    narrow = Payloads(numbers).run(
+        OpCode.POINTWISE, torch.empty(len(numbers), dtype=dtype), (Step.COPY, 1, 0, 0, 1)
+    )
     torch.testing.assert_close(narrow, numbers.to(dtype), rtol=0, atol=0, equal_nan=True)
 
 
@@ -165,7 +167,9 @@ def test_softmax_layer_norm_and_reductions(shape: tuple[int, ...]) -> None:
         torch.testing.assert_close(out.double(), function(wide, dim=-1, keepdim=True), rtol=1e-5, atol=1e-4)
 
 
-@pytest.mark.parametrize(("rows", "inputs", "outputs"), [(1, 1, 1), (3, 5, 33), (13, 64, 31), (25, 300, 96), (200, 17, 64)])
+@pytest.mark.parametrize(
+    ("rows", "inputs", "outputs"), [(1, 1, 1), (3, 5, 33), (13, 64, 31), (25, 300, 96), (200, 17, 64)]
+)
 @pytest.mark.parametrize("biased", [True, False])
 def test_linear(rows: int, inputs: int, outputs: int, biased: bool) -> None:
     x, weight, bias = torch.randn(2, rows, inputs), torch.randn(outputs, inputs), torch.randn(outputs)
@@ -228,7 +232,7 @@ print(json.dumps((found - exact).abs().max().item()))
 
 @pytest.mark.parametrize("target", ["avx512", "avx2", "baseline"])
 def test_every_target_of_this_processor_computes_the_same(target: str) -> None:
-    environment = {**os.environ, "KERNEL_PYTORCH_TARGET": target, "PYTHONPATH": os.path.dirname(__file__)}
+    environment = {**os.environ, "KERNEL_PYTORCH_TARGET": target, "PYTHONPATH": str(Path(__file__).parent)}
     done = subprocess.run([sys.executable, "-c", TARGETS], env=environment, capture_output=True, text=True)
     if "has no such target" in done.stderr:
         pytest.skip(f"this processor has no {target}")

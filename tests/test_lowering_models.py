@@ -2,11 +2,9 @@
 
 import pytest
 import torch
+import transformers
 
 import kernel_pytorch as kp
-
-pytest.importorskip("executorch")
-transformers = pytest.importorskip("transformers")
 from kernel_pytorch.lowering.rules import RULES
 
 OURS = "KernelPyTorchBackend"
@@ -77,4 +75,6 @@ def test_a_model_is_equal_to_eager_with_attention_and_norms_in_our_delegate(make
     norms = [name for name, rule in RULES.items() if rule.kind == "norm"]
     assert sum(report.count(OURS, name) for name in norms) == NORMS[make], report
     left = {refusal.operator for refusal in report.left}
-    assert left <= {"aten::embedding", "aten::view_copy", "aten::gather"}, report  # look-ups, and views of token ids
+    assert left <= {"aten::embedding", "aten::view_copy", "aten::gather"}, (
+        report
+    )  # look-ups, and views of token ids

@@ -38,7 +38,9 @@ class Runtime:
 
     @property
     def library(self) -> Path:
-        return self.prefix / "lib" / ("libkernel_pytorch_backend" + (".dylib" if sys.platform == "darwin" else ".so"))
+        return (
+            self.prefix / "lib" / ("libkernel_pytorch_backend" + (".dylib" if sys.platform == "darwin" else ".so"))
+        )
 
     @property
     def runner(self) -> Path:

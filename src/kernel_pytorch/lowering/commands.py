@@ -71,7 +71,9 @@ def run(program: Path, given: tuple[Path, ...], method: str, repeat: int) -> Non
     for number, output in enumerate(outputs if isinstance(outputs, tuple) else (outputs,)):
         if isinstance(output, torch.Tensor):
             kind = str(output.dtype).removeprefix("torch.")
-            console.print(f"output {number}: {kind}{list(output.shape)}, mean {output.double().mean():.6g}", markup=False)
+            console.print(
+                f"output {number}: {kind}{list(output.shape)}, mean {output.double().mean():.6g}", markup=False
+            )
         else:
             console.print(f"output {number}: {output}", markup=False)
     console.print(f"median of {repeat}: {statistics.median(seconds) * 1e3:.3f} ms", markup=False)

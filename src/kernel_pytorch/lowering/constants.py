@@ -54,7 +54,9 @@ class Constants:
                 stack.pop()
                 continue
             waiting = [
-                source for source in top.all_input_nodes if source not in self._known and source not in self._unknown
+                source
+                for source in top.all_input_nodes
+                if source not in self._known and source not in self._unknown
             ]
             if waiting and not any(source in self._unknown for source in top.all_input_nodes):
                 stack.extend(waiting)

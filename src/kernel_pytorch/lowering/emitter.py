@@ -15,7 +15,7 @@ import torch
 from torch.fx import Node
 from torch.utils._sympy.functions import FloorDiv, Mod
 
-from kernel_pytorch.lowering import payload as format
+from kernel_pytorch.lowering import payload as tables
 from kernel_pytorch.lowering.constants import Constants
 from kernel_pytorch.lowering.payload import BufferKind, OpCode, Parameter, Payload, Step, Symbol, Token
 from kernel_pytorch.lowering.strided import (
@@ -187,7 +187,7 @@ class Emitter:
         dims = tuple(as_size(size) for size in value.shape)
         ready: list[Lazy | Strided | float] = []
         for operand in operands:
-            found = self._number(operand)
+            found: Any = self._number(operand)
             if found is None:
                 found = self.result(operand)
                 if isinstance(found, Lazy) and not _same(found.dims, dims):
@@ -208,7 +208,7 @@ class Emitter:
         if isinstance(operand, (int, float)):
             return float(operand)
         known = self.constants.of(operand) if isinstance(operand, Node) else None
-        if isinstance(known, torch.Tensor) and known.numel() == 1 and known.dtype in format.DTYPES:
+        if isinstance(known, torch.Tensor) and known.numel() == 1 and known.dtype in tables.DTYPES:
             return float(known)
         return None
 
@@ -230,7 +230,7 @@ class Emitter:
                     leaves.append(operand)
 
         collect(lazy)
-        free = list(range(format.REGISTERS - 1, len(leaves) - 1, -1))
+        free = list(range(tables.REGISTERS - 1, len(leaves) - 1, -1))
 
         def compute(one: Lazy) -> int:
             held: list[int] = []
@@ -279,7 +279,7 @@ class Emitter:
             values = [None if v is None else self._value(v, places, buffers) for v in (*op.inputs, *op.outputs)]
             count = len(op.inputs)
             written = tuple(v for v in values[count:] if v is not None)
-            self._payload.ops.append(format.Op(op.code, tuple(values[:count]), written, op.ints, op.floats))
+            self._payload.ops.append(tables.Op(op.code, tuple(values[:count]), written, op.ints, op.floats))
         return self._payload
 
     def _plan(self) -> dict[int, tuple[int, int]]:
@@ -295,7 +295,7 @@ class Emitter:
         sizes = {key: self._most(storage.numel) * storage.dtype.itemsize for key, (_, _, storage) in alive.items()}
         for key in sorted(alive, key=lambda key: (-sizes[key], alive[key][0])):
             first, last, _ = alive[key]
-            offset, size = 0, format.aligned(max(sizes[key], 1))
+            offset, size = 0, tables.aligned(max(sizes[key], 1))
             for _, _, begin, end in sorted(
                 (p for p in placed if p[0] <= last and first <= p[1]), key=lambda p: p[2]
             ):
@@ -325,26 +325,26 @@ class Emitter:
         if id(storage) not in buffers:
             buffers[id(storage)] = len(self._payload.buffers)
             self._payload.buffers.append(self._buffer(storage, places))
-        value = format.Value(
+        value = tables.Value(
             buffers[id(storage)], self._sizes(view.dims), self._sizes(view.strides), self._size(view.offset)
         )
         self._payload.values.append(value)
         return len(self._payload.values) - 1
 
-    def _buffer(self, storage: Storage, places: dict[int, tuple[int, int]]) -> format.Buffer:
+    def _buffer(self, storage: Storage, places: dict[int, tuple[int, int]]) -> tables.Buffer:
         if storage.input is not None:
-            return format.Buffer(BufferKind.INPUT, storage.dtype, index=storage.input)
+            return tables.Buffer(BufferKind.INPUT, storage.dtype, index=storage.input)
         if storage.output is not None:
-            return format.Buffer(BufferKind.OUTPUT, storage.dtype, index=storage.output)
+            return tables.Buffer(BufferKind.OUTPUT, storage.dtype, index=storage.output)
         if storage.constant is not None:
             constants = self._payload.constants
-            constants.extend(bytes(format.aligned(len(constants)) - len(constants)))
+            constants.extend(bytes(tables.aligned(len(constants)) - len(constants)))
             data = storage.constant.flatten().view(torch.uint8).numpy().tobytes()
             offset = len(constants)
             constants.extend(data)
-            return format.Buffer(BufferKind.CONSTANT, storage.dtype, offset=offset, size=len(data))
+            return tables.Buffer(BufferKind.CONSTANT, storage.dtype, offset=offset, size=len(data))
         offset, size = places[id(storage)]
-        return format.Buffer(BufferKind.ARENA, storage.dtype, offset=offset, size=size)
+        return tables.Buffer(BufferKind.ARENA, storage.dtype, offset=offset, size=size)
 
     def _sizes(self, sizes: Sequence[Size]) -> tuple[int, ...]:
         return tuple(self._size(size) for size in sizes)
@@ -379,7 +379,7 @@ class Emitter:
             low, high = self._bounds(symbol)
             for index, given in enumerate(self._inputs):
                 if given.size == symbol:
-                    found = Symbol(index, format.NONE, low, high)
+                    found = Symbol(index, tables.NONE, low, high)
                     break
                 if symbol in given.dims:
                     found = Symbol(index, given.dims.index(symbol), low, high)
@@ -395,6 +395,10 @@ def _same(a: Sequence[Size], b: Sequence[Size]) -> bool:
     return len(a) == len(b) and all(equal(x, y) for x, y in zip(a, b, strict=True))
 
 
+def _args(node: Node) -> tuple[Any, ...]:
+    return node.args
+
+
 def _order_of_users(node: Node, rank: int) -> list[int]:
     """The axes in the order in which the next permutation puts them, where the only user is one."""
     order = list(range(rank))
@@ -402,9 +406,9 @@ def _order_of_users(node: Node, rank: int) -> list[int]:
         (user,) = node.users
         name = str(user.target)
         if "permute_copy" in name:
-            order = [order[axis % rank] for axis in user.args[1]]  # type: ignore[operator, union-attr]
+            order = [order[axis % rank] for axis in _args(user)[1]]
         elif "transpose_copy" in name:
-            first, second = (int(axis) % rank for axis in user.args[1:3])  # type: ignore[arg-type]
+            first, second = (axis % rank for axis in _args(user)[1:3])
             order[first], order[second] = order[second], order[first]
         elif "clone" not in name:
             break

@@ -55,7 +55,7 @@ def _along_last(mean: Node) -> bool:
     axes = mean.args[1]
     rank = mean.args[0].meta["val"].ndim  # type: ignore[union-attr]
     keeps = mean.kwargs.get("keepdim", mean.args[2] if len(mean.args) > 2 else False)
-    return bool(keeps) and [axis % rank for axis in axes] == [rank - 1]  # type: ignore[union-attr, operator]
+    return bool(keeps) and [axis % rank for axis in axes] == [rank - 1]  # type: ignore[union-attr]
 
 
 def _squared(node: Any) -> Node | None:

@@ -225,7 +225,10 @@ class Payload:
                 *(struct.pack("<IIqq", s.input, s.dim, s.low, s.high) for s in self.symbols),
                 *(_expression(expression) for expression in self.expressions),
                 *(_parameter(parameter) for parameter in (*self.inputs, *self.outputs)),
-                *(struct.pack("<BBHIQQ", b.kind, DTYPES[b.dtype], 0, b.index, b.offset, b.size) for b in self.buffers),
+                *(
+                    struct.pack("<BBHIQQ", b.kind, DTYPES[b.dtype], 0, b.index, b.offset, b.size)
+                    for b in self.buffers
+                ),
                 *(_value(value) for value in self.values),
                 *(_op(op) for op in self.ops),
             ]

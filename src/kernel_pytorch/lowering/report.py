@@ -61,7 +61,10 @@ class Report:
         for delegate in self.delegates:
             inside = ", ".join(f"{name} x{count}" if count > 1 else name for name, count in delegate.operators)
             lines.append(f"{delegate.backend} ({delegate.payload_bytes:,} bytes): {inside}")
-        for title, refusals in (("left to portable kernels", self.left), ("taken by another backend", self.passed_on)):
+        for title, refusals in (
+            ("left to portable kernels", self.left),
+            ("taken by another backend", self.passed_on),
+        ):
             counted = Counter((refusal.operator, refusal.reason) for refusal in refusals)
             for (operator, reason), count in counted.items():
                 times = f" x{count}" if count > 1 else ""

@@ -21,14 +21,14 @@ from kernel_pytorch.lowering.strided import as_size, equal
 from kernel_pytorch.ops import attention as _attention  # noqa: F401 - defines torch.ops.kernel_pytorch.attention
 from kernel_pytorch.ops import rms_norm as _rms  # noqa: F401
 
-__all__ = ["FLOATS", "Refused", "attention_refusal", "recognised_mask", "rewritten"]
+__all__ = ["FLOATS", "RefusedError", "attention_refusal", "recognised_mask", "rewritten"]
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 _SDPA = torch.ops.aten.scaled_dot_product_attention.default
 _FAR_BELOW = -1e30  # what models write for "do not attend": no finite score survives the addition
 
 
-class Refused(Exception):
+class RefusedError(Exception):
     """Why a node is not taken; becomes a line of the report."""
 
 
@@ -41,7 +41,7 @@ def argument(node: Node, position: int, name: str, default: Any = None) -> Any:
 def tensor_of(node: Any) -> torch.Tensor:
     value = node.meta["val"]
     if not isinstance(value, torch.Tensor):
-        raise Refused(f"{node.name} is not a tensor")
+        raise RefusedError(f"{node.name} is not a tensor")
     return value
 
 
@@ -101,13 +101,13 @@ def rewritten(program: ExportedProgram, *, attention: bool = True, norms: bool =
             continue
         try:
             change(module, node, constants)
-        except Refused as reason:
+        except RefusedError as reason:
             node.meta["kernel_pytorch_refusal"] = str(reason)
     if norms:
         for found in written_out_norms(module.graph):
             try:
                 joined = _norm(module, found.root, found.x, found.weight, found.eps)
-            except Refused as reason:
+            except RefusedError as reason:
                 found.root.meta["kernel_pytorch_refusal"] = str(reason)
                 continue
             found.root.replace_all_uses_with(joined)
@@ -135,7 +135,7 @@ def _sdpa(module: GraphModule, node: Node, constants: Constants) -> None:
     )
     scale, grouped = argument(node, 6, "scale"), argument(node, 7, "enable_gqa", False)
     if dropout:
-        raise Refused(f"dropout_p={dropout}: call model.eval() before lowering")
+        raise RefusedError(f"dropout_p={dropout}: call model.eval() before lowering")
     if any(tensor_of(x).ndim == 3 for x in (q, k, v)):
         q, k, v = (
             _insert(module, node, torch.ops.aten.unsqueeze.default, x, 1) if tensor_of(x).ndim == 3 else x
@@ -145,9 +145,9 @@ def _sdpa(module: GraphModule, node: Node, constants: Constants) -> None:
             bias = _insert(module, node, torch.ops.aten.unsqueeze.default, bias, 1)
     refusal = attention_refusal(tensor_of(q), tensor_of(k), tensor_of(v))
     if refusal:
-        raise Refused(refusal)
+        raise RefusedError(refusal)
     if not grouped and not equal(as_size(tensor_of(q).shape[1]), as_size(tensor_of(k).shape[1])):
-        raise Refused("q and k differ in heads, and enable_gqa is not set")
+        raise RefusedError("q and k differ in heads, and enable_gqa is not set")
     q_len, kv_len = (as_size(tensor_of(x).shape[2]) for x in (q, k))
     mask = masks.full()
     if causal:
@@ -155,7 +155,9 @@ def _sdpa(module: GraphModule, node: Node, constants: Constants) -> None:
         if not equal(q_len, kv_len):
             # torch counts is_causal from the first key: keys at and after q_len are met by no query.
             if not (isinstance(q_len, int) and isinstance(kv_len, int) and q_len <= kv_len):
-                raise Refused(f"is_causal with {q_len} queries and {kv_len} keys: pass a mask of kp.masks instead")
+                raise RefusedError(
+                    f"is_causal with {q_len} queries and {kv_len} keys: pass a mask of kp.masks instead"
+                )
             k, v = (_insert(module, node, torch.ops.aten.slice.Tensor, x, 2, 0, q_len) for x in (k, v))
     elif bias is not None:
         known = constants.of(bias)
@@ -163,7 +165,7 @@ def _sdpa(module: GraphModule, node: Node, constants: Constants) -> None:
         if recognised is not None:
             mask, bias = recognised, None
         elif tensor_of(bias).dtype not in (*FLOATS, torch.bool):
-            raise Refused(f"attn_mask has dtype {tensor_of(bias).dtype}")
+            raise RefusedError(f"attn_mask has dtype {tensor_of(bias).dtype}")
     scale = float(tensor_of(q).shape[-1]) ** -0.5 if scale is None else float(scale)
     found = _insert(module, node, operators.ATTENTION, q, k, v, bias, mask.code.tolist(), scale)
     if tensor_of(node).ndim == 3:
@@ -176,15 +178,17 @@ def _kp_attention(module: GraphModule, node: Node, constants: Constants) -> None
     q, k, v, code, scale = node.args[:5]
     refusal = attention_refusal(tensor_of(q), tensor_of(k), tensor_of(v))
     if refusal:
-        raise Refused(refusal)
+        raise RefusedError(refusal)
     outputs = {user.args[1]: user for user in node.users}
     if 1 in outputs and outputs[1].users:
-        raise Refused("the log-sum-exp is used; the delegate returns the output alone")
+        raise RefusedError("the log-sum-exp is used; the delegate returns the output alone")
     known = constants.of(code) if isinstance(code, Node) else None
     if known is None:
-        raise Refused("the mask is an input of the model; make it inside forward, so that it is data of the program")
+        raise RefusedError(
+            "the mask is an input of the model; make it inside forward, so that it is data of the program"
+        )
     if masks.from_code(known).node.uses(9):
-        raise Refused("the mask is a part of another; parts are for ranks")
+        raise RefusedError("the mask is a part of another; parts are for ranks")
     found = _insert(module, node, operators.ATTENTION, q, k, v, None, known.tolist(), scale)
     if 0 in outputs:
         outputs[0].replace_all_uses_with(found)
@@ -195,25 +199,29 @@ def _kp_attention(module: GraphModule, node: Node, constants: Constants) -> None
 
 def _norm(module: GraphModule, node: Node, x: Any, weight: Any, eps: float) -> Node:
     if tensor_of(x).dtype not in FLOATS:
-        raise Refused(f"x is {tensor_of(x).dtype}; norms take float32, float16 and bfloat16")
+        raise RefusedError(f"x is {tensor_of(x).dtype}; norms take float32, float16 and bfloat16")
     return _insert(module, node, operators.RMS_NORM, x, weight, eps)
 
 
 def _rms_norm(module: GraphModule, node: Node, constants: Constants) -> None:
-    x, shape, weight = argument(node, 0, "input"), argument(node, 1, "normalized_shape"), argument(node, 2, "weight")
+    x, shape, weight = (
+        argument(node, 0, "input"),
+        argument(node, 1, "normalized_shape"),
+        argument(node, 2, "weight"),
+    )
     eps = argument(node, 3, "eps")
     if len(shape) != 1:
-        raise Refused(f"normalises {len(shape)} dimensions; the last one alone is taken")
+        raise RefusedError(f"normalises {len(shape)} dimensions; the last one alone is taken")
     eps = torch.finfo(tensor_of(x).dtype).eps if eps is None else eps
     node.replace_all_uses_with(_norm(module, node, x, weight, eps))
     module.graph.erase_node(node)
 
 
 def _kp_rms_norm(module: GraphModule, node: Node, constants: Constants) -> None:
-    x, weight, eps = node.args[:3]
+    x, weight, eps = (argument(node, at, name) for at, name in enumerate(("x", "weight", "eps")))
     outputs = {user.args[1]: user for user in node.users}
     if 1 in outputs and outputs[1].users:
-        raise Refused("the reciprocal root is used; the delegate returns the output alone")
+        raise RefusedError("the reciprocal root is used; the delegate returns the output alone")
     found = _norm(module, node, x, weight, eps)
     if 0 in outputs:
         outputs[0].replace_all_uses_with(found)

@@ -221,7 +221,7 @@ def _split(emitter: Emitter, source: Strided, node: Node) -> tuple[Strided, ...]
     for part in node.meta["val"]:
         size = as_size(part.shape[axis])
         parts.append(source.narrow(axis, start, size))
-        start = start + size  # type: ignore[assignment]
+        start = start + size
     return tuple(parts)
 
 
@@ -324,7 +324,9 @@ def _check_reduction(node: Node) -> str | None:
     x = node.args[0]
     assert isinstance(x, Node)
     value = x.meta["val"]
-    if value.ndim == 0 or any(not isinstance(value.shape[a], int) or value.shape[a] == 0 for a in _reduced_axes(node)):
+    if value.ndim == 0 or any(
+        not isinstance(value.shape[a], int) or value.shape[a] == 0 for a in _reduced_axes(node)
+    ):
         return "reduces dimensions that are empty or not fixed"
     if argument(node, 3, "dtype") not in (None, value.dtype):
         return "reduces in another format than its numbers have"

@@ -8,14 +8,26 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from itertools import pairwise
+from typing import Any, TypeAlias
 
 import sympy
 import torch
 
-__all__ = ["Size", "Storage", "Strided", "as_size", "broadcast", "contiguous_strides", "equal", "product", "reshaped"]
+__all__ = [
+    "Size",
+    "Storage",
+    "Strided",
+    "as_size",
+    "broadcast",
+    "contiguous_strides",
+    "equal",
+    "product",
+    "reshaped",
+]
 
-Size = int | sympy.Expr
+Size: TypeAlias = Any
+"""An int, or a sympy expression of symbols (sympy has no types to check)."""
 
 
 def as_size(value: Any) -> Size:
@@ -148,7 +160,7 @@ def reshaped(view: Strided, dims: Sequence[Size]) -> Strided | None:
                 break
         else:
             return None
-        for (_, outer), (size, inner) in zip(group, group[1:], strict=False):
+        for (_, outer), (size, inner) in pairwise(group):
             if not equal(outer, size * inner):
                 return None
         step = group[-1][1]
