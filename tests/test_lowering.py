@@ -10,6 +10,7 @@ import kernel_pytorch as kp
 from kernel_pytorch.cli import main
 from kernel_pytorch.lowering import KernelPartitioner, PartitionerOptions
 from kernel_pytorch.lowering.build import build
+from kernel_pytorch.lowering.program import difference
 from kernel_pytorch.lowering.rewrite import recognised_mask
 
 OURS = "KernelPyTorchBackend"
@@ -267,6 +268,27 @@ def test_wrong_arguments_of_lower(change: dict, message: str) -> None:
     arguments = {"model": torch.nn.LayerNorm(4).eval(), "inputs": (torch.randn(2, 4),), **change}
     with pytest.raises((ValueError, TypeError), match=message):
         kp.lower(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "least", "smaller"), [("int8-static", 20, 2), ("int8-dynamic", 30, 2), ("int4-weight", 14, 3)]
+)
+def test_a_quantized_block_has_its_linears_in_xnnpack_and_the_rest_with_us(
+    recipe: str, least: int, smaller: int
+) -> None:
+    torch.manual_seed(0)
+    model = Block(dim=128).eval()
+    x = torch.randn(1, 24, 128)
+    program = kp.lower(model, (x,), recipe=recipe)
+    report = program.report
+    assert report.count(OURS, ATTENTION) == 1, report
+    assert report.count(OURS, "aten::linear") == 0
+    assert (
+        report.count(OURS, "aten::native_layer_norm") + report.count(OURS, "kernel_pytorch_lowering::rms_norm") == 2
+    )
+    assert program.compare()[0].snr > 40  # against the quantized model in eager mode
+    assert difference(0, program(x), model(x)).snr > least  # against the model as it was
+    assert len(program.buffer) * smaller < len(kp.lower(model, (x,)).buffer)
 
 
 def test_a_missing_or_foreign_file_is_an_error(tmp_path) -> None:

@@ -5,6 +5,7 @@ Importing this package registers the delegate with ``executorch.runtime`` in thi
 
 from kernel_pytorch.lowering.partitioner import KernelPartitioner, PartitionerOptions, Refusal
 from kernel_pytorch.lowering.program import Difference, LoweredProgram, lower
+from kernel_pytorch.lowering.recipes import RECIPES, QuantizationRecipe
 from kernel_pytorch.lowering.report import Delegate, Report
 from kernel_pytorch.lowering.runtime import LoadedProgram, load, registered
 
@@ -15,6 +16,8 @@ __all__ = [
     "LoadedProgram",
     "LoweredProgram",
     "PartitionerOptions",
+    "QuantizationRecipe",
+    "RECIPES",
     "Refusal",
     "Report",
     "load",

@@ -15,6 +15,7 @@ from executorch.exir import EdgeCompileConfig, to_edge_transform_and_lower
 from torch.export import ExportedProgram
 
 from kernel_pytorch.lowering.partitioner import KernelPartitioner, PartitionerOptions
+from kernel_pytorch.lowering.recipes import find_recipe, quantized
 from kernel_pytorch.lowering.report import Report, report_of
 from kernel_pytorch.lowering.runtime import LoadedProgram
 
@@ -109,7 +110,7 @@ def lower(
         model: in eval mode.
         inputs: an example of its inputs, as a tuple.
         backend: where it will run; ``"cpu"``.
-        recipe: how to quantize it; None for not at all.
+        recipe: how to quantize it: ``"int8-static"``, ``"int8-dynamic"`` or ``"int4-weight"``; None for not at all.
         dynamic_shapes: which dimensions may change, as ``torch.export.export`` takes them; each needs a ``max``.
         options: what our delegate takes; everything it can when left out.
         tell: gets a line for each step.
@@ -133,9 +134,12 @@ def lower(
         raise TypeError(f"model={model!r}: expected a torch.nn.Module")
     if model.training:
         raise ValueError("model is in training mode: call model.eval() first")
-    if recipe is not None:
-        raise ValueError(f"recipe={recipe!r}: no recipe is known yet; use None")
+    chosen = None if recipe is None else find_recipe(recipe)
     given = tuple(inputs)
+    if chosen is not None:
+        tell(f"quantizing the model: {chosen.name}")
+        exported, eager = quantized(chosen, model, given, dynamic_shapes)
+        return lower_exported(exported, eager, given, options=options, tell=tell)
     tell("exporting the model")
     with torch.no_grad():
         exported = torch.export.export(model, given, dynamic_shapes=dynamic_shapes)

@@ -360,6 +360,8 @@ RULES["aten::amax"] = _reduction(Reduction.MAXIMUM)
 
 
 def _check_linear(node: Node) -> str | None:
+    if any("quantize" in operator_name(source) for source in node.all_input_nodes if source.op == "call_function"):
+        return "is quantized; XNNPACK runs it"
     for name, value in ((node.name, node.meta["val"]), *_tensors(node)):
         if value.dtype != torch.float32:
             return f"{name} is {str(value.dtype).removeprefix('torch.')}; linears are taken in float32"
