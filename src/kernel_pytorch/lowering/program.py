@@ -24,6 +24,10 @@ __all__ = ["Difference", "LoweredProgram", "lower"]
 _BACKENDS = ("cpu",)
 
 
+def _silent(text: str) -> None:
+    pass
+
+
 @dataclass(frozen=True)
 class Difference:
     """One output of the program against eager PyTorch."""
@@ -102,7 +106,7 @@ def lower(
     recipe: str | None = None,
     dynamic_shapes: Any = None,
     options: PartitionerOptions | None = None,
-    tell: Callable[[str], None] = lambda text: None,
+    tell: Callable[[str], None] | None = None,
 ) -> LoweredProgram:
     """Lower a model to a ``.pte`` that runs on ExecuTorch, with our kernels for what XNNPACK leaves behind.
 
@@ -134,6 +138,7 @@ def lower(
         raise TypeError(f"model={model!r}: expected a torch.nn.Module")
     if model.training:
         raise ValueError("model is in training mode: call model.eval() first")
+    tell = tell or _silent
     chosen = None if recipe is None else find_recipe(recipe)
     given = tuple(inputs)
     if chosen is not None:
@@ -152,9 +157,10 @@ def lower_exported(
     inputs: tuple[Any, ...],
     *,
     options: PartitionerOptions | None = None,
-    tell: Callable[[str], None] = lambda text: None,
+    tell: Callable[[str], None] | None = None,
 ) -> LoweredProgram:
     """The second half of ``lower``, for a program that is exported already."""
+    tell = tell or _silent
     xnnpack = XnnpackPartitioner()
     ours = KernelPartitioner(options or PartitionerOptions(), beside=(xnnpack,))
     tell("partitioning the graph between our delegate and XNNPACK")

@@ -118,8 +118,8 @@ def load(program: str | Path | bytes) -> LoadedProgram:
 
     Example:
         >>> import torch, kernel_pytorch as kp
-        >>> kp.lower(torch.nn.Softmax(-1).eval(), (torch.ones(2, 4),)).save("softmax.pte")
-        >>> kp.load("softmax.pte")(torch.ones(2, 4))[0]
+        >>> program = kp.lower(torch.nn.Softmax(-1).eval(), (torch.ones(2, 4),))
+        >>> kp.load(program.buffer)(torch.ones(2, 4))[0]
         tensor([0.2500, 0.2500, 0.2500, 0.2500])
     """
     if isinstance(program, bytes):
