@@ -80,7 +80,8 @@ def _by_quantize(
     ]
     if odd:
         raise ValueError(f"recipe='int4-weight': {odd[0]} has inputs that are no multiple of the group of 32")
-    quantize_(own, Int8DynamicActivationIntxWeightConfig(weight_dtype=torch.int4, weight_granularity=PerGroup(32)))
+    four_bits: torch.dtype = torch.int4  # type: ignore[attr-defined]
+    quantize_(own, Int8DynamicActivationIntxWeightConfig(four_bits, PerGroup(32)))
     with torch.no_grad():
         return torch.export.export(own, inputs, dynamic_shapes=dynamic_shapes), own
 
