@@ -188,6 +188,9 @@ POINTWISE = {
     "no sizes": lambda x: torch.nn.functional.gelu(x.sum((0, 1, 2)) * 0.01) + torch.softmax(x, -1),
     "reshaped": lambda x: torch.softmax(x.permute(2, 0, 1).reshape(6, -1).t().reshape(-1, 6).expand(2, -1, -1), -1),
     "powers": lambda x: torch.sigmoid(x.abs() ** 2.5 + x**2 + x.abs() ** 0.5) / (x.maximum(x * 0) + 1),
+    "clamps": lambda x: torch.sigmoid(x.clamp(-1, 0.5) + x.clamp(min=0.2)) + torch.nn.functional.leaky_relu(x, 0.2),
+    "hard": lambda x: torch.nn.functional.hardswish(x) * torch.nn.functional.hardsigmoid(x * 2),
+    "logarithms": lambda x: torch.sigmoid(x.abs().add(x.square(), alpha=3).log2() - x.exp().log10()),
     "two outputs": lambda x: (torch.softmax(x, -1), torch.softmax(x, -1).transpose(0, 1)),
     "input as output": lambda x: (x.clone(), torch.softmax(x, -1)),
 }

@@ -183,6 +183,10 @@ class Emitter:
 
     def pointwise(self, node: Node, step: Step, *operands: Any) -> None:
         """One step of a node; it waits for its user where that is the only one."""
+        self._settle(node, self.lazy(node, step, *operands))
+
+    def lazy(self, node: Node, step: Step, *operands: Any) -> Lazy:
+        """A step in the shape of a node, on nodes, numbers and other such steps; nothing is computed yet."""
         value = node.meta["val"]
         dims = tuple(as_size(size) for size in value.shape)
         ready: list[Lazy | Strided | float] = []
@@ -195,7 +199,7 @@ class Emitter:
             if isinstance(found, Strided) and not _same(found.dims, dims):
                 found = broadcast(found, dims)
             ready.append(found)
-        self._settle(node, Lazy(step, tuple(ready), dims, value.dtype))
+        return Lazy(step, tuple(ready), dims, value.dtype)
 
     def _settle(self, node: Node, lazy: Lazy) -> None:
         # Too many operands or too deep for the registers: what feeds it goes to memory first.

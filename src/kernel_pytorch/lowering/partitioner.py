@@ -44,8 +44,8 @@ class PartitionerOptions:
     glue: bool = True
     """Take views, additions and other pointwise work that touches what is taken anyway: it then costs no pass over
     memory of its own. Glue that touches nothing else stays with the other backends."""
-    attention_only_with: str | None = None
-    """Take attention nodes whose name contains this text, and refuse others; for finding a fault."""
+    glue_alone: bool = False
+    """Take glue that touches nothing else too, as tests of single operators want it."""
 
 
 @dataclass(frozen=True)
@@ -140,13 +140,10 @@ class KernelPartitioner(Partitioner):  # type: ignore[misc]
             "softmax": self.options.softmax,
             "activation": self.options.activations,
         }.get(kind, self.options.glue)
-        name = self.options.attention_only_with
-        if kind == "attention" and name is not None and name not in node.name:
-            return f"attention_only_with={name!r} leaves it out"
         return None if wanted else f"the options leave out {kind}"
 
     def _worth_it(self, node: Node) -> bool:
-        return _kind(node) in ("attention", "linear", "norm", "softmax", "activation")
+        return self.options.glue_alone or _kind(node) in ("attention", "linear", "norm", "softmax", "activation")
 
 
 def _kind(node: Node) -> str:

@@ -6,6 +6,7 @@ documentation read this one table.
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -100,8 +101,6 @@ def _check_pointwise(node: Node) -> str | None:
     for name, value in _tensors(node):
         if value.dtype not in (*FLOATS, torch.bool) and value.numel() != 1:
             return f"{name} is {str(value.dtype).removeprefix('torch.')}; floating numbers alone are taken"
-    if argument(node, 2, "alpha", 1) != 1 and operator_name(node).startswith(("aten::add", "aten::sub")):
-        return "alpha is not 1"
     if operator_name(node) == "aten::div.Tensor_mode" and node.kwargs.get("rounding_mode"):
         return "rounds its quotient"
     return None
@@ -111,11 +110,24 @@ def _pointwise(step: Step, count: int) -> Callable[[Emitter, Node], None]:
     return lambda emitter, node: emitter.pointwise(node, step, *node.args[:count])
 
 
+def _sum(step: Step) -> Callable[[Emitter, Node], None]:
+    def emit(emitter: Emitter, node: Node) -> None:
+        left, right = node.args[:2]
+        alpha = argument(node, 2, "alpha", 1)
+        scaled = right if alpha == 1 else emitter.lazy(node, Step.MULTIPLY, right, alpha)
+        emitter.pointwise(node, step, left, scaled)
+
+    return emit
+
+
 for _name, _step in {
     "add.Tensor": Step.ADD,
     "add.Scalar": Step.ADD,
     "sub.Tensor": Step.SUBTRACT,
     "sub.Scalar": Step.SUBTRACT,
+}.items():
+    RULES[f"aten::{_name}"] = Rule("pointwise", _sum(_step), _check_pointwise)
+for _name, _step in {
     "mul.Tensor": Step.MULTIPLY,
     "mul.Scalar": Step.MULTIPLY,
     "div.Tensor": Step.DIVIDE,
@@ -163,6 +175,47 @@ def _emit_cast(emitter: Emitter, node: Node) -> None:
         emitter.pointwise(node, Step.COPY, node.args[0])
 
 
+def _clamped(emitter: Emitter, node: Node, x: Any, low: Any, high: Any) -> Any:
+    if low is not None:
+        x = emitter.lazy(node, Step.MAXIMUM, x, low)
+    return x if high is None else emitter.lazy(node, Step.MINIMUM, x, high)
+
+
+def _emit_clamp(emitter: Emitter, node: Node) -> None:
+    default = (-1.0, 1.0) if operator_name(node) == "aten::hardtanh" else (None, None)
+    low, high = (argument(node, at, name, default[at - 1]) for at, name in ((1, "min"), (2, "max")))
+    emitter.pointwise(node, Step.COPY, _clamped(emitter, node, node.args[0], low, high))
+
+
+def _emit_leaky(emitter: Emitter, node: Node) -> None:
+    slope = argument(node, 1, "negative_slope", 0.01)
+    scaled = emitter.lazy(node, Step.MULTIPLY, node.args[0], slope)
+    emitter.pointwise(node, Step.MAXIMUM, node.args[0], scaled)
+
+
+def _check_leaky(node: Node) -> str | None:
+    slope = argument(node, 1, "negative_slope", 0.01)
+    return _check_pointwise(node) if 0 <= slope <= 1 else f"negative_slope={slope} is not within 0 and 1"
+
+
+def _emit_hard(emitter: Emitter, node: Node) -> None:
+    moved = emitter.lazy(node, Step.ADD, node.args[0], 3.0)
+    share = emitter.lazy(node, Step.DIVIDE, _clamped(emitter, node, moved, 0.0, 6.0), 6.0)
+    if operator_name(node) == "aten::hardswish":
+        emitter.pointwise(node, Step.MULTIPLY, share, node.args[0])
+    else:
+        emitter.pointwise(node, Step.COPY, share)
+
+
+def _emit_logarithm(emitter: Emitter, node: Node) -> None:
+    base = {"aten::log2": 2.0, "aten::log10": 10.0}[operator_name(node)]
+    emitter.pointwise(node, Step.MULTIPLY, emitter.lazy(node, Step.LOG, node.args[0]), 1 / math.log(base))
+
+
+RULES["aten::clamp"] = RULES["aten::hardtanh"] = Rule("pointwise", _emit_clamp, _check_pointwise)
+RULES["aten::leaky_relu"] = Rule("pointwise", _emit_leaky, _check_leaky)
+RULES["aten::hardsigmoid"] = RULES["aten::hardswish"] = Rule("activation", _emit_hard, _check_pointwise)
+RULES["aten::log2"] = RULES["aten::log10"] = Rule("pointwise", _emit_logarithm, _check_pointwise)
 RULES["aten::gelu"] = Rule("activation", _emit_gelu, _check_pointwise)
 RULES["aten::pow.Tensor_Scalar"] = Rule("pointwise", _emit_power, _check_pointwise)
 RULES["aten::_to_copy"] = RULES["dim_order_ops::_to_dim_order_copy"] = Rule("view", _emit_cast, _check_pointwise)
