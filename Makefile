@@ -2,6 +2,7 @@
 # make demo      set everything up and take the tour
 # make test      set everything up and run the tests
 # make fuzz      feed damaged programs to the C++ runtime under AddressSanitizer, until stopped
+# make cross     get ExecuTorch for 64-bit Arm, for the tests that run under qemu
 # make suite     run ExecuTorch's own backend test suite with our flow, and record what came of it
 # make check     formatting, lint, types
 # make evidence  make the records and pages that need no hardware anew
@@ -12,7 +13,7 @@ BIN := $(VENV)/bin
 CHECKED := src tests benchmarks demos conftest.py
 RECORDED := rms_norm attention
 
-.PHONY: install demo test check fuzz suite evidence clean
+.PHONY: install demo test check fuzz cross suite evidence clean
 
 # The stamp is older than what it depends on exactly when there is something to install.
 $(VENV)/.installed: pyproject.toml constraints.txt
@@ -37,6 +38,10 @@ check: install
 
 fuzz: install
 	$(BIN)/python tests/fuzz_payload.py --cases 1000000
+
+cross: install
+	$(BIN)/python -m pip download --quiet --no-deps --only-binary :all: --platform manylinux_2_28_aarch64 \
+		--constraint constraints.txt --dest $(VENV)/aarch64 executorch
 
 suite: install
 	$(BIN)/python tests/executorch_suite.py --write
