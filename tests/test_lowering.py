@@ -258,6 +258,30 @@ def test_masks_are_recognised_only_where_they_say_the_same() -> None:
         assert recognised_mask(other, 6, 6) is None
 
 
+def banded(x: torch.Tensor, width: int) -> torch.Tensor:
+    """Attention under a band that the graph computes from the length."""
+    i = torch.arange(x.shape[2])
+    keep = (i[None, :] <= i[:, None]) & (i[None, :] >= i[:, None] - width)
+    return sdpa(x, x, x, attn_mask=keep)
+
+
+def changing(x: torch.Tensor, width: int) -> torch.Tensor:
+    """A mask that is causal up to a length and something else after."""
+    i = torch.arange(x.shape[2])
+    return sdpa(x, x, x, attn_mask=(i[None, :] <= i[:, None]) & ((i[:, None] < width) | (i[None, :] > 3)))
+
+
+@pytest.mark.parametrize(("function", "data"), [(banded, True), (changing, False)])
+def test_a_mask_computed_from_the_length_becomes_data_where_it_is_one(function, data: bool) -> None:
+    shapes = ({2: Dim("length", min=2, max=700)},)
+    program = kp.lower(
+        Two(lambda x: function(x, 600)).eval(), (torch.randn(1, 1, 20, 4),), dynamic_shapes=(shapes,)
+    )
+    assert any(refusal.operator.startswith("aten::arange") for refusal in program.report.left) != data
+    for length in (2, 20, 599, 601, 602, 603, 700):
+        assert program.compare(torch.randn(1, 1, length, 4))[0].snr > LEAST_SNR
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

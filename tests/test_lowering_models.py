@@ -78,3 +78,16 @@ def test_a_model_is_equal_to_eager_with_attention_and_norms_in_our_delegate(make
     assert left <= {"aten::embedding", "aten::view_copy", "aten::gather"}, (
         report
     )  # look-ups, and views of token ids
+
+
+@pytest.mark.parametrize("make", [llama, bert], ids=lambda make: make.__name__)
+def test_a_model_of_dynamic_length_has_its_mask_as_data(make) -> None:
+    torch.manual_seed(0)
+    model, x = make()
+    length = torch.export.Dim("length", min=2, max=100)
+    program = kp.lower(model.eval(), (x,), dynamic_shapes=({1: length},))
+    assert program.report.count(OURS, "kernel_pytorch_lowering::attention") == 2, program.report
+    assert not any(refusal.operator in ("aten::le.Tensor", "aten::cumsum") for refusal in program.report.left)
+    for tokens in (2, 24, 77, 100):
+        (difference,) = program.compare(torch.randint(0, 128, (x.shape[0], tokens)))
+        assert difference.snr > 100, difference

@@ -6,7 +6,7 @@ stays the tensor that it is.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from torch.fx import GraphModule, Node
 from kernel_pytorch import masks
 from kernel_pytorch.lowering import operators
 from kernel_pytorch.lowering.constants import Constants
+from kernel_pytorch.lowering.lengths import mask_of_a_length
 from kernel_pytorch.lowering.patterns import written_out_norms
 from kernel_pytorch.lowering.strided import as_size, equal
 from kernel_pytorch.ops import attention as _attention  # noqa: F401 - defines torch.ops.kernel_pytorch.attention
@@ -100,7 +101,7 @@ def rewritten(program: ExportedProgram, *, attention: bool = True, norms: bool =
         if change is None:
             continue
         try:
-            change(module, node, constants)
+            change(module, node, constants, program.range_constraints)
         except RefusedError as reason:
             node.meta["kernel_pytorch_refusal"] = str(reason)
     if norms:
@@ -126,7 +127,7 @@ def _insert(module: GraphModule, before: Node, target: Any, *arguments: Any) -> 
     return node
 
 
-def _sdpa(module: GraphModule, node: Node, constants: Constants) -> None:
+def _sdpa(module: GraphModule, node: Node, constants: Constants, ranges: Mapping[Any, Any]) -> None:
     q, k, v = (argument(node, at, name) for at, name in enumerate(("query", "key", "value")))
     bias, dropout, causal = (
         argument(node, 3, "attn_mask"),
@@ -161,7 +162,11 @@ def _sdpa(module: GraphModule, node: Node, constants: Constants) -> None:
             k, v = (_insert(module, node, torch.ops.aten.slice.Tensor, x, 2, 0, q_len) for x in (k, v))
     elif bias is not None:
         known = constants.of(bias)
-        recognised = recognised_mask(known, q_len, kv_len) if isinstance(known, torch.Tensor) else None
+        if isinstance(known, torch.Tensor):
+            recognised = recognised_mask(known, q_len, kv_len)
+        else:
+            same = equal(q_len, kv_len)
+            recognised = mask_of_a_length(bias, q_len, constants, ranges, recognised_mask) if same else None
         if recognised is not None:
             mask, bias = recognised, None
         elif tensor_of(bias).dtype not in (*FLOATS, torch.bool):
@@ -174,7 +179,7 @@ def _sdpa(module: GraphModule, node: Node, constants: Constants) -> None:
     module.graph.erase_node(node)
 
 
-def _kp_attention(module: GraphModule, node: Node, constants: Constants) -> None:
+def _kp_attention(module: GraphModule, node: Node, constants: Constants, ranges: Mapping[Any, Any]) -> None:
     q, k, v, code, scale = node.args[:5]
     refusal = attention_refusal(tensor_of(q), tensor_of(k), tensor_of(v))
     if refusal:
@@ -203,7 +208,7 @@ def _norm(module: GraphModule, node: Node, x: Any, weight: Any, eps: float) -> N
     return _insert(module, node, operators.RMS_NORM, x, weight, eps)
 
 
-def _rms_norm(module: GraphModule, node: Node, constants: Constants) -> None:
+def _rms_norm(module: GraphModule, node: Node, constants: Constants, ranges: Mapping[Any, Any]) -> None:
     x, shape, weight = (
         argument(node, 0, "input"),
         argument(node, 1, "normalized_shape"),
@@ -217,7 +222,7 @@ def _rms_norm(module: GraphModule, node: Node, constants: Constants) -> None:
     module.graph.erase_node(node)
 
 
-def _kp_rms_norm(module: GraphModule, node: Node, constants: Constants) -> None:
+def _kp_rms_norm(module: GraphModule, node: Node, constants: Constants, ranges: Mapping[Any, Any]) -> None:
     x, weight, eps = (argument(node, at, name) for at, name in enumerate(("x", "weight", "eps")))
     outputs = {user.args[1]: user for user in node.users}
     if 1 in outputs and outputs[1].users:
@@ -230,7 +235,7 @@ def _kp_rms_norm(module: GraphModule, node: Node, constants: Constants) -> None:
     module.graph.erase_node(node)
 
 
-Change = Callable[[GraphModule, Node, Constants], None]
+Change = Callable[[GraphModule, Node, Constants, Mapping[Any, Any]], None]
 _ATTENTION: dict[Any, Change] = {
     _SDPA: _sdpa,
     torch.ops.kernel_pytorch.attention.default: _kp_attention,
