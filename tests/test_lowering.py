@@ -298,11 +298,10 @@ def test_wrong_arguments_of_lower(change: dict, message: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("recipe", "least", "smaller"), [("int8-static", 20, 2), ("int8-dynamic", 30, 2), ("int4-weight", 14, 3)]
+    ("recipe", "least", "smaller"),
+    [("int8-static", 20, 2), ("int8-dynamic", 30, 2), ("int4-weight", 14, 3), ("int8-weight", 30, 2)],
 )
-def test_a_quantized_block_has_its_linears_in_xnnpack_and_the_rest_with_us(
-    recipe: str, least: int, smaller: int
-) -> None:
+def test_a_quantized_block_has_its_linears_where_they_belong(recipe: str, least: int, smaller: int) -> None:
     torch.manual_seed(0)
     model = Block(dim=128).eval()
     x = torch.randn(1, 24, 128)
@@ -310,6 +309,8 @@ def test_a_quantized_block_has_its_linears_in_xnnpack_and_the_rest_with_us(
     report = program.report
     assert report.count(OURS, ATTENTION) == 1, report
     assert report.count(OURS, "aten::linear") == 0
+    ours = report.count(OURS, "kernel_pytorch_lowering::linear_int8")
+    assert ours == (6 if recipe == "int8-weight" else 0), report
     assert (
         report.count(OURS, "aten::native_layer_norm") + report.count(OURS, "kernel_pytorch_lowering::rms_norm") == 2
     )

@@ -123,7 +123,7 @@ HOSTILE = {
     "register that is not there": {"ops": [Op(OpCode.POINTWISE, (0,), (1,), (1, 16, 0, 0, 1))]},
     "immediate that is not there": {"ops": [Op(OpCode.POINTWISE, (0,), (1,), (0, 1, 0, 0, 1))]},
     "output register that is not there": {"ops": [Op(OpCode.POINTWISE, (0,), (1,), (1, 1, 0, 0, -1))]},
-    "linear without packed weights": {"ops": [Op(OpCode.LINEAR, (0, 0, None), (1,))]},
+    "linear without packed weights": {"ops": [Op(OpCode.LINEAR, (0, 0, None, None), (1,))]},
 }
 
 

@@ -174,7 +174,8 @@ def test_softmax_layer_norm_and_reductions(shape: tuple[int, ...]) -> None:
 def test_linear(rows: int, inputs: int, outputs: int, biased: bool) -> None:
     x, weight, bias = torch.randn(2, rows, inputs), torch.randn(outputs, inputs), torch.randn(outputs)
     made = Payloads(x, *([bias] if biased else []))
-    operands = [made.views[0], made.emitter.constant(packed_weights(weight)), made.views[1] if biased else None]
+    bias_view = made.views[1] if biased else None
+    operands = [made.views[0], made.emitter.constant(packed_weights(weight)), bias_view, None]
     found = made.run(OpCode.LINEAR, torch.full((2, rows, outputs), torch.nan), (), (), operands)
     exact = x.double() @ weight.double().T + (bias.double() if biased else 0)
     eager = torch.nn.functional.linear(x, weight, bias if biased else None).double()

@@ -9,11 +9,15 @@ from collections.abc import Sequence
 
 import torch
 
-__all__ = ["ATTENTION", "RMS_NORM"]
+__all__ = ["ATTENTION", "LINEAR_INT8", "RMS_NORM"]
 
 _LIBRARY = torch.library.Library("kernel_pytorch_lowering", "DEF")
 _LIBRARY.define(
     "attention(Tensor q, Tensor k, Tensor v, Tensor? bias, int[] mask, float scale) -> Tensor",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+_LIBRARY.define(
+    "linear_int8(Tensor x, Tensor weight, Tensor scale, Tensor? bias) -> Tensor",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 _LIBRARY.define("rms_norm(Tensor x, Tensor? weight, float eps) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
@@ -57,10 +61,25 @@ def _rms_norm_fake(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> 
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
+def _linear_int8(
+    x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None
+) -> torch.Tensor:
+    return torch.nn.functional.linear(x, weight.float() * scale.reshape(-1, 1), bias)
+
+
+def _linear_int8_fake(
+    x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None
+) -> torch.Tensor:
+    return x.new_empty((*x.shape[:-1], weight.shape[0]))
+
+
 _LIBRARY.impl("attention", _attention, "CompositeExplicitAutograd")
 _LIBRARY.impl("rms_norm", _rms_norm, "CompositeExplicitAutograd")
 torch.library.register_fake("kernel_pytorch_lowering::attention", _attention_fake, lib=_LIBRARY)
+_LIBRARY.impl("linear_int8", _linear_int8, "CompositeExplicitAutograd")
+torch.library.register_fake("kernel_pytorch_lowering::linear_int8", _linear_int8_fake, lib=_LIBRARY)
 torch.library.register_fake("kernel_pytorch_lowering::rms_norm", _rms_norm_fake, lib=_LIBRARY)
 
 ATTENTION = torch.ops.kernel_pytorch_lowering.attention.default
+LINEAR_INT8 = torch.ops.kernel_pytorch_lowering.linear_int8.default
 RMS_NORM = torch.ops.kernel_pytorch_lowering.rms_norm.default

@@ -21,6 +21,9 @@ from kernel_pytorch.lowering.rules import RULES, operator_name, refusal
 __all__ = ["KernelPartitioner", "PartitionerOptions", "Refusal"]
 
 
+_LINEAR = torch.ops.aten.linear.default
+
+
 @dataclass(frozen=True)
 class PartitionerOptions:
     """What the partitioner takes.
@@ -34,7 +37,7 @@ class PartitionerOptions:
     """Take attention: ``scaled_dot_product_attention`` in all its forms, and ``kp.attention`` with any mask."""
     linears: bool = True
     """Take linears whose weights are float32 constants: measured, they are faster than XNNPACK's, and nothing has to
-    cross between delegates. Quantized linears always stay with XNNPACK."""
+    cross between delegates. Linears with quantized activations stay with XNNPACK."""
     norms: bool = True
     """Take RMS norms and layer norms."""
     softmax: bool = True
@@ -87,17 +90,20 @@ class KernelPartitioner(Partitioner):  # type: ignore[misc]
 
     def transform_for_pre_decomposition(self, exported_program: ExportedProgram) -> ExportedProgram:
         """Attention and RMS norms become operators that no later decomposition takes apart."""
-        return rewritten(exported_program, attention=self.options.attention, norms=self.options.norms)
+        chosen = self.options
+        return rewritten(exported_program, attention=chosen.attention, norms=chosen.norms, linears=chosen.linears)
 
     def ops_to_not_decompose(
         self, ep: ExportedProgram
     ) -> tuple[list[torch._ops.OpOverload], Callable[[Node], bool] | None]:
         wishes = [partitioner.ops_to_not_decompose(ep) for partitioner in self.beside]
+        constants = Constants(ep)
 
         def keep(node: Node) -> bool:
-            return any(node.target in kept and (check is None or check(node)) for kept, check in wishes)
+            own = self.options.linears and node.target is _LINEAR and refusal(node, constants) is None
+            return own or any(node.target in kept and (check is None or check(node)) for kept, check in wishes)
 
-        return [op for kept, _ in wishes for op in kept], keep if wishes else None
+        return [_LINEAR, *(op for kept, _ in wishes for op in kept)], keep
 
     def partition(self, exported_program: ExportedProgram) -> PartitionResult:
         module = exported_program.graph_module

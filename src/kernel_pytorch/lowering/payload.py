@@ -61,6 +61,7 @@ DTYPES: dict[torch.dtype, int] = {
     torch.bool: 3,
     torch.int64: 4,
     torch.int32: 5,
+    torch.int8: 6,
 }
 
 
@@ -99,8 +100,8 @@ class OpCode(enum.IntEnum):
     REDUCE = 6
     """x -> y, whose last dimension is 1; ints: the Reduction."""
     LINEAR = 7
-    """(x, weights, -bias) -> y in float32; weights (ceil(outputs / 32), inputs, 32): 32 outputs a panel, zeros after
-    the last one."""
+    """(x, weights, -bias, -scales) -> y in float32; weights (ceil(outputs / 32), inputs, 32): 32 outputs a panel,
+    zeros after the last one; in float32, or in int8 with a scale for each output."""
 
 
 class Reduction(enum.IntEnum):

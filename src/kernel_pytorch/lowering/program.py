@@ -114,7 +114,7 @@ def lower(
         model: in eval mode.
         inputs: an example of its inputs, as a tuple.
         backend: where it will run; ``"cpu"``.
-        recipe: how to quantize it: ``"int8-static"``, ``"int8-dynamic"`` or ``"int4-weight"``; None for not at all.
+        recipe: how to quantize it: one of ``RECIPES``, such as ``"int8-dynamic"``; None for not at all.
         dynamic_shapes: which dimensions may change, as ``torch.export.export`` takes them; each needs a ``max``.
         options: what our delegate takes; everything it can when left out.
         tell: gets a line for each step.

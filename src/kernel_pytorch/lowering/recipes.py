@@ -1,6 +1,7 @@
 """How a model is quantized before it is lowered: named, frozen recipes, on torchao.
 
-Quantized linears and convolutions run in XNNPACK; norms, attention and everything else of ours stays in float32.
+Linears and convolutions with quantized activations run in XNNPACK; linears with int8 weights alone run in our
+delegate; norms, attention and everything else of ours stays in float32.
 """
 
 from __future__ import annotations
@@ -31,8 +32,9 @@ class QuantizationRecipe:
     """``"channel"``: one scale an output; ``"group of 32"``: one for each 32 inputs of an output."""
     weight_symmetric: bool
     activation_bits: int
-    activations: Literal["static", "dynamic"]
-    """``"static"``: scales from the example inputs; ``"dynamic"``: from each run's own numbers."""
+    activations: Literal["static", "dynamic", "float"]
+    """``"static"``: scales from the example inputs; ``"dynamic"``: from each run's own numbers; ``"float"``: not
+    quantized."""
     operators: tuple[str, ...]
     flow: Literal["pt2e", "quantize_"]
     """Which of torchao's two ways makes it."""
@@ -46,6 +48,7 @@ RECIPES = {
         ),
         QuantizationRecipe("int8-dynamic", 8, "channel", True, 8, "dynamic", ("linear",), "pt2e"),
         QuantizationRecipe("int4-weight", 4, "group of 32", True, 8, "dynamic", ("linear",), "quantize_"),
+        QuantizationRecipe("int8-weight", 8, "channel", True, 32, "float", ("linear",), "quantize_"),
     )
 }
 
@@ -62,15 +65,15 @@ def quantized(
 ) -> tuple[ExportedProgram, torch.nn.Module]:
     """The quantized model, exported, and as a module that runs in eager mode."""
     if recipe.flow == "quantize_":
-        return _by_quantize(model, inputs, dynamic_shapes)
+        return _by_quantize(recipe, model, inputs, dynamic_shapes)
     return _by_pt2e(recipe, model, [inputs], dynamic_shapes)
 
 
 def _by_quantize(
-    model: torch.nn.Module, inputs: tuple[Any, ...], dynamic_shapes: Any
+    recipe: QuantizationRecipe, model: torch.nn.Module, inputs: tuple[Any, ...], dynamic_shapes: Any
 ) -> tuple[ExportedProgram, torch.nn.Module]:
-    from torchao.quantization import Int8DynamicActivationIntxWeightConfig, quantize_
-    from torchao.quantization.granularity import PerGroup
+    from torchao.quantization import Int8DynamicActivationIntxWeightConfig, IntxWeightOnlyConfig, quantize_
+    from torchao.quantization.granularity import PerAxis, PerGroup
 
     own = copy.deepcopy(model)
     odd = [
@@ -78,6 +81,10 @@ def _by_quantize(
         for name, module in own.named_modules()
         if isinstance(module, torch.nn.Linear) and module.in_features % 32
     ]
+    if recipe.activations == "float":
+        quantize_(own, IntxWeightOnlyConfig(torch.int8, PerAxis(0)))
+        with torch.no_grad():
+            return torch.export.export(own, inputs, dynamic_shapes=dynamic_shapes), own
     if odd:
         raise ValueError(f"recipe='int4-weight': {odd[0]} has inputs that are no multiple of the group of 32")
     four_bits: torch.dtype = torch.int4  # type: ignore[attr-defined]

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+import torchao  # noqa: F401 - defines torch.ops.torchao
 from torch.export import ExportedProgram
 from torch.fx import GraphModule, Node
 
@@ -88,14 +89,16 @@ def attention_refusal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str 
     return None
 
 
-def rewritten(program: ExportedProgram, *, attention: bool = True, norms: bool = True) -> ExportedProgram:
+def rewritten(
+    program: ExportedProgram, *, attention: bool = True, norms: bool = True, linears: bool = True
+) -> ExportedProgram:
     """The same program with our operators in it; what is not supported stays as it is."""
     constants = Constants(program)
     module = program.graph_module
     for node in list(module.graph.nodes):
         if node.target is torch.ops.aten._assert_tensor_metadata.default:
             module.graph.erase_node(node)  # ExecuTorch drops them too, later, and they hide who uses a value
-    changes = {**(_ATTENTION if attention else {}), **(_NORMS if norms else {})}
+    changes = {**(_ATTENTION if attention else {}), **(_NORMS if norms else {}), **(_LINEARS if linears else {})}
     for node in list(module.graph.nodes):
         change = changes.get(node.target) if node.op == "call_function" else None
         if change is None:
@@ -235,11 +238,31 @@ def _kp_rms_norm(module: GraphModule, node: Node, constants: Constants, ranges: 
     module.graph.erase_node(node)
 
 
+def _linear(module: GraphModule, node: Node, constants: Constants, ranges: Mapping[Any, Any]) -> None:
+    """A linear whose weights are int8 with a scale for each output, and whose numbers are not quantized."""
+    x, weight, bias = argument(node, 0, "input"), argument(node, 1, "weight"), argument(node, 2, "bias")
+    if not isinstance(weight, Node) or weight.target is not torch.ops.torchao.dequantize_affine.default:
+        return
+    numbers, block, scale, zero = weight.args[:4]
+    held = tensor_of(numbers)
+    if "quantize" in str(x.target) or held.dtype != torch.int8 or list(block) != [1, held.shape[1]]:  # type: ignore[arg-type]
+        return
+    known = constants.of(zero) if isinstance(zero, Node) else None
+    if zero is not None and (known is None or bool(known.any())):
+        raise RefusedError("its weights have zero points; symmetric ones alone are taken")
+    if tensor_of(x).dtype != torch.float32:
+        raise RefusedError("linears are taken in float32")
+    found = _insert(module, node, operators.LINEAR_INT8, x, numbers, scale, bias)
+    node.replace_all_uses_with(found)
+    module.graph.erase_node(node)
+
+
 Change = Callable[[GraphModule, Node, Constants, Mapping[Any, Any]], None]
 _ATTENTION: dict[Any, Change] = {
     _SDPA: _sdpa,
     torch.ops.kernel_pytorch.attention.default: _kp_attention,
 }
+_LINEARS: dict[Any, Change] = {torch.ops.aten.linear.default: _linear}
 _NORMS: dict[Any, Change] = {
     torch.ops.aten.rms_norm.default: _rms_norm,
     torch.ops.kernel_pytorch.rms_norm.default: _kp_rms_norm,

@@ -413,7 +413,8 @@ RULES["aten::amax"] = _reduction(Reduction.MAXIMUM)
 
 
 def _check_linear(node: Node) -> str | None:
-    if any("quantize" in operator_name(source) for source in node.all_input_nodes if source.op == "call_function"):
+    x, weight, bias = _operands(node)
+    if any("quantize" in operator_name(source) for source in (x, weight, bias) if _is_call(source)):
         return "is quantized; XNNPACK runs it"
     for name, value in ((node.name, node.meta["val"]), *_tensors(node)):
         if value.dtype != torch.float32:
@@ -421,6 +422,18 @@ def _check_linear(node: Node) -> str | None:
     if node.meta["val"].shape[-1] == 0 or any(0 in value.shape for _, value in _tensors(node)):
         return "has no number to work on"
     return None
+
+
+def _is_call(node: Any) -> bool:
+    return isinstance(node, Node) and node.op == "call_function"
+
+
+def _operands(node: Node) -> tuple[Any, Any, Any]:
+    """The numbers, the weights and the bias of a linear in any of its forms."""
+    name = operator_name(node)
+    if name == "aten::addmm":
+        return node.args[1], node.args[2], node.args[0]
+    return node.args[0], node.args[1], argument(node, 2, "bias") if name == "aten::linear" else None
 
 
 def _check_addmm(node: Node) -> str | None:
@@ -439,14 +452,19 @@ def packed_weights(weight: torch.Tensor) -> torch.Tensor:
     return padded.view(-1, PANEL, inputs).transpose(1, 2).contiguous()
 
 
-def _emit_linear(emitter: Emitter, node: Node, x: Any, weight: torch.Tensor, bias: Any) -> None:
+def _emit_linear(
+    emitter: Emitter, node: Node, x: Any, weight: torch.Tensor, bias: Any, scale: torch.Tensor | None = None
+) -> None:
     source = emitter.view(x)
     if not equal(source.strides[-1], 1):
         source = emitter.contiguous(source)
     into = emitter.new(_dims(node), torch.float32)
     own = None if bias is None else emitter.constant(emitter.constants.of(bias).contiguous())
+    scales = None
+    if scale is not None:
+        scales = emitter.constant(scale.flatten().float().contiguous())
     packed = emitter.packed(weight, packed_weights)
-    emitter.emit(OpCode.LINEAR, [source, packed, own], [into])
+    emitter.emit(OpCode.LINEAR, [source, packed, own, scales], [into])
     emitter.set(node, into)
 
 
@@ -456,11 +474,20 @@ def _known(emitter: Emitter, node: Any) -> torch.Tensor:
     return found
 
 
+def _emit_aten_linear(emitter: Emitter, node: Node) -> None:
+    x, weight, bias = _operands(node)
+    _emit_linear(emitter, node, x, _known(emitter, weight), bias)
+
+
+def _emit_int8_linear(emitter: Emitter, node: Node) -> None:
+    x, weight, scale, bias = node.args[:4]
+    _emit_linear(emitter, node, x, _known(emitter, weight), bias, _known(emitter, scale))
+
+
+RULES["kernel_pytorch_lowering::linear_int8"] = Rule("linear", _emit_int8_linear, constants=(1, 2, 3))
 RULES["aten::linear"] = Rule(
     "linear",
-    lambda emitter, node: _emit_linear(
-        emitter, node, node.args[0], _known(emitter, node.args[1]), argument(node, 2, "bias")
-    ),
+    _emit_aten_linear,
     _check_linear,
     constants=(1, 2),
 )

@@ -53,6 +53,9 @@ bool dtype_of(ScalarType type, DType& dtype) {
     case ScalarType::Long:
       dtype = DType::kInt64;
       return true;
+    case ScalarType::Char:
+      dtype = DType::kInt8;
+      return true;
     case ScalarType::Int:
       dtype = DType::kInt32;
       return true;

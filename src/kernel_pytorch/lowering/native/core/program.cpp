@@ -31,7 +31,7 @@ bool op_is_well_formed(const Op& op, Reason& reason) {
       good = in == 3 && there(1) && out == 1 && eps && op.ints.empty();
       break;
     case kLinear:
-      good = in == 3 && there(2) && out == 1 && op.floats.empty() && op.ints.empty();
+      good = in == 4 && there(2) && out == 1 && op.floats.empty() && op.ints.empty();
       break;
     case kSoftmax:
       good = in == 1 && there(1) && out == 1 && op.floats.empty() && op.ints.empty();

@@ -79,7 +79,7 @@ class Program {
   char* buffer_data(const Buffer& buffer) const;
   void point(ReadyOp& ready);
   static void work(void* context, int64_t worker);
-  void linear_tasks(const ReadyOp& ready, int64_t begin, int64_t end) const;
+  void linear_tasks(const ReadyOp& ready, int64_t begin, int64_t end, float* scratch) const;
   void attention_tasks(const ReadyOp& ready, int64_t begin, int64_t end, char* scratch) const;
 
   Payload payload_;

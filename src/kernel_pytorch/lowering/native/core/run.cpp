@@ -121,8 +121,10 @@ bool Program::resolve_row_op(ReadyOp& ready, Reason& reason) {
 }
 
 bool Program::resolve_linear(ReadyOp& ready, Reason& reason) {
-  const View &x = ready.views[0], &weights = ready.views[1], &bias = ready.views[2], &y = ready.views[3];
-  const bool formats = x.dtype == DType::kFloat32 && weights.dtype == DType::kFloat32 && y.dtype == DType::kFloat32;
+  const View &x = ready.views[0], &weights = ready.views[1], &bias = ready.views[2], &scales = ready.views[3],
+             &y = ready.views[4];
+  const bool quantized = weights.dtype == DType::kInt8;
+  const bool formats = x.dtype == DType::kFloat32 && (quantized || weights.dtype == DType::kFloat32) && y.dtype == DType::kFloat32;
   if (!formats || x.rank < 1 || y.rank != x.rank || weights.rank != 3 || !std::equal(x.dims, x.dims + x.rank - 1, y.dims)) {
     return reason.set("a linear's operands do not fit each other");
   }
@@ -134,10 +136,14 @@ bool Program::resolve_linear(ReadyOp& ready, Reason& reason) {
   if (inputs < 1 || outputs < 1 || !packed || !whole_rows(x) || !whole_rows(y)) {
     return reason.set("a linear's weights are not packed, or its rows are not whole");
   }
-  if (ready.there[2] && (bias.rank != 1 || bias.dims[0] != outputs || bias.dtype != DType::kFloat32 ||
-                         (bias.strides[0] != 1 && outputs != 1))) {
-    return reason.set("a linear's bias does not fit its outputs");
+  for (const View* row : {&bias, &scales}) {
+    if (ready.there[row == &bias ? 2 : 3] && (row->rank != 1 || row->dims[0] != outputs ||
+                                              row->dtype != DType::kFloat32 || (row->strides[0] != 1 && outputs != 1))) {
+      return reason.set("a linear's bias or scales do not fit its outputs");
+    }
   }
+  if (quantized != ready.there[3]) return reason.set("a linear has scales without quantized weights, or none with them");
+  ready.scratch = quantized ? static_cast<size_t>(inputs) * kPanel * sizeof(float) : 0;
   const int64_t rows = x.numel() / inputs;
   // As many rows as stay in the second cache beside a panel, and few enough that every worker has some.
   int64_t most = std::clamp<int64_t>(65536 / inputs, 12, kMostLinearRows) / 12 * 12;
@@ -272,7 +278,7 @@ void Program::work(void* context, int64_t worker) {
     if (ready.op->code == kAttention) {
       self.attention_tasks(ready, begin, end, scratch);
     } else if (ready.op->code == kLinear) {
-      self.linear_tasks(ready, begin, end);
+      self.linear_tasks(ready, begin, end, floats);
     } else if (ready.op->code == kPointwise) {
       self.kernels_->pointwise(ready.loop, begin, end, floats);
     } else {
@@ -294,13 +300,13 @@ int64_t row_start(const View& view, int64_t row) {
 
 }  // namespace
 
-void Program::linear_tasks(const ReadyOp& ready, int64_t begin, int64_t end) const {
-  const View &x = ready.views[0], &weights = ready.views[1], &y = ready.views[3];
+void Program::linear_tasks(const ReadyOp& ready, int64_t begin, int64_t end, float* scratch) const {
+  const View &x = ready.views[0], &weights = ready.views[1], &y = ready.views[4];
   const int64_t panels = weights.dims[0];
   LinearTask task;
   task.inputs = x.dims[x.rank - 1];
   task.outputs = y.dims[y.rank - 1];
-  task.weights = reinterpret_cast<const float*>(weights.data);
+  task.scales = ready.there[3] ? reinterpret_cast<const float*>(ready.views[3].data) : nullptr;
   task.bias = ready.there[2] ? reinterpret_cast<const float*>(ready.views[2].data) : nullptr;
   const int64_t all = x.numel() / task.inputs;
   int64_t block = -1;
@@ -315,6 +321,14 @@ void Program::linear_tasks(const ReadyOp& ready, int64_t begin, int64_t end) con
       }
     }
     task.panel = n % panels;
+    const int64_t panel_size = task.inputs * kPanel;
+    if (task.scales) {
+      const int8_t* const packed = reinterpret_cast<const int8_t*>(weights.data) + task.panel * panel_size;
+      kernels_->unpack(packed, scratch, panel_size);
+      task.weights = scratch;
+    } else {
+      task.weights = reinterpret_cast<const float*>(weights.data) + task.panel * panel_size;
+    }
     kernels_->linear(task);
   }
 }

@@ -10,8 +10,8 @@ namespace kernel_pytorch {
 
 constexpr int kMaxRank = 8;
 
-enum class DType : uint8_t { kFloat32 = 0, kFloat16 = 1, kBFloat16 = 2, kBool = 3, kInt64 = 4, kInt32 = 5 };
-constexpr int kDTypes = 6;
+enum class DType : uint8_t { kFloat32 = 0, kFloat16 = 1, kBFloat16 = 2, kBool = 3, kInt64 = 4, kInt32 = 5, kInt8 = 6 };
+constexpr int kDTypes = 7;
 
 static inline size_t size_of(DType dtype) {
   switch (dtype) {
@@ -22,6 +22,7 @@ static inline size_t size_of(DType dtype) {
     case DType::kBFloat16:
       return 2;
     case DType::kBool:
+    case DType::kInt8:
       return 1;
     case DType::kInt64:
       return 8;
@@ -34,7 +35,7 @@ static inline bool is_float(DType dtype) {
 }
 
 static inline const char* name_of(DType dtype) {
-  constexpr const char* kNames[kDTypes] = {"float32", "float16", "bfloat16", "bool", "int64", "int32"};
+  constexpr const char* kNames[kDTypes] = {"float32", "float16", "bfloat16", "bool", "int64", "int32", "int8"};
   return kNames[static_cast<int>(dtype)];
 }
 

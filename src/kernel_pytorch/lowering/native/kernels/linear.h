@@ -40,11 +40,21 @@ inline void linear_tile(const float* const* x, int64_t inputs, const float* pane
   }
 }
 
+// Eight-bit weights as numbers, without their scales, which are applied to the sums.
+inline void unpack(const int8_t* from, float* to, int64_t count) {
+  typedef int8_t Bytes __attribute__((vector_size(KP_LANES)));
+  typedef int8_t UnalignedBytes __attribute__((vector_size(KP_LANES), aligned(1), may_alias));
+  for (int64_t n = 0; n < count; n += kLanes) {
+    const Bytes bytes = *reinterpret_cast<const UnalignedBytes*>(from + n);
+    store(to + n, __builtin_convertvector(__builtin_convertvector(bytes, IntVec), Vec));
+  }
+}
+
 inline void linear(const LinearTask& task) {
   float y[kLinearRows * kPanel];
   const int64_t columns = task.outputs - task.panel * kPanel;
   const int64_t count = columns < kPanel ? columns : kPanel;
-  const float* const panel = task.weights + task.panel * task.inputs * kPanel;
+  const float* const panel = task.weights;
   for (int64_t row = 0; row < task.rows;) {
     const int64_t left = task.rows - row;
     const int64_t rows = left >= kLinearRows ? kLinearRows : left >= 4 ? 4 : 1;
@@ -59,6 +69,9 @@ inline void linear(const LinearTask& task) {
     }
     for (int64_t r = 0; r < rows; ++r) {
       float* const own = y + r * kPanel;
+      if (task.scales) {
+        for (int64_t n = 0; n < count; ++n) own[n] *= task.scales[task.panel * kPanel + n];
+      }
       if (task.bias) {
         for (int64_t n = 0; n < count; ++n) own[n] += task.bias[task.panel * kPanel + n];
       }

@@ -64,8 +64,9 @@ struct LinearTask {  // some rows of x times one panel of weights
   int64_t rows, inputs, outputs, panel;
   const float* x[kMostLinearRows];
   float* y[kMostLinearRows];
-  const float* weights;
-  const float* bias;  // null where there is none
+  const float* weights;  // of this panel
+  const float* scales;   // of each output; null where weights are not quantized
+  const float* bias;     // null where there is none
 };
 
 struct KernelTable {
@@ -76,6 +77,7 @@ struct KernelTable {
   void (*pointwise)(const PointwiseLoop& loop, int64_t begin, int64_t end, float* scratch);  // rows x chunks
   void (*row_op)(const RowOp& op, int64_t begin, int64_t end, float* scratch);
   void (*linear)(const LinearTask& task);
+  void (*unpack)(const int8_t* from, float* to, int64_t count);  // a multiple of kPanel
 };
 
 // The best table for this processor, or the one that KERNEL_PYTORCH_TARGET names; null where it has no such one.

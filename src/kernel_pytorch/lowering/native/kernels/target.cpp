@@ -14,7 +14,7 @@ namespace kernel_pytorch {
 
 const KernelTable* KP_JOIN(kernels_for_, KP_TARGET_NAME)() {
   static const KernelTable table = {
-      KP_TEXT(KP_TARGET_NAME), kTileRows, attention_scratch_bytes, attention, pointwise, row_op, linear,
+      KP_TEXT(KP_TARGET_NAME), kTileRows, attention_scratch_bytes, attention, pointwise, row_op, linear, unpack,
   };
   return &table;
 }
