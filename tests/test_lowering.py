@@ -191,6 +191,7 @@ POINTWISE = {
     "clamps": lambda x: torch.sigmoid(x.clamp(-1, 0.5) + x.clamp(min=0.2)) + torch.nn.functional.leaky_relu(x, 0.2),
     "hard": lambda x: torch.nn.functional.hardswish(x) * torch.nn.functional.hardsigmoid(x * 2),
     "logarithms": lambda x: torch.sigmoid(x.abs().add(x.square(), alpha=3).log2() - x.exp().log10()),
+    "ends": lambda x: torch.softmax(x[:, -9:, -3:] + x[:, :, 2:100:3] * x[:, 99:].sum(), -1) + x[:, -1:, :1],
     "two outputs": lambda x: (torch.softmax(x, -1), torch.softmax(x, -1).transpose(0, 1)),
     "input as output": lambda x: (x.clone(), torch.softmax(x, -1)),
 }
@@ -256,6 +257,20 @@ def test_masks_are_recognised_only_where_they_say_the_same() -> None:
     assert recognised_mask(banded, 6, 6) == (kp.masks.causal() & kp.masks.window(2))
     for other in (lower.T, torch.where(lower, 0.0, -1.0), lower & (torch.arange(6) != 2), banded[-1:], lower[1:2]):
         assert recognised_mask(other, 6, 6) is None
+
+
+def test_slices_from_the_end_of_a_dynamic_length() -> None:
+    shapes = (({1: Dim("length", min=4, max=50)},),)
+    program = kp.lower(
+        Two(
+            lambda x: torch.softmax(x[:, -1:] + x[:, -3:], -1) + torch.nn.functional.gelu(x[:, -1]).unsqueeze(1)
+        ).eval(),
+        (torch.randn(2, 9, 8),),
+        dynamic_shapes=shapes,
+    )
+    assert program.report.left == (), program.report
+    for length in (4, 9, 50):
+        assert program.compare(torch.randn(2, length, 8))[0].snr > LEAST_SNR
 
 
 def banded(x: torch.Tensor, width: int) -> torch.Tensor:

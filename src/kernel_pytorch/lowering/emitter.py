@@ -84,7 +84,7 @@ class Emitter:
         self._payload = Payload()
         self._expressions: dict[Any, int] = {}
         self._symbols: dict[sympy.Symbol, int] = {}
-        self._constant_storage: dict[Any, Storage] = {}
+        self._constant_storage: dict[Any, tuple[Storage, torch.Tensor]] = {}
         self._packed: dict[Any, torch.Tensor] = {}
 
     # Nodes
@@ -131,10 +131,11 @@ class Emitter:
     def constant(self, tensor: torch.Tensor) -> Strided:
         dims = tuple(tensor.shape)
         key = (tensor.untyped_storage().data_ptr(), tensor.storage_offset(), dims, tensor.stride(), tensor.dtype)
-        if key not in self._constant_storage or tensor.numel() == 0:
+        if key not in self._constant_storage:
             own = tensor.detach().cpu().contiguous()
-            self._constant_storage[key] = Storage(own.dtype, own.numel(), constant=own)
-        return Strided(self._constant_storage[key], dims, contiguous_strides(dims))
+            # The tensor is kept too: its address, which is in the key, must not become another's.
+            self._constant_storage[key] = (Storage(own.dtype, own.numel(), constant=own), tensor)
+        return Strided(self._constant_storage[key][0], dims, contiguous_strides(dims))
 
     def packed(self, tensor: torch.Tensor, pack: Callable[[torch.Tensor], torch.Tensor]) -> Strided:
         """A constant in another arrangement, made once for all its users."""
@@ -212,7 +213,7 @@ class Emitter:
         if isinstance(operand, (int, float)):
             return float(operand)
         known = self.constants.of(operand) if isinstance(operand, Node) else None
-        if isinstance(known, torch.Tensor) and known.numel() == 1 and known.dtype in tables.DTYPES:
+        if isinstance(known, torch.Tensor) and known.numel() == 1 and not known.is_complex():
             return float(known)
         return None
 

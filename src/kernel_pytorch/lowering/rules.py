@@ -61,6 +61,14 @@ def refusal(node: Node, constants: Constants) -> str | None:
         own = node.args[position] if position < len(node.args) else None
         if isinstance(own, Node) and not isinstance(constants.of(own), torch.Tensor):
             return f"{own.name} is not known ahead of time"
+    if rule.kind != "view":
+        for source in node.all_input_nodes:
+            value = source.meta.get("val")
+            odd = isinstance(value, torch.Tensor) and value.dtype not in (*FLOATS, torch.bool)
+            if odd and not isinstance(constants.of(source), torch.Tensor):
+                return (
+                    f"{source.name} is {str(value.dtype).removeprefix('torch.')}; floating numbers alone are taken"
+                )
     return _general_refusal(node) or rule.check(node)
 
 
@@ -241,8 +249,11 @@ def _view(change: Callable[[Emitter, Strided, Node], Any]) -> Rule:
 def _sliced(emitter: Emitter, source: Strided, node: Node) -> Strided:
     axis, start, step = argument(node, 1, "dim", 0), argument(node, 2, "start"), argument(node, 4, "step", 1)
     first = as_size(emitter.result(start)) if start is not None else 0
+    length = source.dims[axis]
     if isinstance(first, int) and first < 0:
-        first = first + source.dims[axis]
+        first = max(first + length, 0) if isinstance(length, int) else first + length
+    if isinstance(length, int):
+        first = min(first, length)
     return source.narrow(axis, first, _dims(node)[axis], step)
 
 
@@ -250,6 +261,12 @@ def _check_slice(node: Node) -> str | None:
     start = argument(node, 2, "start")
     if start is not None and not isinstance(start, int):
         return "begins at a position that is computed"
+    axis, source = argument(node, 1, "dim", 0), node.args[0]
+    assert isinstance(source, Node)
+    if start is not None and start < 0 and not isinstance(source.meta["val"].shape[axis], int):
+        # Counted from an end that may change: right where that many numbers are always there.
+        if node.meta["val"].shape[axis] != -start or argument(node, 4, "step", 1) != 1:
+            return "begins at a position that depends on a dynamic length"
     return _check_view(node)
 
 
