@@ -68,7 +68,7 @@ def _add_our_flow() -> None:
             detail = f"{low} dB" if low else ""
         elif result == "SUCCESS_UNDELEGATED":
             outcome = "refused"
-            detail = "; ".join(sorted({f"{refusal.operator}: {refusal.reason}" for refusal in refusals}))
+            detail = " | ".join(sorted({f"{refusal.operator}: {refusal.reason}" for refusal in refusals}))
         else:
             outcome = "skipped" if result == "SKIPPED" else "failed"
             detail = f"{result} {detail}"
@@ -106,7 +106,9 @@ def run(files: list[str]) -> list[dict[str, Any]]:
 def summary(notes: list[dict[str, Any]]) -> str:
     counts = Counter(note["outcome"] for note in notes)
     lines = [f"{counts[name]:5} {name}" for name in ("delegated", "refused", "skipped", "failed")]
-    reasons = Counter(part for note in notes if note["outcome"] == "refused" for part in note["detail"].split("; "))
+    reasons = Counter(
+        part for note in notes if note["outcome"] == "refused" for part in note["detail"].split(" | ")
+    )
     lines += ["", "refused, by operator and reason"] + [f"{n:5} {part}" for part, n in sorted(reasons.items())]
     failed = [note for note in notes if note["outcome"] == "failed"]
     lines += ["", "failed"] + [f"      {note['test']} {note['subtest']}: {note['detail']}" for note in failed]

@@ -64,8 +64,9 @@ def refusal(node: Node, constants: Constants) -> str | None:
     if rule.kind != "view":
         for source in node.all_input_nodes:
             value = source.meta.get("val")
-            odd = isinstance(value, torch.Tensor) and value.dtype not in (*FLOATS, torch.bool)
-            if odd and not isinstance(constants.of(source), torch.Tensor):
+            if not isinstance(value, torch.Tensor) or value.dtype in (*FLOATS, torch.bool):
+                continue
+            if not isinstance(constants.of(source), torch.Tensor):
                 return (
                     f"{source.name} is {str(value.dtype).removeprefix('torch.')}; floating numbers alone are taken"
                 )
@@ -263,10 +264,10 @@ def _check_slice(node: Node) -> str | None:
         return "begins at a position that is computed"
     axis, source = argument(node, 1, "dim", 0), node.args[0]
     assert isinstance(source, Node)
-    if start is not None and start < 0 and not isinstance(source.meta["val"].shape[axis], int):
-        # Counted from an end that may change: right where that many numbers are always there.
-        if node.meta["val"].shape[axis] != -start or argument(node, 4, "step", 1) != 1:
-            return "begins at a position that depends on a dynamic length"
+    from_the_end = start is not None and start < 0 and not isinstance(source.meta["val"].shape[axis], int)
+    # Counted from an end that may change: right where that many numbers are always there.
+    if from_the_end and (node.meta["val"].shape[axis] != -(start or 0) or argument(node, 4, "step", 1) != 1):
+        return "begins at a position that depends on a dynamic length"
     return _check_view(node)
 
 
