@@ -10,7 +10,7 @@ import kernel_pytorch as kp
 from kernel_pytorch.cli import main
 from kernel_pytorch.lowering import KernelPartitioner, PartitionerOptions
 from kernel_pytorch.lowering import program as lowered
-from kernel_pytorch.lowering.build import build
+from kernel_pytorch.lowering.build import _run, _tool, build, executorch_root
 from kernel_pytorch.lowering.rewrite import recognised_mask
 
 OURS = "KernelPyTorchBackend"
@@ -123,6 +123,36 @@ def test_the_runner_links_neither_python_nor_torch() -> None:
     assert any(name.startswith("libkernel_pytorch_backend") for name in libraries)
     assert not [name for name in libraries if name.startswith(("libpython", "libtorch", "libc10"))]
     assert build().library.stat().st_size < 1_000_000
+
+
+CONSUMER = """
+cmake_minimum_required(VERSION 3.28)
+project(consumer LANGUAGES CXX)
+set(CMAKE_CXX_STANDARD 17)
+find_package(executorch REQUIRED)
+find_package(kernel_pytorch REQUIRED)
+add_executable(consumer main.cpp)
+target_link_libraries(consumer PRIVATE executorch::runtime kernel_pytorch::backend)
+"""
+MAIN = """
+#include <executorch/runtime/backend/interface.h>
+#include <cstdio>
+int main() {
+  const auto* found = executorch::runtime::get_backend_class("KernelPyTorchBackend");
+  std::puts(found != nullptr && found->is_available() ? "registered" : "missing");
+}
+"""
+
+
+def test_a_cmake_project_links_one_target_and_has_the_delegate(tmp_path) -> None:
+    (tmp_path / "CMakeLists.txt").write_text(CONSUMER)
+    (tmp_path / "main.cpp").write_text(MAIN)
+    cmake, where = _tool("cmake"), f"-DCMAKE_PREFIX_PATH={build().prefix};{executorch_root()}"
+    folders = ["-S", str(tmp_path), "-B", str(tmp_path / "made")]
+    _run([cmake, *folders, "-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={_tool('ninja')}", where])
+    _run([cmake, "--build", str(tmp_path / "made")])
+    done = subprocess.run([tmp_path / "made" / "consumer"], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "registered"
 
 
 class Two(torch.nn.Module):
