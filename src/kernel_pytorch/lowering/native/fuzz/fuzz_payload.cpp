@@ -4,7 +4,7 @@
 //
 // Takes payloads that are good, changes them, mends the checksum of most, loads them, and runs those that load on
 // inputs of the declared shapes. A case that reaches new code joins the payloads that are changed. Anything but an
-// error in words is a fault that the sanitizers stop at; the case is written to ./crash.payload before it runs.
+// error in words is a fault that the sanitizers stop at; the case is then written to ./crash.payload.
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
@@ -35,6 +35,8 @@ extern "C" __attribute__((visibility("default"), no_sanitize("address", "undefin
   fresh = fresh || seen == 0;
   seen = 1;
 }
+
+extern "C" void __sanitizer_set_death_callback(void (*callback)());
 
 extern "C" __attribute__((visibility("default"))) const char* __asan_default_options() { return "allocator_may_return_null=1:max_allocation_size_mb=512"; }
 
@@ -114,6 +116,15 @@ class Mutator {
   std::mt19937_64 random_;
 };
 
+const Bytes* current = nullptr;
+
+void keep_current() {
+  if (FILE* file = std::fopen("crash.payload", "wb")) {
+    std::fwrite(current->data(), 1, current->size(), file);
+    std::fclose(file);
+  }
+}
+
 bool run(Program& program) {
   std::vector<Argument> inputs(program.input_count());
   std::vector<std::unique_ptr<char[]>> memory;
@@ -163,13 +174,11 @@ int main(int count, char** words) {
       return 2;
     }
   }
+  __sanitizer_set_death_callback(keep_current);
   long loaded = 0, ran = 0;
   for (long n = 0; n < cases; ++n) {
     const Bytes data = n < static_cast<long>(known.size()) ? known[n] : mutator.changed(known);
-    if (FILE* file = std::fopen("crash.payload", "wb")) {
-      std::fwrite(data.data(), 1, data.size(), file);
-      std::fclose(file);
-    }
+    current = &data;
     fresh = false;
     counting = true;
     Reason reason;
@@ -187,7 +196,6 @@ int main(int count, char** words) {
     counting = false;
     if (fresh && n >= static_cast<long>(known.size()) && known.size() < 4096) known.push_back(data);
   }
-  std::remove("crash.payload");
   std::printf("%ld cases, %ld loaded, %ld ran, %zu payloads reach all that was reached\n", cases, loaded, ran, known.size());
   return 0;
 }

@@ -123,6 +123,10 @@ void attention_tile(const AttentionTile& tile, float* scratch) {
   float* const keys = sums + value_dim * kWide;       // [key][dim], where they are not float32 in memory
   float* const values = keys + kKeysABlock * dim;
   const bool plain = tile.dtype == DType::kFloat32;
+  // Rows that stand far apart, as those of a fused projection do, fall into few sets of the first cache and push each
+  // other out: they are copied together. A tile of few rows reads them too seldom for that to pay.
+  const bool k_in_place = plain && tile.k_stride == 1 && (tile.k_row == dim || Vectors == 1);
+  const bool v_in_place = plain && tile.v_stride == 1 && (tile.v_row == value_dim || Vectors == 1);
   const int64_t bytes = static_cast<int64_t>(kernel_pytorch::size_of(tile.dtype));
 
   for (int64_t n = 0; n < dim * kWide; ++n) q[n] = 0;
@@ -146,7 +150,7 @@ void attention_tile(const AttentionTile& tile, float* scratch) {
       const int64_t count = left < kKeysABlock ? left : kKeysABlock;
       const float *k_at, *v_at;
       int64_t k_row = tile.k_row, v_row = tile.v_row;
-      if (plain && tile.k_stride == 1) {
+      if (k_in_place) {
         k_at = reinterpret_cast<const float*>(tile.k) + key * k_row;
       } else {
         for (int64_t n = 0; n < count; ++n) {
@@ -154,7 +158,7 @@ void attention_tile(const AttentionTile& tile, float* scratch) {
         }
         k_at = keys, k_row = dim;
       }
-      if (plain && tile.v_stride == 1) {
+      if (v_in_place) {
         v_at = reinterpret_cast<const float*>(tile.v) + key * v_row;
       } else {
         for (int64_t n = 0; n < count; ++n) {
