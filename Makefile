@@ -1,6 +1,9 @@
 # make install   set everything up: a virtual environment in .venv and the project in it
 # make demo      set everything up and take the tour
 # make test      set everything up and run the tests
+# make fuzz      feed damaged programs to the C++ runtime under AddressSanitizer, until stopped
+# make cross     get ExecuTorch for 64-bit Arm, for the tests that run under qemu
+# make suite     run ExecuTorch's own backend test suite with our flow, and record what came of it
 # make check     formatting, lint, types
 # make evidence  make the records and pages that need no hardware anew
 
@@ -8,15 +11,16 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 CHECKED := src tests benchmarks demos conftest.py
-RECORDED := rms_norm attention
+RECORDED := rms_norm attention fp8_cast fp8_swiglu fp8_swiglu_grad
 
-.PHONY: install demo test check evidence clean
+.PHONY: install demo test check fuzz cross suite evidence clean
 
 # The stamp is older than what it depends on exactly when there is something to install.
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit("Python 3.10 to 3.13 is needed, this is " + sys.version.split()[0] + ": make PYTHON=python3.12 install" if not (3, 10) <= sys.version_info[:2] <= (3, 13) else 0)'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/kernel-pytorch build-runtime
 	touch $@
 
 install: $(VENV)/.installed
@@ -31,6 +35,16 @@ check: install
 	$(BIN)/ruff check $(CHECKED)
 	$(BIN)/ruff format --check $(CHECKED)
 	$(BIN)/mypy
+
+fuzz: install
+	$(BIN)/python tests/fuzz_payload.py --cases 1000000
+
+cross: install
+	$(BIN)/python -m pip download --quiet --no-deps --only-binary :all: --platform manylinux_2_28_aarch64 \
+		--constraint constraints.txt --dest $(VENV)/aarch64 executorch
+
+suite: install
+	$(BIN)/python tests/executorch_suite.py --write
 
 evidence: install
 	for op in $(RECORDED); do $(BIN)/python -m kernel_pytorch.testing.checks $$op --write || exit 1; done

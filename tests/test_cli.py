@@ -23,7 +23,9 @@ from kernel_pytorch.hardware_abstraction.op import registered_op
 from kernel_pytorch.ops.rms_norm import torch_kernel
 
 SMALL = ("bench", "rms_norm", "--device", "cpu", "--case", "one-row", "--format", "float32", "--seconds", "0.01")
-COMMANDS = [command.callback.__name__ for command in cli.app.registered_commands if command.callback]
+COMMANDS = [
+    command.name or command.callback.__name__ for command in cli.app.registered_commands if command.callback
+]
 
 
 @dataclass(frozen=True)

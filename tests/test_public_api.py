@@ -27,6 +27,8 @@ PUBLIC = [
     "devices",
     "explain",
     "fp8",
+    "load",
+    "lower",
     "masks",
     "policy",
     "rms_norm",

@@ -154,6 +154,50 @@ def parity(
         raise typer.Exit(1)
 
 
+@app.command(
+    "lower",
+    epilog="Examples:  [bold]kernel-pytorch lower my_package.models:small --out small.pte[/bold]   "
+    "[bold]kernel-pytorch lower my_package.models:small --out small.pte --recipe int8-dynamic[/bold]",
+)
+def lower_command(
+    source: Annotated[str, typer.Argument(help="package.module:function; it returns (model, inputs).")],
+    out: Annotated[Path, typer.Option(help="The .pte to write.")],
+    backend: Annotated[str, typer.Option(help="Where it will run.")] = "cpu",
+    recipe: Annotated[str | None, typer.Option(help="How to quantize it; not at all when left out.")] = None,
+) -> None:
+    """Lower a model to a .pte, say who runs what, and compare it with eager PyTorch."""
+    from kernel_pytorch.lowering import commands
+
+    commands.lower(source, out, backend, recipe)
+
+
+@app.command(
+    "run",
+    epilog="Examples:  [bold]kernel-pytorch run small.pte[/bold]   "
+    "[bold]kernel-pytorch run small.pte --input x.pt --repeat 20[/bold]",
+)
+def run_command(
+    program: Annotated[Path, typer.Argument(help="A .pte file.")],
+    given: Annotated[
+        list[Path] | None, typer.Option("--input", help="A tensor saved with torch.save; ones when left out.")
+    ] = None,
+    method: Annotated[str, typer.Option(help="The method to run.")] = "forward",
+    repeat: Annotated[int, typer.Option(help="How often to run it.", min=1)] = 1,
+) -> None:
+    """Run a .pte on ExecuTorch's runtime with our delegate, and show its outputs and its time."""
+    from kernel_pytorch.lowering import commands
+
+    commands.run(program, tuple(given or ()), method, repeat)
+
+
+@app.command("build-runtime", epilog="Example:  [bold]kernel-pytorch build-runtime[/bold]")
+def build_runtime() -> None:
+    """Build the C++ runtime that .pte files need; it is built on first use otherwise."""
+    from kernel_pytorch.lowering import commands
+
+    commands.build_runtime()
+
+
 def _repeatable(arguments: list[str]) -> str:
     """The command as a record keeps it: without the folder, which is one machine's own and changes no number."""
     words, skip = ["kernel-pytorch"], False

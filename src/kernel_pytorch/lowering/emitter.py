@@ -1,0 +1,421 @@
+"""From a graph to a payload: views cost nothing, chains of pointwise ops become one, buffers share memory.
+
+``Emitter`` walks the nodes of one delegated graph. A node's result is a ``Strided`` view, or, where its one user may
+take it as it is computed, a ``Lazy`` chain of pointwise steps that is not in memory yet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+import torch
+from torch.fx import Node
+from torch.utils._sympy.functions import FloorDiv, Mod
+
+from kernel_pytorch.lowering import payload as tables
+from kernel_pytorch.lowering.constants import Constants
+from kernel_pytorch.lowering.payload import BufferKind, OpCode, Parameter, Payload, Step, Symbol, Token
+from kernel_pytorch.lowering.strided import (
+    Size,
+    Storage,
+    Strided,
+    as_size,
+    broadcast,
+    contiguous_strides,
+    equal,
+    product,
+    reshaped,
+)
+
+__all__ = ["Emitter", "Lazy"]
+
+_MOST_LEAVES = 6  # operands of one pointwise op; the other registers hold what is computed
+
+
+@dataclass(frozen=True, eq=False)
+class Lazy:
+    """A pointwise expression: a step of two or fewer operands, each a Lazy, a Strided or a number."""
+
+    step: Step
+    operands: tuple[Lazy | Strided | float, ...]
+    dims: tuple[Size, ...]
+    dtype: torch.dtype
+
+    def leaves(self) -> int:
+        return sum(
+            operand.leaves() if isinstance(operand, Lazy) else int(isinstance(operand, Strided))
+            for operand in self.operands
+        )
+
+    def height(self) -> int:
+        return 1 + max((operand.height() for operand in self.operands if isinstance(operand, Lazy)), default=0)
+
+
+@dataclass(frozen=True)
+class _Input:
+    name: str
+    dtype: torch.dtype
+    dims: tuple[Size, ...]
+    size: Size | None = None
+    """Of an input that is a whole number: what it is, in symbols."""
+
+
+@dataclass(frozen=True)
+class _Emitted:
+    code: OpCode
+    inputs: tuple[Strided | None, ...]
+    outputs: tuple[Strided, ...]
+    ints: tuple[int, ...]
+    floats: tuple[float, ...]
+
+
+class Emitter:
+    """Collects ops over strided views; ``finish`` plans the memory and makes the payload."""
+
+    def __init__(self, constants: Constants, ranges: dict[Any, Any]) -> None:
+        self.constants = constants
+        self._ranges = ranges
+        self._ops: list[_Emitted] = []
+        self._inputs: list[_Input] = []
+        self._results: dict[Node, Any] = {}
+        self._payload = Payload()
+        self._expressions: dict[Any, int] = {}
+        self._symbols: dict[sympy.Symbol, int] = {}
+        self._constant_storage: dict[Any, tuple[Storage, torch.Tensor]] = {}
+        self._packed: dict[Any, torch.Tensor] = {}
+
+    # Nodes
+
+    def add_input(self, node: Node) -> None:
+        """A placeholder that is no constant: a tensor, or a size that the graph outside computes."""
+        value = node.meta["val"]
+        index = len(self._inputs)
+        if isinstance(value, torch.Tensor):
+            dims = tuple(as_size(size) for size in value.shape)
+            self._inputs.append(_Input(node.name, value.dtype, dims))
+            storage = Storage(value.dtype, product(dims), input=index)
+            self.set(node, Strided(storage, dims, contiguous_strides(dims)))
+        else:
+            self._inputs.append(_Input(node.name, torch.int64, (), as_size(value)))
+            self.set(node, value)
+
+    def set(self, node: Node, result: Any) -> None:
+        self._results[node] = result
+
+    def result(self, node: Any) -> Any:
+        """What a node is: a view, a lazy expression, a tuple of them, or a constant's view."""
+        if not isinstance(node, Node):
+            return node
+        if node in self._results:
+            return self._results[node]
+        known = self.constants.of(node)
+        if isinstance(known, torch.Tensor):
+            return self.constant(known)
+        if known is not None:
+            return known
+        return node.meta["val"]  # a size that is computed from other sizes
+
+    def view(self, node: Any) -> Strided:
+        """A node's result in memory."""
+        found = self.result(node)
+        if isinstance(found, Lazy):
+            found = self.materialise(found, node)
+            self._results[node] = found
+        if not isinstance(found, Strided):
+            raise TypeError(f"{node} is no tensor")
+        return found
+
+    def constant(self, tensor: torch.Tensor) -> Strided:
+        dims = tuple(tensor.shape)
+        key = (tensor.untyped_storage().data_ptr(), tensor.storage_offset(), dims, tensor.stride(), tensor.dtype)
+        if key not in self._constant_storage:
+            own = tensor.detach().cpu().contiguous()
+            # The tensor is kept too: its address, which is in the key, must not become another's.
+            self._constant_storage[key] = (Storage(own.dtype, own.numel(), constant=own), tensor)
+        return Strided(self._constant_storage[key][0], dims, contiguous_strides(dims))
+
+    def packed(self, tensor: torch.Tensor, pack: Callable[[torch.Tensor], torch.Tensor]) -> Strided:
+        """A constant in another arrangement, made once for all its users."""
+        key = (tensor.untyped_storage().data_ptr(), tensor.storage_offset(), tuple(tensor.shape), tensor.stride())
+        if key not in self._packed:
+            self._packed[key] = pack(tensor)
+        return self.constant(self._packed[key])
+
+    # Memory
+
+    def new(self, dims: Sequence[Size], dtype: torch.dtype, node: Node | None = None) -> Strided:
+        """Memory for a result, in the order in which its users read it."""
+        order = _order_of_users(node, len(dims)) if node is not None else list(range(len(dims)))
+        inner = [dims[axis] for axis in order]
+        stored = Strided(Storage(dtype, product(dims)), tuple(inner), contiguous_strides(inner))
+        return stored.permute([order.index(axis) for axis in range(len(dims))])
+
+    def emit(
+        self,
+        code: OpCode,
+        inputs: Sequence[Strided | None],
+        outputs: Sequence[Strided],
+        ints: Sequence[int] = (),
+        floats: Sequence[float] = (),
+    ) -> None:
+        self._ops.append(_Emitted(code, tuple(inputs), tuple(outputs), tuple(ints), tuple(floats)))
+
+    def contiguous(self, source: Strided) -> Strided:
+        if source.contiguous:
+            return source
+        into = self.new(source.dims, source.dtype)
+        self.copy(source, into)
+        return into
+
+    def reshape(self, source: Strided, dims: Sequence[Size]) -> Strided:
+        found = reshaped(source, dims)
+        if found is None:
+            found = reshaped(self.contiguous(source), dims)
+        assert found is not None
+        return found
+
+    def copy(self, source: Lazy | Strided, into: Strided) -> None:
+        if isinstance(source, Strided):
+            source = Lazy(Step.COPY, (source,), into.dims, into.dtype)
+        self._emit_pointwise(source, into)
+
+    def pointwise(self, node: Node, step: Step, *operands: Any) -> None:
+        """One step of a node; it waits for its user where that is the only one."""
+        self._settle(node, self.lazy(node, step, *operands))
+
+    def lazy(self, node: Node, step: Step, *operands: Any) -> Lazy:
+        """A step in the shape of a node, on nodes, numbers and other such steps; nothing is computed yet."""
+        value = node.meta["val"]
+        dims = tuple(as_size(size) for size in value.shape)
+        ready: list[Lazy | Strided | float] = []
+        for operand in operands:
+            found: Any = self._number(operand)
+            if found is None:
+                found = self.result(operand)
+                if isinstance(found, Lazy) and not _same(found.dims, dims):
+                    found = self.view(operand)
+            if isinstance(found, Strided) and not _same(found.dims, dims):
+                found = broadcast(found, dims)
+            ready.append(found)
+        return Lazy(step, tuple(ready), dims, value.dtype)
+
+    def _settle(self, node: Node, lazy: Lazy) -> None:
+        # Too many operands or too deep for the registers: what feeds it goes to memory first.
+        if lazy.leaves() > _MOST_LEAVES or lazy.height() > 6:
+            operands = tuple(self.materialise(o) if isinstance(o, Lazy) else o for o in lazy.operands)
+            lazy = Lazy(lazy.step, operands, lazy.dims, lazy.dtype)
+        self._results[node] = lazy if len(node.users) == 1 else self.materialise(lazy, node)
+
+    def _number(self, operand: Any) -> float | None:
+        if isinstance(operand, (int, float)):
+            return float(operand)
+        known = self.constants.of(operand) if isinstance(operand, Node) else None
+        if isinstance(known, torch.Tensor) and known.numel() == 1 and not known.is_complex():
+            return float(known)
+        return None
+
+    def materialise(self, lazy: Lazy, node: Node | None = None) -> Strided:
+        into = self.new(lazy.dims, lazy.dtype, node)
+        self._emit_pointwise(lazy, into)
+        return into
+
+    def _emit_pointwise(self, lazy: Lazy, into: Strided) -> None:
+        leaves: list[Strided] = []
+        numbers: list[float] = []
+        steps: list[tuple[int, int, int, int]] = []
+
+        def collect(one: Lazy) -> None:
+            for operand in one.operands:
+                if isinstance(operand, Lazy):
+                    collect(operand)
+                elif isinstance(operand, Strided) and operand not in leaves:
+                    leaves.append(operand)
+
+        collect(lazy)
+        free = list(range(tables.REGISTERS - 1, len(leaves) - 1, -1))
+
+        def compute(one: Lazy) -> int:
+            held: list[int] = []
+            sources: list[int] = []
+            for operand in one.operands:
+                if isinstance(operand, Strided):
+                    sources.append(leaves.index(operand))
+                    continue
+                if isinstance(operand, Lazy):
+                    register = compute(operand)
+                else:
+                    register = free.pop()
+                    if operand not in numbers:
+                        numbers.append(operand)
+                    steps.append((Step.IMMEDIATE, register, numbers.index(operand), 0))
+                held.append(register)
+                sources.append(register)
+            free.extend(held)
+            target = free.pop()
+            steps.append((one.step, target, sources[0], sources[1] if len(sources) > 1 else sources[0]))
+            return target
+
+        register = compute(lazy)
+        ints = [*(int(number) for step in steps for number in step), register]
+        self.emit(OpCode.POINTWISE, [broadcast(leaf, into.dims) for leaf in leaves], [into], ints, numbers)
+
+    # The payload
+
+    def finish(self, outputs: Sequence[tuple[str, Strided]]) -> Payload:
+        """Bind the outputs, plan the arena, and write every table."""
+        for index, (name, view) in enumerate(outputs):
+            storage = view.storage
+            whole = view.contiguous and equal(view.offset, 0) and equal(product(view.dims), storage.numel)
+            if not (storage.is_arena and whole):
+                copied = self.new(view.dims, view.dtype)
+                self.copy(view, copied)
+                storage = copied.storage
+            storage.output = index
+            self._payload.outputs.append(Parameter(name, view.dtype, self._sizes(view.dims)))
+        for given in self._inputs:
+            dims = self._sizes(given.dims)
+            self._payload.inputs.append(Parameter(given.name, given.dtype, dims, integer=given.size is not None))
+        places = self._plan()
+        buffers: dict[int, int] = {}
+        for op in self._ops:
+            values = [None if v is None else self._value(v, places, buffers) for v in (*op.inputs, *op.outputs)]
+            count = len(op.inputs)
+            written = tuple(v for v in values[count:] if v is not None)
+            self._payload.ops.append(tables.Op(op.code, tuple(values[:count]), written, op.ints, op.floats))
+        return self._payload
+
+    def _plan(self) -> dict[int, tuple[int, int]]:
+        """Offset and bytes of every arena buffer: each lies as low as those alive at the same time allow."""
+        alive: dict[int, tuple[int, int, Storage]] = {}
+        for at, op in enumerate(self._ops):
+            for view in (*op.inputs, *op.outputs):
+                if view is not None and view.storage.is_arena:
+                    first = alive.get(id(view.storage), (at, at, view.storage))[0]
+                    alive[id(view.storage)] = (first, at, view.storage)
+        placed: list[tuple[int, int, int, int]] = []  # first op, last op, offset, end
+        places: dict[int, tuple[int, int]] = {}
+        sizes = {key: self._most(storage.numel) * storage.dtype.itemsize for key, (_, _, storage) in alive.items()}
+        for key in sorted(alive, key=lambda key: (-sizes[key], alive[key][0])):
+            first, last, _ = alive[key]
+            offset, size = 0, tables.aligned(max(sizes[key], 1))
+            for _, _, begin, end in sorted(
+                (p for p in placed if p[0] <= last and first <= p[1]), key=lambda p: p[2]
+            ):
+                if offset + size <= begin:
+                    break
+                offset = max(offset, end)
+            placed.append((first, last, offset, offset + size))
+            places[key] = (offset, sizes[key])
+            self._payload.arena_bytes = max(self._payload.arena_bytes, offset + size)
+        return places
+
+    def _most(self, size: Size) -> int:
+        if isinstance(size, int):
+            return size
+        highest = {symbol: self._bounds(symbol)[1] for symbol in size.free_symbols}
+        return int(size.subs(highest))
+
+    def _bounds(self, symbol: sympy.Symbol) -> tuple[int, int]:
+        found = self._ranges.get(symbol)
+        high = getattr(found, "upper", None)
+        if found is None or high is None or not sympy.sympify(high).is_number or high > 1 << 31:
+            raise ValueError(f"dimension {symbol} has no upper bound: give torch.export.Dim a max")
+        return max(0, int(found.lower)), int(high)
+
+    def _value(self, view: Strided, places: dict[int, tuple[int, int]], buffers: dict[int, int]) -> int:
+        storage = view.storage
+        if id(storage) not in buffers:
+            buffers[id(storage)] = len(self._payload.buffers)
+            self._payload.buffers.append(self._buffer(storage, places))
+        value = tables.Value(
+            buffers[id(storage)], self._sizes(view.dims), self._sizes(view.strides), self._size(view.offset)
+        )
+        self._payload.values.append(value)
+        return len(self._payload.values) - 1
+
+    def _buffer(self, storage: Storage, places: dict[int, tuple[int, int]]) -> tables.Buffer:
+        if storage.input is not None:
+            return tables.Buffer(BufferKind.INPUT, storage.dtype, index=storage.input)
+        if storage.output is not None:
+            return tables.Buffer(BufferKind.OUTPUT, storage.dtype, index=storage.output)
+        if storage.constant is not None:
+            constants = self._payload.constants
+            constants.extend(bytes(tables.aligned(len(constants)) - len(constants)))
+            data = storage.constant.flatten().view(torch.uint8).numpy().tobytes()
+            offset = len(constants)
+            constants.extend(data)
+            return tables.Buffer(BufferKind.CONSTANT, storage.dtype, offset=offset, size=len(data))
+        offset, size = places[id(storage)]
+        return tables.Buffer(BufferKind.ARENA, storage.dtype, offset=offset, size=size)
+
+    def _sizes(self, sizes: Sequence[Size]) -> tuple[int, ...]:
+        return tuple(self._size(size) for size in sizes)
+
+    def _size(self, size: Size) -> int:
+        expression = size if isinstance(size, int) else sympy.expand(size)
+        if expression not in self._expressions:
+            tokens = tuple(self._tokens(expression))
+            self._expressions[expression] = len(self._payload.expressions)
+            self._payload.expressions.append(tokens)
+        return self._expressions[expression]
+
+    def _tokens(self, size: Any) -> list[tuple[Token, int]]:
+        if isinstance(size, int) or size.is_Integer:
+            return [(Token.CONSTANT, int(size))]
+        if isinstance(size, sympy.Symbol):
+            return [(Token.SYMBOL, self._symbol(size))]
+        joins = {sympy.Add: Token.ADD, sympy.Mul: Token.MULTIPLY, FloorDiv: Token.FLOOR_DIVIDE, Mod: Token.MODULO}
+        if isinstance(size, sympy.Pow) and size.exp.is_Integer and size.exp > 0:
+            parts, join = [size.base] * int(size.exp), Token.MULTIPLY
+        elif size.func in joins:
+            parts, join = list(size.args), joins[size.func]
+        else:
+            raise ValueError(f"size {size} is no sum, product, quotient or remainder of dimensions")
+        tokens = self._tokens(parts[0])
+        for part in parts[1:]:
+            tokens += [*self._tokens(part), (join, 0)]
+        return tokens
+
+    def _symbol(self, symbol: sympy.Symbol) -> int:
+        if symbol not in self._symbols:
+            low, high = self._bounds(symbol)
+            for index, given in enumerate(self._inputs):
+                if given.size == symbol:
+                    found = Symbol(index, tables.NONE, low, high)
+                    break
+                if symbol in given.dims:
+                    found = Symbol(index, given.dims.index(symbol), low, high)
+                    break
+            else:
+                raise ValueError(f"dimension {symbol} is a dimension of no input of the delegate")
+            self._symbols[symbol] = len(self._payload.symbols)
+            self._payload.symbols.append(found)
+        return self._symbols[symbol]
+
+
+def _same(a: Sequence[Size], b: Sequence[Size]) -> bool:
+    return len(a) == len(b) and all(equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def _args(node: Node) -> tuple[Any, ...]:
+    return node.args
+
+
+def _order_of_users(node: Node, rank: int) -> list[int]:
+    """The axes in the order in which the next permutation puts them, where the only user is one."""
+    order = list(range(rank))
+    while len(node.users) == 1:
+        (user,) = node.users
+        name = str(user.target)
+        if "permute_copy" in name:
+            order = [order[axis % rank] for axis in _args(user)[1]]
+        elif "transpose_copy" in name:
+            first, second = (axis % rank for axis in _args(user)[1:3])
+            order[first], order[second] = order[second], order[first]
+        elif "clone" not in name:
+            break
+        node = user
+    return order

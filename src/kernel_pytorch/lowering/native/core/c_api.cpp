@@ -1,0 +1,78 @@
+// The core without ExecuTorch, for Python: tests and eager mode run payloads through it.
+#include <cstring>
+#include <memory>
+
+#include "core/c_api.h"
+#include "core/program.h"
+
+#if defined(KERNEL_PYTORCH_WITH_EXECUTORCH)
+#include "core/threads.h"
+#endif
+
+using kernel_pytorch::Argument;
+using kernel_pytorch::DType;
+using kernel_pytorch::kMaxRank;
+using kernel_pytorch::Program;
+using kernel_pytorch::Reason;
+
+namespace {
+
+bool give(const Reason& reason, char* text, size_t size) {
+  if (text != nullptr && size > 0) {
+    std::strncpy(text, reason.text, size - 1);
+    text[size - 1] = 0;
+  }
+  return false;
+}
+
+}  // namespace
+
+void* kernel_pytorch_load(const void* bytes, size_t size, char* text, size_t text_size) {
+  Reason reason;
+#if defined(KERNEL_PYTORCH_WITH_EXECUTORCH)
+  auto program = Program::load(static_cast<const uint8_t*>(bytes), size, kernel_pytorch::thread_count(),
+                               kernel_pytorch::on_threads, reason);
+#else
+  auto program = Program::load(static_cast<const uint8_t*>(bytes), size, 1, nullptr, reason);
+#endif
+  if (!program) give(reason, text, text_size);
+  return program.release();
+}
+
+bool kernel_pytorch_run(void* handle, const KernelPyTorchTensor* inputs, size_t input_count,
+                        KernelPyTorchTensor* outputs, size_t output_count, char* text, size_t text_size) {
+  Program& program = *static_cast<Program*>(handle);
+  Reason reason;
+  if (input_count != program.input_count() || output_count != program.output_count() || input_count > 64 ||
+      output_count > 64) {
+    reason.set("%zu inputs and %zu outputs were given; the program has %zu and %zu", input_count, output_count,
+               program.input_count(), program.output_count());
+    return give(reason, text, text_size);
+  }
+  Argument arguments[64];
+  for (size_t n = 0; n < input_count; ++n) {
+    if (inputs[n].rank < 0 || inputs[n].rank > kMaxRank || inputs[n].dtype >= kernel_pytorch::kDTypes) {
+      reason.set("input %zu has %d dimensions", n, inputs[n].rank);
+      return give(reason, text, text_size);
+    }
+    arguments[n].data = inputs[n].data;
+    arguments[n].dtype = static_cast<DType>(inputs[n].dtype);
+    arguments[n].rank = inputs[n].rank;
+    std::memcpy(arguments[n].dims, inputs[n].dims, sizeof(arguments[n].dims));
+  }
+  if (!program.bind(arguments, reason)) return give(reason, text, text_size);
+  void* data[64];
+  for (size_t n = 0; n < output_count; ++n) {
+    const auto& shape = program.output_shape(n);
+    bool same = outputs[n].rank == shape.rank && outputs[n].dtype == static_cast<uint8_t>(shape.dtype);
+    for (int d = 0; same && d < shape.rank; ++d) same = outputs[n].dims[d] == shape.dims[d];
+    if (!same) {
+      reason.set("output %zu has another shape or format than the program gives it", n);
+      return give(reason, text, text_size);
+    }
+    data[n] = outputs[n].data;
+  }
+  return program.run(data, reason) || give(reason, text, text_size);
+}
+
+void kernel_pytorch_free(void* program) { delete static_cast<Program*>(program); }

@@ -1,0 +1,225 @@
+// Attention of one tile, flash style: scores of a block of keys, their exponentials, and the sum of values, in turn.
+//
+// Vectors run over the rows of the tile: a score block is [key][row], the output so far [value][row]. So keys and
+// values are read where they are, one number at a time for all rows, and no maximum or sum runs across a vector.
+#pragma once
+
+#include "kernels/rows.h"
+#include "kernels/table.h"
+
+namespace {
+
+using kernel_pytorch::AttentionTile;
+using kernel_pytorch::kKeysABlock;
+using kernel_pytorch::kMostRows;
+
+#if defined(KP_TARGET_AVX512)
+constexpr int kVectors = 2, kTall = 8;  // 16 sums in 32 registers
+#elif defined(KP_TARGET_AVX2)
+constexpr int kVectors = 2, kTall = 4;  // 8 sums in 16 registers
+#else
+constexpr int kVectors = 4, kTall = 4;  // 16 sums in NEON's 32 registers
+#endif
+constexpr int64_t kTileRows = kVectors * kLanes;
+
+inline size_t attention_scratch_bytes(int64_t dim, int64_t value_dim) {
+  const int64_t floats = (dim + kKeysABlock + value_dim + 3) * kTileRows + kKeysABlock * (dim + value_dim);
+  return static_cast<size_t>(floats) * sizeof(float);
+}
+
+// into[m][row] (+)= sum over n of left[m * left_m + n * left_n] * right[n][row], for Tall rows of m.
+template <int Vectors, int Tall>
+inline void products(float* into, const float* left, int64_t left_m, int64_t left_n, const float* right, int64_t count,
+                     const Vec* rescale) {
+  Vec sums[Tall][Vectors];
+  for (int m = 0; m < Tall; ++m) {
+    for (int x = 0; x < Vectors; ++x) {
+      sums[m][x] = rescale ? load(into + (m * Vectors + x) * kLanes) * rescale[x] : Vec{};
+    }
+  }
+  for (int64_t n = 0; n < count; ++n) {
+    Vec own[Vectors];
+    for (int x = 0; x < Vectors; ++x) own[x] = load(right + (n * Vectors + x) * kLanes);
+    for (int m = 0; m < Tall; ++m) {
+      const Vec factor = splat(left[m * left_m + n * left_n]);
+      for (int x = 0; x < Vectors; ++x) sums[m][x] += factor * own[x];
+    }
+  }
+  for (int m = 0; m < Tall; ++m) {
+    for (int x = 0; x < Vectors; ++x) store(into + (m * Vectors + x) * kLanes, sums[m][x]);
+  }
+}
+
+template <int Vectors>
+inline void all_products(float* into, int64_t rows, const float* left, int64_t left_m, int64_t left_n,
+                         const float* right, int64_t count, const Vec* rescale) {
+  int64_t m = 0;
+  for (; m + kTall <= rows; m += kTall) {
+    products<Vectors, kTall>(into + m * Vectors * kLanes, left + m * left_m, left_m, left_n, right, count, rescale);
+  }
+  for (; m < rows; ++m) {
+    products<Vectors, 1>(into + m * Vectors * kLanes, left + m * left_m, left_m, left_n, right, count, rescale);
+  }
+}
+
+// Whether every row attends to every key of the block.
+template <int Vectors>
+inline bool block_is_whole(const AttentionTile& tile, int64_t key, int64_t count) {
+  for (int x = 0; x < Vectors; ++x) {
+    IntVec covered = {};
+    for (int64_t slot = 0; slot < tile.slots; ++slot) {
+      const int64_t at = slot * kMostRows + x * kLanes;
+      covered |= (load_ints(tile.first + at) <= static_cast<int32_t>(key)) &
+                 (load_ints(tile.last + at) >= static_cast<int32_t>(key + count));
+    }
+    if (!all(covered)) return false;
+  }
+  return true;
+}
+
+template <int Vectors>
+inline void add_bias(const AttentionTile& tile, float* scores, int64_t key, int64_t count) {
+  const float never = -__builtin_inff();
+  for (int64_t r = 0; r < tile.rows; ++r) {
+    const char* own = tile.bias[r];
+    for (int64_t n = 0; n < count; ++n) {
+      float& score = scores[n * Vectors * kLanes + r];
+      const int64_t at = (key + n) * tile.bias_stride;
+      if (tile.bias_dtype == DType::kBool) {
+        score = own[at] ? score : never;
+      } else if (tile.bias_dtype == DType::kFloat32) {
+        score += reinterpret_cast<const float*>(own)[at];
+      } else {
+        score += half_at(reinterpret_cast<const uint16_t*>(own) + at, tile.bias_dtype == DType::kBFloat16);
+      }
+    }
+  }
+}
+
+template <int Vectors>
+inline void leave_out(const AttentionTile& tile, float* scores, int64_t key, int64_t count) {
+  const Vec never = splat(-__builtin_inff());
+  for (int64_t n = 0; n < count; ++n) {
+    const int32_t j = static_cast<int32_t>(key + n);
+    for (int x = 0; x < Vectors; ++x) {
+      IntVec attends = {};
+      for (int64_t slot = 0; slot < tile.slots; ++slot) {
+        const int64_t at = slot * kMostRows + x * kLanes;
+        attends |= (load_ints(tile.first + at) <= j) & (load_ints(tile.last + at) > j);
+      }
+      float* p = scores + (n * Vectors + x) * kLanes;
+      store(p, select(attends, load(p), never));
+    }
+  }
+}
+
+template <int Vectors>
+void attention_tile(const AttentionTile& tile, float* scratch) {
+  constexpr int64_t kWide = Vectors * kLanes;
+  const int64_t dim = tile.dim, value_dim = tile.value_dim;
+  float* const q = scratch;                           // [dim][row]
+  float* const scores = q + dim * kWide;              // [key][row]
+  float* const sums = scores + kKeysABlock * kWide;   // [value][row]
+  float* const keys = sums + value_dim * kWide;       // [key][dim], where they are not float32 in memory
+  float* const values = keys + kKeysABlock * dim;
+  const bool plain = tile.dtype == DType::kFloat32;
+  // Rows that stand far apart, as those of a fused projection do, fall into few sets of the first cache and push each
+  // other out: they are copied together. A tile of few rows reads them too seldom for that to pay.
+  const bool k_in_place = plain && tile.k_stride == 1 && (tile.k_row == dim || Vectors == 1);
+  const bool v_in_place = plain && tile.v_stride == 1 && (tile.v_row == value_dim || Vectors == 1);
+  const int64_t bytes = static_cast<int64_t>(kernel_pytorch::size_of(tile.dtype));
+
+  for (int64_t n = 0; n < dim * kWide; ++n) q[n] = 0;
+  for (int64_t r = 0; r < tile.rows; ++r) {
+    for (int64_t d = 0; d < dim; ++d) {
+      float number;
+      read_row(&number, tile.q[r] + d * tile.q_stride * bytes, tile.dtype, 1, 1);
+      q[d * kWide + r] = number * tile.scale;
+    }
+  }
+  for (int64_t n = 0; n < value_dim * kWide; ++n) sums[n] = 0;
+  Vec most[Vectors], total[Vectors], rescale[Vectors];
+  for (int x = 0; x < Vectors; ++x) {
+    most[x] = splat(-__builtin_inff());
+    total[x] = Vec{};
+  }
+
+  for (int64_t run = 0; run < tile.run_count; ++run) {
+    for (int64_t key = tile.runs[run].first; key < tile.runs[run].last; key += kKeysABlock) {
+      const int64_t left = tile.runs[run].last - key;
+      const int64_t count = left < kKeysABlock ? left : kKeysABlock;
+      const float *k_at, *v_at;
+      int64_t k_row = tile.k_row, v_row = tile.v_row;
+      if (k_in_place) {
+        k_at = reinterpret_cast<const float*>(tile.k) + key * k_row;
+      } else {
+        for (int64_t n = 0; n < count; ++n) {
+          read_row(keys + n * dim, tile.k + (key + n) * tile.k_row * bytes, tile.dtype, tile.k_stride, dim);
+        }
+        k_at = keys, k_row = dim;
+      }
+      if (v_in_place) {
+        v_at = reinterpret_cast<const float*>(tile.v) + key * v_row;
+      } else {
+        for (int64_t n = 0; n < count; ++n) {
+          read_row(values + n * value_dim, tile.v + (key + n) * tile.v_row * bytes, tile.dtype, tile.v_stride,
+                   value_dim);
+        }
+        v_at = values, v_row = value_dim;
+      }
+      all_products<Vectors>(scores, count, k_at, k_row, 1, q, dim, nullptr);
+      if (tile.bias[0]) add_bias<Vectors>(tile, scores, key, count);
+      if (!block_is_whole<Vectors>(tile, key, count)) leave_out<Vectors>(tile, scores, key, count);
+
+      Vec block_most[Vectors];
+      for (int x = 0; x < Vectors; ++x) block_most[x] = most[x];
+      for (int64_t n = 0; n < count; ++n) {
+        for (int x = 0; x < Vectors; ++x) block_most[x] = maximum(load(scores + (n * Vectors + x) * kLanes), block_most[x]);
+      }
+      Vec safe[Vectors];
+      for (int x = 0; x < Vectors; ++x) {
+        // A row that has met no key yet keeps a maximum of -inf; exp(-inf - 0) is 0 where exp(-inf + inf) is NaN.
+        safe[x] = select(block_most[x] == -__builtin_inff(), Vec{}, block_most[x]);
+        rescale[x] = exp(most[x] - safe[x]);
+        most[x] = block_most[x];
+        total[x] *= rescale[x];
+      }
+      for (int64_t n = 0; n < count; ++n) {
+        for (int x = 0; x < Vectors; ++x) {
+          float* p = scores + (n * Vectors + x) * kLanes;
+          const Vec e = exp(load(p) - safe[x]);
+          total[x] += e;
+          store(p, e);
+        }
+      }
+      all_products<Vectors>(sums, value_dim, v_at, 1, v_row, scores, count, rescale);
+    }
+  }
+
+  Vec inverse[Vectors];
+  for (int x = 0; x < Vectors; ++x) inverse[x] = select(total[x] == 0.0f, Vec{}, 1.0f / total[x]);
+  for (int64_t e = 0; e < value_dim; ++e) {
+    for (int x = 0; x < Vectors; ++x) {
+      float* p = sums + (e * Vectors + x) * kLanes;
+      store(p, load(p) * inverse[x]);
+    }
+  }
+  for (int64_t r = 0; r < tile.rows; ++r) {
+    // Through a short row, so that narrow formats are written by the vector.
+    for (int64_t e = 0; e < value_dim; e += kKeysABlock) {
+      const int64_t count = value_dim - e < kKeysABlock ? value_dim - e : kKeysABlock;
+      for (int64_t n = 0; n < count; ++n) scores[n] = sums[(e + n) * kWide + r];
+      write_row(tile.out[r] + e * tile.out_stride * bytes, scores, tile.dtype, tile.out_stride, count);
+    }
+  }
+}
+
+inline void attention(const AttentionTile& tile, float* scratch) {
+  if (tile.rows <= kLanes) {
+    attention_tile<1>(tile, scratch);
+  } else {
+    attention_tile<kVectors>(tile, scratch);
+  }
+}
+
+}  // namespace

@@ -1,0 +1,187 @@
+// Vectors of float32 in the width of one target, on the compilers' vector extensions: one source for every target.
+//
+// This header is compiled once for each target with that target's flags. Everything is in an unnamed namespace and
+// no standard library template is used: a linker that kept one copy of a shared inline function could keep the one
+// with instructions that the processor at hand does not have.
+#pragma once
+
+#include <stdint.h>
+
+#if defined(KP_TARGET_AVX512)
+#define KP_LANES 16
+#elif defined(KP_TARGET_AVX2)
+#define KP_LANES 8
+#else
+#define KP_LANES 4
+#endif
+
+namespace {
+
+constexpr int kLanes = KP_LANES;
+
+typedef float Vec __attribute__((vector_size(4 * KP_LANES)));
+typedef int32_t IntVec __attribute__((vector_size(4 * KP_LANES)));
+typedef uint16_t HalfVec __attribute__((vector_size(2 * KP_LANES)));
+typedef float UnalignedVec __attribute__((vector_size(4 * KP_LANES), aligned(4), may_alias));
+typedef int32_t UnalignedIntVec __attribute__((vector_size(4 * KP_LANES), aligned(4), may_alias));
+typedef uint16_t UnalignedHalfVec __attribute__((vector_size(2 * KP_LANES), aligned(2), may_alias));
+
+inline Vec load(const float* p) { return *reinterpret_cast<const UnalignedVec*>(p); }
+inline void store(float* p, Vec v) { *reinterpret_cast<UnalignedVec*>(p) = v; }
+inline IntVec load_ints(const int32_t* p) { return *reinterpret_cast<const UnalignedIntVec*>(p); }
+inline HalfVec load_halves(const uint16_t* p) { return *reinterpret_cast<const UnalignedHalfVec*>(p); }
+inline void store_halves(uint16_t* p, HalfVec v) { *reinterpret_cast<UnalignedHalfVec*>(p) = v; }
+inline Vec splat(float x) { return x - Vec{}; }
+inline IntVec splat_int(int32_t x) { return x - IntVec{}; }
+inline Vec select(IntVec condition, Vec yes, Vec no) { return condition ? yes : no; }
+inline Vec maximum(Vec a, Vec b) { return select(a > b, a, b); }
+inline IntVec as_ints(Vec v) { return reinterpret_cast<IntVec>(v); }
+inline Vec as_floats(IntVec v) { return reinterpret_cast<Vec>(v); }
+inline Vec absolute(Vec v) { return as_floats(as_ints(v) & 0x7fffffff); }
+
+inline float sum(Vec v) {
+  float total = 0;
+  for (int n = 0; n < kLanes; ++n) total += v[n];
+  return total;
+}
+
+inline float largest(Vec v) {
+  float found = v[0];
+  for (int n = 1; n < kLanes; ++n) found = v[n] > found || v[n] != v[n] ? v[n] : found;
+  return found;
+}
+
+inline bool all(IntVec condition) {
+  int32_t both = -1;
+  for (int n = 0; n < kLanes; ++n) both &= condition[n];
+  return both != 0;
+}
+
+// exp in two roundings of its last bit: 0 where it underflows, infinity where it overflows, NaN stays NaN.
+inline Vec exp(Vec x) {
+  const Vec wide = x;
+  x = select(x < -104.0f, splat(-104.0f), x);
+  x = select(x > 89.0f, splat(89.0f), x);
+  const Vec magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to a whole number
+  const Vec shifted = x * 1.44269504088896f + magic;
+  const Vec whole = shifted - magic;
+  Vec r = x - whole * 0.693145751953125f;  // ln 2 in two parts, the first exact in a product
+  r = r - whole * 1.42860682030941723e-6f;
+  Vec p = splat(1.393373321e-03f);
+  p = p * r + 8.363235385e-03f;
+  p = p * r + 4.166646417e-02f;
+  p = p * r + 1.666657664e-01f;
+  p = p * r + 5.000000014e-01f;
+  p = p * (r * r) + r + 1.0f;
+  // The power of two in two factors, because 2^n itself may be too large or too small for one.
+  const IntVec n = as_ints(shifted) - 0x4b400000;
+  const IntVec half = n >> 1;
+  p = p * as_floats((half + 127) << 23) * as_floats((n - half + 127) << 23);
+  return select(wide < -103.98f, splat(0.0f), p);
+}
+
+inline Vec sigmoid(Vec x) {
+  // exp of what is not positive, so that nothing overflows.
+  const Vec e = exp(-absolute(x));
+  const Vec r = 1.0f / (1.0f + e);
+  return select(x < 0.0f, e * r, r);
+}
+
+inline Vec tanh(Vec x) {
+  const Vec a = absolute(x);
+  const Vec e = exp(-2.0f * a);
+  const Vec far = (1.0f - e) / (1.0f + e);
+  const Vec s = x * x;
+  Vec near = splat(2.186948854e-2f);
+  near = near * s - 5.396825397e-2f;
+  near = near * s + 1.333333333e-1f;
+  near = near * s - 3.333333333e-1f;
+  near = x + x * s * near;
+  return select(a < 0.25f, near, select(x < 0.0f, -far, far));
+}
+
+// erfc of what is not negative: a polynomial in 1 / (1 + 0.4 x), fitted to erfc(x) exp(x^2) on [0, 9.5].
+inline Vec erfc_positive(Vec x) {
+  const Vec t = 1.0f / (1.0f + 0.4f * x);
+  Vec p = splat(4.090798242e-02f);
+  p = p * t - 1.385347570e-01f;
+  p = p * t + 8.005351025e-02f;
+  p = p * t + 9.277888458e-02f;
+  p = p * t + 7.618931123e-02f;
+  p = p * t + 1.950261474e-01f;
+  p = p * t + 2.014381398e-01f;
+  p = p * t + 2.265108857e-01f;
+  p = p * t + 2.256299571e-01f;
+  return p * t * exp(-(x * x));
+}
+
+inline Vec erf(Vec x) {
+  const Vec a = absolute(x);
+  const Vec far = 1.0f - erfc_positive(a);
+  const Vec s = x * x;
+  Vec near = splat(-7.575757576e-4f);
+  near = near * s + 4.629629630e-3f;
+  near = near * s - 2.380952381e-2f;
+  near = near * s + 1.0e-1f;
+  near = near * s - 3.333333333e-1f;
+  near = 1.128379167f * (x + x * s * near);
+  return select(a < 0.5f, near, select(x < 0.0f, -far, far));
+}
+
+inline Vec gelu(Vec x) {
+  // x times the share of a normal distribution below x; its lower tail is erfc itself, so that nothing cancels.
+  const Vec tail = 0.5f * erfc_positive(absolute(x) * 0.70710678118654752f);
+  const Vec found = x * select(x < 0.0f, tail, 1.0f - tail);
+  return select(x < -13.0f, splat(-0.0f), found);
+}
+
+inline Vec gelu_tanh(Vec x) {
+  const Vec inner = 0.79788456080286536f * (x + 0.044715f * x * x * x);
+  return x * sigmoid(2.0f * inner);  // 0.5 (1 + tanh(y)) is the sigmoid of 2 y
+}
+
+inline Vec silu(Vec x) { return x * sigmoid(x); }
+
+inline Vec square_root(Vec x) {
+  Vec found = x;
+  for (int n = 0; n < kLanes; ++n) found[n] = __builtin_sqrtf(x[n]);
+  return found;
+}
+
+inline Vec from_bfloat16(HalfVec bits) {
+  typedef uint32_t Bits __attribute__((vector_size(4 * KP_LANES)));
+  return reinterpret_cast<Vec>(__builtin_convertvector(bits, Bits) << 16);
+}
+
+inline HalfVec to_bfloat16(Vec v) {
+  const IntVec bits = as_ints(v);
+  IntVec rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+  rounded = (v != v) ? (splat_int(0x7fc0) | ((bits >> 16) & 0x8000)) : rounded;
+  return __builtin_convertvector(rounded, HalfVec);
+}
+
+inline Vec from_float16(HalfVec half) {
+  typedef uint32_t Bits __attribute__((vector_size(4 * KP_LANES)));
+  const IntVec bits = reinterpret_cast<IntVec>(__builtin_convertvector(half, Bits));
+  const IntVec sign = (bits & 0x8000) << 16, magnitude = (bits & 0x7fff) << 13;
+  // The exponent is moved by a product, which also makes small numbers that have no leading one right.
+  Vec moved = as_floats(magnitude) * 5.192296858534828e33f;  // 2^112
+  moved = (magnitude >= (0x7c00 << 13)) ? as_floats(magnitude | 0x7f800000) : moved;
+  return as_floats(as_ints(moved) | sign);
+}
+
+inline HalfVec to_float16(Vec v) {
+  const IntVec bits = as_ints(v), sign = (bits >> 16) & 0x8000;
+  const Vec a = absolute(v);
+  const IntVec a_bits = as_ints(a);
+  // Normal numbers: round the mantissa to ten bits, to even; a carry into the exponent is right as it is.
+  const IntVec normal = (a_bits + 0xfff + ((a_bits >> 13) & 1) - (112 << 23)) >> 13;
+  // Below 2^-14: adding one half puts the bits that stay in the lowest ten, rounded by the addition.
+  const IntVec small = as_ints(a + 0.5f) - as_ints(splat(0.5f));
+  IntVec found = (a < 6.103515625e-5f) ? small : normal;
+  found = (a >= 65520.0f) ? splat_int(0x7c00) : found;
+  found = (v != v) ? splat_int(0x7e00) : found;
+  return __builtin_convertvector(found | sign, HalfVec);
+}
+
+}  // namespace

@@ -1,0 +1,85 @@
+"""The operators that the partitioner puts into a graph before it is decomposed, so that they arrive whole.
+
+Each runs in eager mode too: the program stays one that can be executed and compared at every stage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+__all__ = ["ATTENTION", "LINEAR_INT8", "RMS_NORM"]
+
+_LIBRARY = torch.library.Library("kernel_pytorch_lowering", "DEF")
+_LIBRARY.define(
+    "attention(Tensor q, Tensor k, Tensor v, Tensor? bias, int[] mask, float scale) -> Tensor",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+_LIBRARY.define(
+    "linear_int8(Tensor x, Tensor weight, Tensor scale, Tensor? bias) -> Tensor",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+_LIBRARY.define("rms_norm(Tensor x, Tensor? weight, float eps) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
+
+
+def _attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    bias: torch.Tensor | None,
+    mask: Sequence[int],
+    scale: float,
+) -> torch.Tensor:
+    from kernel_pytorch.masks import from_code
+
+    wanted = from_code(torch.tensor(list(mask), dtype=torch.int64))
+    keep = wanted.dense(q.shape[2], k.shape[2])
+    if bias is not None:
+        keep = keep & bias if bias.dtype == torch.bool else torch.where(keep, bias, float("-inf"))
+    return torch.nn.functional.scaled_dot_product_attention(
+        q, k, v, attn_mask=keep, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+    )
+
+
+def _attention_fake(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    bias: torch.Tensor | None,
+    mask: Sequence[int],
+    scale: float,
+) -> torch.Tensor:
+    return q.new_empty((*q.shape[:3], v.shape[3]))
+
+
+def _rms_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
+    return torch.nn.functional.rms_norm(x, x.shape[-1:], weight, eps)
+
+
+def _rms_norm_fake(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def _linear_int8(
+    x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None
+) -> torch.Tensor:
+    return torch.nn.functional.linear(x, weight.float() * scale.reshape(-1, 1), bias)
+
+
+def _linear_int8_fake(
+    x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None
+) -> torch.Tensor:
+    return x.new_empty((*x.shape[:-1], weight.shape[0]))
+
+
+_LIBRARY.impl("attention", _attention, "CompositeExplicitAutograd")
+_LIBRARY.impl("rms_norm", _rms_norm, "CompositeExplicitAutograd")
+torch.library.register_fake("kernel_pytorch_lowering::attention", _attention_fake, lib=_LIBRARY)
+_LIBRARY.impl("linear_int8", _linear_int8, "CompositeExplicitAutograd")
+torch.library.register_fake("kernel_pytorch_lowering::linear_int8", _linear_int8_fake, lib=_LIBRARY)
+torch.library.register_fake("kernel_pytorch_lowering::rms_norm", _rms_norm_fake, lib=_LIBRARY)
+
+ATTENTION = torch.ops.kernel_pytorch_lowering.attention.default
+LINEAR_INT8 = torch.ops.kernel_pytorch_lowering.linear_int8.default
+RMS_NORM = torch.ops.kernel_pytorch_lowering.rms_norm.default

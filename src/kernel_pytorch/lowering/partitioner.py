@@ -1,0 +1,162 @@
+"""Which parts of a graph go to the delegate. Works on its own in ``to_edge_transform_and_lower``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from executorch.exir.backend.partitioner import DelegationSpec, Partitioner, PartitionResult
+from executorch.exir.backend.utils import tag_constant_data
+from torch.export import ExportedProgram
+from torch.fx import GraphModule, Node
+from torch.fx.passes.infra.partitioner import CapabilityBasedPartitioner
+from torch.fx.passes.operator_support import OperatorSupportBase
+
+from kernel_pytorch.lowering.backend import KernelPyTorchBackend
+from kernel_pytorch.lowering.constants import Constants
+from kernel_pytorch.lowering.rewrite import rewritten
+from kernel_pytorch.lowering.rules import RULES, operator_name, refusal
+
+__all__ = ["KernelPartitioner", "PartitionerOptions", "Refusal"]
+
+
+_LINEAR = torch.ops.aten.linear.default
+
+
+@dataclass(frozen=True)
+class PartitionerOptions:
+    """What the partitioner takes.
+
+    Example:
+        >>> PartitionerOptions(activations=False).activations
+        False
+    """
+
+    attention: bool = True
+    """Take attention: ``scaled_dot_product_attention`` in all its forms, and ``kp.attention`` with any mask."""
+    linears: bool = True
+    """Take linears whose weights are float32 constants: measured, they are faster than XNNPACK's, and nothing has to
+    cross between delegates. Linears with quantized activations stay with XNNPACK."""
+    norms: bool = True
+    """Take RMS norms and layer norms."""
+    softmax: bool = True
+    """Take softmax that is not part of an attention."""
+    activations: bool = True
+    """Take GELU, SiLU, sigmoid, tanh and erf, together with the products that gate them."""
+    glue: bool = True
+    """Take views, additions and other pointwise work that touches what is taken anyway: it then costs no pass over
+    memory of its own. Glue that touches nothing else stays with the other backends."""
+    glue_alone: bool = False
+    """Take glue that touches nothing else too, as tests of single operators want it."""
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A node that was not taken, and why."""
+
+    node: str
+    operator: str
+    reason: str
+
+
+class _Support(OperatorSupportBase):
+    def __init__(self, taken: set[Node]) -> None:
+        self._taken = taken
+
+    def is_node_supported(self, submodules: Mapping[str, torch.nn.Module], node: Node) -> bool:
+        return node in self._taken
+
+
+@dataclass(eq=False)
+class KernelPartitioner(Partitioner):  # type: ignore[misc]
+    """Takes what the delegate runs; give it before the other partitioners.
+
+    ``refusals`` says after lowering why each other node was not taken.
+
+    Example:
+        >>> KernelPartitioner(PartitionerOptions(norms=False)).options.norms
+        False
+    """
+
+    options: PartitionerOptions = field(default_factory=PartitionerOptions)
+    beside: tuple[Partitioner, ...] = ()
+    """The partitioners that come after this one. ExecuTorch asks each in turn what not to decompose, and forgets the
+    wishes of the later ones while it serves the earlier: so this one passes theirs on."""
+    refusals: list[Refusal] = field(default_factory=list, init=False)
+
+    def __post_init__(self) -> None:
+        super().__init__()
+
+    def transform_for_pre_decomposition(self, exported_program: ExportedProgram) -> ExportedProgram:
+        """Attention and RMS norms become operators that no later decomposition takes apart."""
+        chosen = self.options
+        return rewritten(exported_program, attention=chosen.attention, norms=chosen.norms, linears=chosen.linears)
+
+    def ops_to_not_decompose(
+        self, ep: ExportedProgram
+    ) -> tuple[list[torch._ops.OpOverload], Callable[[Node], bool] | None]:
+        wishes = [partitioner.ops_to_not_decompose(ep) for partitioner in self.beside]
+        constants = Constants(ep)
+
+        def keep(node: Node) -> bool:
+            own = self.options.linears and node.target is _LINEAR and refusal(node, constants) is None
+            return own or any(node.target in kept and (check is None or check(node)) for kept, check in wishes)
+
+        return [_LINEAR, *(op for kept, _ in wishes for op in kept)], keep
+
+    def partition(self, exported_program: ExportedProgram) -> PartitionResult:
+        module = exported_program.graph_module
+        constants = Constants(exported_program)
+        reasons = {node: self._reason(node, constants) for node in module.graph.nodes if node.op == "call_function"}
+        taken = {node for node, reason in reasons.items() if reason is None}
+        # What is computed from constants for taken nodes alone is worked out ahead of time, whatever it is.
+        for node in reversed(list(reasons)):
+            if isinstance(constants.of(node), torch.Tensor):
+                (taken.add if all(user in taken for user in node.users) else taken.discard)(node)
+        tags: dict[str, DelegationSpec] = {}
+        spec = DelegationSpec(KernelPyTorchBackend.__name__, [])
+        for number, partition in enumerate(_partitions(module, taken)):
+            if not any(self._worth_it(node) for node in partition):
+                for node in partition:
+                    reasons[node] = "touches nothing else that is taken; other backends do it well"
+                continue
+            tag = f"kernel_pytorch_{number}"
+            tags[tag] = spec
+            for node in partition:
+                node.meta["delegation_tag"] = tag
+                reasons[node] = None
+        tag_constant_data(exported_program)
+        self.refusals[:] = [
+            Refusal(node.name, operator_name(node), reason) for node, reason in reasons.items() if reason
+        ]
+        return PartitionResult(tagged_exported_program=exported_program, partition_tags=tags)
+
+    def _reason(self, node: Node, constants: Constants) -> str | None:
+        if isinstance(node.meta.get("kernel_pytorch_refusal"), str):
+            return str(node.meta["kernel_pytorch_refusal"])
+        reason = refusal(node, constants)
+        if reason is not None:
+            return reason
+        kind = _kind(node)
+        wanted = {
+            "attention": self.options.attention,
+            "linear": self.options.linears,
+            "norm": self.options.norms,
+            "softmax": self.options.softmax,
+            "activation": self.options.activations,
+        }.get(kind, self.options.glue)
+        return None if wanted else f"the options leave out {kind}"
+
+    def _worth_it(self, node: Node) -> bool:
+        return self.options.glue_alone or _kind(node) in ("attention", "linear", "norm", "softmax", "activation")
+
+
+def _kind(node: Node) -> str:
+    rule = RULES.get(operator_name(node))
+    return rule.kind if rule is not None else "view"
+
+
+def _partitions(module: GraphModule, taken: set[Node]) -> list[list[Node]]:
+    found = CapabilityBasedPartitioner(module, _Support(taken), allows_single_node_partition=True)
+    return [list(partition.nodes) for partition in found.propose_partitions()]

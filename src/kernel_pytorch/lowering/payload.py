@@ -1,0 +1,276 @@
+"""The payload: what the delegate runs, as data. This file is its specification and its writer; C++ reads it.
+
+All numbers are little-endian. A payload is a header, a body and constants::
+
+    header   8 bytes "KPTPLOAD" | u32 version | u32 crc | u64 bytes of the whole payload | u64 zero
+    body     u32 target (1: CPU)
+             u32 counts of symbols, expressions, inputs, outputs, buffers, values, ops
+             u64 bytes of the arena | u64 offset and u64 bytes of the constants
+             then the items, one table after the other, as the classes below describe them
+    constants  aligned to 64 bytes, as every buffer in them and in the arena is
+
+The crc is zlib's CRC-32 of everything after itself. Nothing in a payload is machine code or an address. A reader
+must refuse a version it does not know, and every index, length, view and size that is not inside its bounds.
+
+Sizes, strides and offsets are *expressions* of *symbols*, so that one payload serves every length that the model was
+lowered for. A symbol is a dimension of an input, with the least and the largest value it may have.
+"""
+
+from __future__ import annotations
+
+import enum
+import struct
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+__all__ = [
+    "ALIGNMENT",
+    "DTYPES",
+    "VERSION",
+    "BufferKind",
+    "OpCode",
+    "Op",
+    "Parameter",
+    "Payload",
+    "Reduction",
+    "Step",
+    "Symbol",
+    "Token",
+    "Value",
+    "Buffer",
+    "aligned",
+]
+
+MAGIC = b"KPTPLOAD"
+VERSION = 1
+TARGETS = {"cpu": 1}
+NONE = 0xFFFFFFFF
+ALIGNMENT = 64
+HEADER_BYTES = 32
+MOST_DIMENSIONS = 8
+REGISTERS = 16
+PANEL = 32
+
+DTYPES: dict[torch.dtype, int] = {
+    torch.float32: 0,
+    torch.float16: 1,
+    torch.bfloat16: 2,
+    torch.bool: 3,
+    torch.int64: 4,
+    torch.int32: 5,
+    torch.int8: 6,
+}
+
+
+class Token(enum.IntEnum):
+    """One token of a postfix expression: (u32 token, i64 value); value is used by the first two."""
+
+    CONSTANT = 0
+    SYMBOL = 1
+    ADD = 2
+    MULTIPLY = 3
+    FLOOR_DIVIDE = 4
+    MODULO = 5
+
+
+class BufferKind(enum.IntEnum):
+    INPUT = 0
+    OUTPUT = 1
+    ARENA = 2
+    CONSTANT = 3
+
+
+class OpCode(enum.IntEnum):
+    """What an op does with its operands; ``-`` stands for one that may be left out."""
+
+    ATTENTION = 1
+    """(q, k, v, -bias) -> out, all (batch, heads, length, dim); ints: the mask's code; floats: scale."""
+    RMS_NORM = 2
+    """(x, -weight) -> y along the last dimension; floats: eps."""
+    LAYER_NORM = 3
+    """(x, -weight, -bias) -> y along the last dimension; floats: eps."""
+    SOFTMAX = 4
+    """x -> y along the last dimension."""
+    POINTWISE = 5
+    """Any operands of one shape; ints: steps of (Step, destination, a, b), then each output's register; floats:
+    the immediates. Input n starts in register n; there are 16 registers."""
+    REDUCE = 6
+    """x -> y, whose last dimension is 1; ints: the Reduction."""
+    LINEAR = 7
+    """(x, weights, -bias, -scales) -> y in float32; weights (ceil(outputs / 32), inputs, 32): 32 outputs a panel,
+    zeros after the last one; in float32, or in int8 with a scale for each output."""
+
+
+class Reduction(enum.IntEnum):
+    SUM = 0
+    MEAN = 1
+    MAXIMUM = 2
+
+
+class Step(enum.IntEnum):
+    """One step of a pointwise op."""
+
+    IMMEDIATE = 0
+    COPY = 1
+    ADD = 2
+    SUBTRACT = 3
+    MULTIPLY = 4
+    DIVIDE = 5
+    MAXIMUM = 6
+    MINIMUM = 7
+    POWER = 8
+    NEGATE = 9
+    ABSOLUTE = 10
+    EXP = 11
+    LOG = 12
+    SQRT = 13
+    RSQRT = 14
+    RECIPROCAL = 15
+    SIGMOID = 16
+    TANH = 17
+    ERF = 18
+    SILU = 19
+    GELU = 20
+    GELU_TANH = 21
+    RELU = 22
+    SIN = 23
+    COS = 24
+
+
+Expression = tuple[tuple[Token, int], ...]
+
+
+@dataclass(frozen=True)
+class Symbol:
+    """u32 input | u32 dimension (0xffffffff: the input is a number itself) | i64 least | i64 largest."""
+
+    input: int
+    dim: int
+    low: int
+    high: int
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """u8 kind (0: tensor, 1: whole number) | u8 dtype | u16 rank | u32 bytes of the name | u32 dims... | name."""
+
+    name: str
+    dtype: torch.dtype
+    dims: tuple[int, ...]
+    integer: bool = False
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """u8 kind | u8 dtype | u16 zero | u32 index of the input or output | u64 offset | u64 bytes."""
+
+    kind: BufferKind
+    dtype: torch.dtype
+    index: int = 0
+    offset: int = 0
+    size: int = 0
+
+
+@dataclass(frozen=True)
+class Value:
+    """A strided view: u32 buffer | u32 rank | u32 offset | u32 dims... | u32 strides..., in elements."""
+
+    buffer: int
+    dims: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int
+
+
+@dataclass(frozen=True)
+class Op:
+    """u32 code | u32 counts of inputs, outputs, ints, floats | u32 values... | i64 ints... | f64 floats..."""
+
+    code: OpCode
+    inputs: tuple[int | None, ...]
+    outputs: tuple[int, ...]
+    ints: tuple[int, ...] = ()
+    floats: tuple[float, ...] = ()
+
+
+def aligned(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+@dataclass
+class Payload:
+    """Everything in a payload, by table; ``to_bytes`` writes it."""
+
+    target: str = "cpu"
+    symbols: list[Symbol] = field(default_factory=list)
+    expressions: list[Expression] = field(default_factory=list)
+    inputs: list[Parameter] = field(default_factory=list)
+    outputs: list[Parameter] = field(default_factory=list)
+    buffers: list[Buffer] = field(default_factory=list)
+    values: list[Value] = field(default_factory=list)
+    ops: list[Op] = field(default_factory=list)
+    arena_bytes: int = 0
+    constants: bytearray = field(default_factory=bytearray)
+
+    def to_bytes(self) -> bytes:
+        """The payload as it goes into a ``.pte``.
+
+        Example:
+            >>> len(Payload().to_bytes())
+            88
+        """
+        tables = b"".join(
+            [
+                *(struct.pack("<IIqq", s.input, s.dim, s.low, s.high) for s in self.symbols),
+                *(_expression(expression) for expression in self.expressions),
+                *(_parameter(parameter) for parameter in (*self.inputs, *self.outputs)),
+                *(
+                    struct.pack("<BBHIQQ", b.kind, DTYPES[b.dtype], 0, b.index, b.offset, b.size)
+                    for b in self.buffers
+                ),
+                *(_value(value) for value in self.values),
+                *(_op(op) for op in self.ops),
+            ]
+        )
+        counts = (self.symbols, self.expressions, self.inputs, self.outputs, self.buffers, self.values, self.ops)
+        head = struct.pack("<8I", TARGETS[self.target], *(len(table) for table in counts))
+        constants_at = HEADER_BYTES + len(head) + 24 + len(tables)
+        if self.constants:
+            constants_at = aligned(constants_at)
+        places = struct.pack("<QQQ", self.arena_bytes, constants_at, len(self.constants))
+        body = head + places + tables
+        body += bytes(constants_at - HEADER_BYTES - len(body)) + bytes(self.constants)
+        rest = struct.pack("<QQ", HEADER_BYTES + len(body), 0) + body
+        return MAGIC + struct.pack("<II", VERSION, zlib.crc32(rest)) + rest
+
+
+def _indices(numbers: Sequence[int]) -> bytes:
+    return struct.pack(f"<{len(numbers)}I", *numbers)
+
+
+def _expression(expression: Expression) -> bytes:
+    return struct.pack("<I", len(expression)) + b"".join(struct.pack("<Iq", *token) for token in expression)
+
+
+def _parameter(parameter: Parameter) -> bytes:
+    name = parameter.name.encode()
+    head = struct.pack("<BBHI", parameter.integer, DTYPES[parameter.dtype], len(parameter.dims), len(name))
+    return head + _indices(parameter.dims) + name
+
+
+def _value(value: Value) -> bytes:
+    return struct.pack("<III", value.buffer, len(value.dims), value.offset) + _indices(value.dims + value.strides)
+
+
+def _op(op: Op) -> bytes:
+    values = [NONE if value is None else value for value in (*op.inputs, *op.outputs)]
+    return b"".join(
+        [
+            struct.pack("<5I", op.code, len(op.inputs), len(op.outputs), len(op.ints), len(op.floats)),
+            _indices(values),
+            struct.pack(f"<{len(op.ints)}q", *op.ints),
+            struct.pack(f"<{len(op.floats)}d", *op.floats),
+        ]
+    )

@@ -1,0 +1,116 @@
+"""How a model is quantized before it is lowered: named, frozen recipes, on torchao.
+
+Linears and convolutions with quantized activations run in XNNPACK; linears with int8 weights alone run in our
+delegate; norms, attention and everything else of ours stays in float32.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch.export import ExportedProgram
+
+__all__ = ["RECIPES", "QuantizationRecipe", "find_recipe", "quantized"]
+
+
+@dataclass(frozen=True)
+class QuantizationRecipe:
+    """One quantization scheme: every field is a fact that the documentation prints.
+
+    Example:
+        >>> find_recipe("int8-dynamic").activations
+        'dynamic'
+    """
+
+    name: str
+    weight_bits: int
+    weight_granularity: str
+    """``"channel"``: one scale an output; ``"group of 32"``: one for each 32 inputs of an output."""
+    weight_symmetric: bool
+    activation_bits: int
+    activations: Literal["static", "dynamic", "float"]
+    """``"static"``: scales from the example inputs; ``"dynamic"``: from each run's own numbers; ``"float"``: not
+    quantized."""
+    operators: tuple[str, ...]
+    flow: Literal["pt2e", "quantize_"]
+    """Which of torchao's two ways makes it."""
+
+
+RECIPES = {
+    recipe.name: recipe
+    for recipe in (
+        QuantizationRecipe(
+            "int8-static", 8, "channel", True, 8, "static", ("linear", "convolution", "add"), "pt2e"
+        ),
+        QuantizationRecipe("int8-dynamic", 8, "channel", True, 8, "dynamic", ("linear",), "pt2e"),
+        QuantizationRecipe("int4-weight", 4, "group of 32", True, 8, "dynamic", ("linear",), "quantize_"),
+        QuantizationRecipe("int8-weight", 8, "channel", True, 32, "float", ("linear",), "quantize_"),
+    )
+}
+
+
+def find_recipe(name: str) -> QuantizationRecipe:
+    """A recipe by its name; an unknown one is an error that lists them."""
+    if name not in RECIPES:
+        raise ValueError(f"recipe={name!r}: use one of {', '.join(RECIPES)}, or None")
+    return RECIPES[name]
+
+
+def quantized(
+    recipe: QuantizationRecipe, model: torch.nn.Module, inputs: tuple[Any, ...], dynamic_shapes: Any
+) -> tuple[ExportedProgram, torch.nn.Module]:
+    """The quantized model, exported, and as a module that runs in eager mode."""
+    if recipe.flow == "quantize_":
+        return _by_quantize(recipe, model, inputs, dynamic_shapes)
+    return _by_pt2e(recipe, model, [inputs], dynamic_shapes)
+
+
+def _by_quantize(
+    recipe: QuantizationRecipe, model: torch.nn.Module, inputs: tuple[Any, ...], dynamic_shapes: Any
+) -> tuple[ExportedProgram, torch.nn.Module]:
+    from torchao.quantization import Int8DynamicActivationIntxWeightConfig, IntxWeightOnlyConfig, quantize_
+    from torchao.quantization.granularity import PerAxis, PerGroup
+
+    own = copy.deepcopy(model)
+    odd = [
+        name
+        for name, module in own.named_modules()
+        if isinstance(module, torch.nn.Linear) and module.in_features % 32
+    ]
+    if recipe.activations == "float":
+        quantize_(own, IntxWeightOnlyConfig(torch.int8, PerAxis(0)))
+        with torch.no_grad():
+            return torch.export.export(own, inputs, dynamic_shapes=dynamic_shapes), own
+    if odd:
+        raise ValueError(f"recipe='int4-weight': {odd[0]} has inputs that are no multiple of the group of 32")
+    four_bits: torch.dtype = torch.int4  # type: ignore[attr-defined]
+    quantize_(own, Int8DynamicActivationIntxWeightConfig(four_bits, PerGroup(32)))
+    with torch.no_grad():
+        return torch.export.export(own, inputs, dynamic_shapes=dynamic_shapes), own
+
+
+def _by_pt2e(
+    recipe: QuantizationRecipe,
+    model: torch.nn.Module,
+    calibration: Sequence[tuple[Any, ...]],
+    dynamic_shapes: Any,
+) -> tuple[ExportedProgram, torch.nn.Module]:
+    from executorch.backends.xnnpack.quantizer.xnnpack_quantizer import (
+        XNNPACKQuantizer,
+        get_symmetric_quantization_config,
+    )
+    from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e, prepare_pt2e
+
+    config = get_symmetric_quantization_config(is_per_channel=True, is_dynamic=recipe.activations == "dynamic")
+    inputs = calibration[0]
+    with torch.no_grad():
+        captured = torch.export.export(model, inputs, dynamic_shapes=dynamic_shapes).module()
+        prepared = prepare_pt2e(captured, XNNPACKQuantizer().set_global(config))
+        for one in calibration:
+            prepared(*one)
+        converted = convert_pt2e(prepared)
+        return torch.export.export(converted, inputs, dynamic_shapes=dynamic_shapes), converted

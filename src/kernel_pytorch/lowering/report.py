@@ -1,0 +1,110 @@
+"""What became of a model's graph: who runs what, what was refused and why, and what it costs."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+from executorch.exir.lowered_backend_module import LoweredBackendModule
+from torch.fx import GraphModule
+
+from kernel_pytorch.lowering.backend import KernelPyTorchBackend
+from kernel_pytorch.lowering.partitioner import Refusal
+from kernel_pytorch.lowering.rules import operator_name
+
+__all__ = ["Delegate", "Report", "report_of"]
+
+
+@dataclass(frozen=True)
+class Delegate:
+    """One delegated part of the graph."""
+
+    backend: str
+    operators: tuple[tuple[str, int], ...]
+    """How often each operator stands in it."""
+    payload_bytes: int
+
+
+@dataclass(frozen=True)
+class Report:
+    """What became of a model's graph; printing it gives the whole story.
+
+    Example:
+        >>> import torch, kernel_pytorch as kp
+        >>> report = kp.lower(torch.nn.LayerNorm(8).eval(), (torch.ones(2, 8),)).report
+        >>> [delegate.backend for delegate in report.delegates], report.left
+        (['KernelPyTorchBackend'], ())
+    """
+
+    delegates: tuple[Delegate, ...]
+    left: tuple[Refusal, ...]
+    """Nodes that no backend took: ExecuTorch's portable kernels run them. With our reason for each."""
+    passed_on: tuple[Refusal, ...]
+    """Nodes that we did not take and another backend did."""
+    program_bytes: int = 0
+    planned_bytes: int = 0
+    """Memory that ExecuTorch plans for tensors between delegates."""
+
+    def count(self, backend: str, operator: str) -> int:
+        """How many nodes of an operator a backend runs."""
+        return sum(
+            dict(delegate.operators).get(operator, 0) for delegate in self.delegates if delegate.backend == backend
+        )
+
+    @property
+    def ours(self) -> tuple[Delegate, ...]:
+        return tuple(delegate for delegate in self.delegates if delegate.backend == KernelPyTorchBackend.__name__)
+
+    def __str__(self) -> str:
+        lines = [f"program of {self.program_bytes:,} bytes, {self.planned_bytes:,} bytes planned for tensors"]
+        for delegate in self.delegates:
+            inside = ", ".join(f"{name} x{count}" if count > 1 else name for name, count in delegate.operators)
+            lines.append(f"{delegate.backend} ({delegate.payload_bytes:,} bytes): {inside}")
+        for title, refusals in (
+            ("left to portable kernels", self.left),
+            ("taken by another backend", self.passed_on),
+        ):
+            counted = Counter((refusal.operator, refusal.reason) for refusal in refusals)
+            for (operator, reason), count in counted.items():
+                times = f" x{count}" if count > 1 else ""
+                lines.append(f"{title}: {operator}{times}: {reason}")
+        return "\n".join(lines)
+
+
+def report_of(module: GraphModule, refusals: list[Refusal]) -> Report:
+    """The report of a lowered graph, before ExecuTorch plans its memory in place."""
+    delegates = []
+    for name, child in module.named_children():
+        if isinstance(child, LoweredBackendModule) and name.startswith("lowered_module"):
+            delegates.append(_delegate(child))
+    nodes = [
+        node for node in module.graph.nodes if node.op == "call_function" and not _is_plumbing(operator_name(node))
+    ]
+    # Passes of other backends give nodes new names: what is left is matched by operator, in order.
+    waiting: dict[str, list[Refusal]] = {}
+    for refusal in refusals:
+        waiting.setdefault(refusal.operator, []).append(refusal)
+    left = []
+    for node in nodes:
+        own = waiting.get(operator_name(node), [])
+        same = next((refusal for refusal in own if refusal.node == node.name), own[0] if own else None)
+        if same is None:
+            same = Refusal(node.name, operator_name(node), "came in after partitioning")
+        else:
+            own.remove(same)
+        left.append(same)
+    passed_on = [refusal for own in waiting.values() for refusal in own if not _is_plumbing(refusal.operator)]
+    return Report(tuple(delegates), tuple(left), tuple(passed_on))
+
+
+def _delegate(lowered: Any) -> Delegate:
+    nodes = lowered.original_module.graph.nodes
+    counted = Counter(operator_name(node) for node in nodes if node.op == "call_function")
+    counted = Counter({name: count for name, count in counted.items() if not _is_plumbing(name)})
+    return Delegate(lowered.backend_id, tuple(counted.most_common()), len(lowered.processed_bytes))
+
+
+def _is_plumbing(name: str) -> bool:
+    """What is no work: parts of tuples, sizes, calls of delegates."""
+    return name in ("getitem", "", "alloc") or name.startswith(("aten::sym_", "executorch_call", "_operator"))

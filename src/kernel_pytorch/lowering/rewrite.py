@@ -1,0 +1,269 @@
+"""Before decomposition: attention and RMS norms become operators that arrive at the partitioner whole.
+
+A mask that the graph computes from constants (a causal triangle, say) is recognised and becomes data; any other mask
+stays the tensor that it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torchao  # noqa: F401 - defines torch.ops.torchao
+from torch.export import ExportedProgram
+from torch.fx import GraphModule, Node
+
+from kernel_pytorch import masks
+from kernel_pytorch.lowering import operators
+from kernel_pytorch.lowering.constants import Constants
+from kernel_pytorch.lowering.lengths import mask_of_a_length
+from kernel_pytorch.lowering.patterns import written_out_norms
+from kernel_pytorch.lowering.strided import as_size, equal
+from kernel_pytorch.ops import attention as _attention  # noqa: F401 - defines torch.ops.kernel_pytorch.attention
+from kernel_pytorch.ops import rms_norm as _rms  # noqa: F401
+
+__all__ = ["FLOATS", "RefusedError", "attention_refusal", "recognised_mask", "rewritten"]
+
+FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+_SDPA = torch.ops.aten.scaled_dot_product_attention.default
+_FAR_BELOW = -1e30  # what models write for "do not attend": no finite score survives the addition
+
+
+class RefusedError(Exception):
+    """Why a node is not taken; becomes a line of the report."""
+
+
+def argument(node: Node, position: int, name: str, default: Any = None) -> Any:
+    if name in node.kwargs:
+        return node.kwargs[name]
+    return node.args[position] if position < len(node.args) else default
+
+
+def tensor_of(node: Any) -> torch.Tensor:
+    value = node.meta["val"]
+    if not isinstance(value, torch.Tensor):
+        raise RefusedError(f"{node.name} is not a tensor")
+    return value
+
+
+def recognised_mask(dense: torch.Tensor, q_len: Any, kv_len: Any) -> masks.Mask | None:
+    """The mask of kp.masks that says the same as a constant tensor of booleans or addends, if one does.
+
+    Example:
+        >>> recognised_mask(torch.ones(4, 4).tril().bool(), 4, 4)
+        causal()
+    """
+    if dense.dtype != torch.bool:
+        kept = dense == 0
+        if not bool((kept | (dense <= _FAR_BELOW)).all()):
+            return None
+        dense = kept
+    if dense.ndim < 2 or dense.numel() == 0:
+        return None
+    flat = dense.reshape(-1, *dense.shape[-2:])
+    if not bool((flat == flat[0]).all()):
+        return None
+    rows = flat[0]
+    if not bool(rows.any(dim=1).all()):
+        return None  # rows without a key: addends far below zero and -inf differ there
+    if bool(rows.all()):
+        return masks.full()
+    if tuple(rows.shape) != (q_len, kv_len):
+        return None  # one row for all queries
+    last_row = rows[-1].nonzero().flatten()
+    left = kv_len - 1 - int(last_row[0])
+    for candidate in (masks.causal(), masks.causal() & masks.window(left)):
+        if torch.equal(candidate.dense(q_len, kv_len)[0, 0], rows):
+            return candidate
+    return None
+
+
+def attention_refusal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str | None:
+    if q.dtype not in FLOATS:
+        return f"q is {str(q.dtype).removeprefix('torch.')}; attention takes float32, float16 and bfloat16"
+    if not (q.dtype == k.dtype == v.dtype):
+        return "q, k and v differ in dtype"
+    if not q.ndim == k.ndim == v.ndim == 4:
+        return f"q has {q.ndim} dimensions; attention takes (batch, heads, length, head_dim)"
+    return None
+
+
+def rewritten(
+    program: ExportedProgram, *, attention: bool = True, norms: bool = True, linears: bool = True
+) -> ExportedProgram:
+    """The same program with our operators in it; what is not supported stays as it is."""
+    constants = Constants(program)
+    module = program.graph_module
+    for node in list(module.graph.nodes):
+        if node.target is torch.ops.aten._assert_tensor_metadata.default:
+            module.graph.erase_node(node)  # ExecuTorch drops them too, later, and they hide who uses a value
+    changes = {**(_ATTENTION if attention else {}), **(_NORMS if norms else {}), **(_LINEARS if linears else {})}
+    for node in list(module.graph.nodes):
+        change = changes.get(node.target) if node.op == "call_function" else None
+        if change is None:
+            continue
+        try:
+            change(module, node, constants, program.range_constraints)
+        except RefusedError as reason:
+            node.meta["kernel_pytorch_refusal"] = str(reason)
+    if norms:
+        for found in written_out_norms(module.graph):
+            try:
+                joined = _norm(module, found.root, found.x, found.weight, found.eps)
+            except RefusedError as reason:
+                found.root.meta["kernel_pytorch_refusal"] = str(reason)
+                continue
+            found.root.replace_all_uses_with(joined)
+    module.graph.eliminate_dead_code()
+    module.recompile()
+    return program
+
+
+def _insert(module: GraphModule, before: Node, target: Any, *arguments: Any) -> Node:
+    with module.graph.inserting_before(before):
+        node = module.graph.call_function(target, arguments)
+    with before.meta["val"].fake_mode if hasattr(before.meta["val"], "fake_mode") else torch.no_grad():
+        values = torch.fx.node.map_arg(arguments, lambda source: source.meta["val"])
+        node.meta = {key: value for key, value in before.meta.items() if key != "val"}
+        node.meta["val"] = target(*values)
+    return node
+
+
+def _sdpa(module: GraphModule, node: Node, constants: Constants, ranges: Mapping[Any, Any]) -> None:
+    q, k, v = (argument(node, at, name) for at, name in enumerate(("query", "key", "value")))
+    bias, dropout, causal = (
+        argument(node, 3, "attn_mask"),
+        argument(node, 4, "dropout_p", 0.0),
+        argument(node, 5, "is_causal", False),
+    )
+    scale, grouped = argument(node, 6, "scale"), argument(node, 7, "enable_gqa", False)
+    if dropout:
+        raise RefusedError(f"dropout_p={dropout}: call model.eval() before lowering")
+    if any(tensor_of(x).ndim == 3 for x in (q, k, v)):
+        q, k, v = (
+            _insert(module, node, torch.ops.aten.unsqueeze.default, x, 1) if tensor_of(x).ndim == 3 else x
+            for x in (q, k, v)
+        )
+        if bias is not None and tensor_of(bias).ndim == 3:
+            bias = _insert(module, node, torch.ops.aten.unsqueeze.default, bias, 1)
+    refusal = attention_refusal(tensor_of(q), tensor_of(k), tensor_of(v))
+    if refusal:
+        raise RefusedError(refusal)
+    if not grouped and not equal(as_size(tensor_of(q).shape[1]), as_size(tensor_of(k).shape[1])):
+        raise RefusedError("q and k differ in heads, and enable_gqa is not set")
+    q_len, kv_len = (as_size(tensor_of(x).shape[2]) for x in (q, k))
+    mask = masks.full()
+    if causal:
+        mask = masks.causal()
+        if not equal(q_len, kv_len):
+            # torch counts is_causal from the first key: keys at and after q_len are met by no query.
+            if not (isinstance(q_len, int) and isinstance(kv_len, int) and q_len <= kv_len):
+                raise RefusedError(
+                    f"is_causal with {q_len} queries and {kv_len} keys: pass a mask of kp.masks instead"
+                )
+            k, v = (_insert(module, node, torch.ops.aten.slice.Tensor, x, 2, 0, q_len) for x in (k, v))
+    elif bias is not None:
+        known = constants.of(bias)
+        if isinstance(known, torch.Tensor):
+            recognised = recognised_mask(known, q_len, kv_len)
+        else:
+            same = equal(q_len, kv_len)
+            recognised = mask_of_a_length(bias, q_len, constants, ranges, recognised_mask) if same else None
+        if recognised is not None:
+            mask, bias = recognised, None
+        elif tensor_of(bias).dtype not in (*FLOATS, torch.bool):
+            raise RefusedError(f"attn_mask has dtype {tensor_of(bias).dtype}")
+    scale = float(tensor_of(q).shape[-1]) ** -0.5 if scale is None else float(scale)
+    found = _insert(module, node, operators.ATTENTION, q, k, v, bias, mask.code.tolist(), scale)
+    if tensor_of(node).ndim == 3:
+        found = _insert(module, node, torch.ops.aten.squeeze.dim, found, 1)
+    node.replace_all_uses_with(found)
+    module.graph.erase_node(node)
+
+
+def _kp_attention(module: GraphModule, node: Node, constants: Constants, ranges: Mapping[Any, Any]) -> None:
+    q, k, v, code, scale = node.args[:5]
+    refusal = attention_refusal(tensor_of(q), tensor_of(k), tensor_of(v))
+    if refusal:
+        raise RefusedError(refusal)
+    outputs = {user.args[1]: user for user in node.users}
+    if 1 in outputs and outputs[1].users:
+        raise RefusedError("the log-sum-exp is used; the delegate returns the output alone")
+    known = constants.of(code) if isinstance(code, Node) else None
+    if known is None:
+        raise RefusedError(
+            "the mask is an input of the model; make it inside forward, so that it is data of the program"
+        )
+    if masks.from_code(known).node.uses(9):
+        raise RefusedError("the mask is a part of another; parts are for ranks")
+    found = _insert(module, node, operators.ATTENTION, q, k, v, None, known.tolist(), scale)
+    if 0 in outputs:
+        outputs[0].replace_all_uses_with(found)
+    for user in list(node.users):
+        module.graph.erase_node(user)
+    module.graph.erase_node(node)
+
+
+def _norm(module: GraphModule, node: Node, x: Any, weight: Any, eps: float) -> Node:
+    if tensor_of(x).dtype not in FLOATS:
+        raise RefusedError(f"x is {tensor_of(x).dtype}; norms take float32, float16 and bfloat16")
+    return _insert(module, node, operators.RMS_NORM, x, weight, eps)
+
+
+def _rms_norm(module: GraphModule, node: Node, constants: Constants, ranges: Mapping[Any, Any]) -> None:
+    x, shape, weight = (
+        argument(node, 0, "input"),
+        argument(node, 1, "normalized_shape"),
+        argument(node, 2, "weight"),
+    )
+    eps = argument(node, 3, "eps")
+    if len(shape) != 1:
+        raise RefusedError(f"normalises {len(shape)} dimensions; the last one alone is taken")
+    eps = torch.finfo(tensor_of(x).dtype).eps if eps is None else eps
+    node.replace_all_uses_with(_norm(module, node, x, weight, eps))
+    module.graph.erase_node(node)
+
+
+def _kp_rms_norm(module: GraphModule, node: Node, constants: Constants, ranges: Mapping[Any, Any]) -> None:
+    x, weight, eps = (argument(node, at, name) for at, name in enumerate(("x", "weight", "eps")))
+    outputs = {user.args[1]: user for user in node.users}
+    if 1 in outputs and outputs[1].users:
+        raise RefusedError("the reciprocal root is used; the delegate returns the output alone")
+    found = _norm(module, node, x, weight, eps)
+    if 0 in outputs:
+        outputs[0].replace_all_uses_with(found)
+    for user in list(node.users):
+        module.graph.erase_node(user)
+    module.graph.erase_node(node)
+
+
+def _linear(module: GraphModule, node: Node, constants: Constants, ranges: Mapping[Any, Any]) -> None:
+    """A linear whose weights are int8 with a scale for each output, and whose numbers are not quantized."""
+    x, weight, bias = argument(node, 0, "input"), argument(node, 1, "weight"), argument(node, 2, "bias")
+    if not isinstance(weight, Node) or weight.target is not torch.ops.torchao.dequantize_affine.default:
+        return
+    numbers, block, scale, zero = weight.args[:4]
+    held = tensor_of(numbers)
+    if "quantize" in str(x.target) or held.dtype != torch.int8 or list(block) != [1, held.shape[1]]:  # type: ignore[arg-type]
+        return
+    known = constants.of(zero) if isinstance(zero, Node) else None
+    if zero is not None and (known is None or bool(known.any())):
+        raise RefusedError("its weights have zero points; symmetric ones alone are taken")
+    if tensor_of(x).dtype != torch.float32:
+        raise RefusedError("linears are taken in float32")
+    found = _insert(module, node, operators.LINEAR_INT8, x, numbers, scale, bias)
+    node.replace_all_uses_with(found)
+    module.graph.erase_node(node)
+
+
+Change = Callable[[GraphModule, Node, Constants, Mapping[Any, Any]], None]
+_ATTENTION: dict[Any, Change] = {
+    _SDPA: _sdpa,
+    torch.ops.kernel_pytorch.attention.default: _kp_attention,
+}
+_LINEARS: dict[Any, Change] = {torch.ops.aten.linear.default: _linear}
+_NORMS: dict[Any, Change] = {
+    torch.ops.aten.rms_norm.default: _rms_norm,
+    torch.ops.kernel_pytorch.rms_norm.default: _kp_rms_norm,
+}

@@ -1,0 +1,130 @@
+"""Running a ``.pte`` from Python: ExecuTorch's runtime with our delegate registered in it."""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kernel_pytorch.lowering.build import build
+
+__all__ = ["LoadedProgram", "load", "registered"]
+
+
+# ExecuTorch's numbers for formats, which are torch's own.
+_TYPES = {0: torch.uint8, 1: torch.int8, 3: torch.int32, 4: torch.int64, 5: torch.float16, 6: torch.float32}
+_TYPES |= {7: torch.float64, 11: torch.bool, 15: torch.bfloat16}
+
+
+@cache
+def registered() -> ctypes.CDLL:
+    """The delegate's library, loaded once: ExecuTorch then knows ``KernelPyTorchBackend``."""
+    # ExecuTorch first: its library holds the table that ours registers itself in.
+    import executorch.runtime  # noqa: F401
+
+    ready = build(tell=lambda text: print(f"kernel-pytorch: {text}", file=sys.stderr))
+    library = ctypes.CDLL(str(ready.library))
+    library.kernel_pytorch_last_error.restype = ctypes.c_char_p
+    return library
+
+
+class LoadedProgram:
+    """A program that is ready to run; call it with the tensors that the model takes.
+
+    Example:
+        >>> import torch, kernel_pytorch as kp
+        >>> program = kp.lower(torch.nn.LayerNorm(8).eval(), (torch.ones(2, 8),))
+        >>> program.load()(torch.ones(2, 8)).shape
+        torch.Size([2, 8])
+    """
+
+    def __init__(self, data: bytes, name: str) -> None:
+        from executorch.runtime import Runtime, Verification
+
+        self._library = registered()
+        self._name = name
+        try:
+            self._program = Runtime.get().load_program(data, verification=Verification.InternalConsistency)
+            self._methods = {method: self._program.load_method(method) for method in self._program.method_names}
+        except RuntimeError as error:
+            raise ValueError(f"{name} is no program that this runtime can load: {self._reason(error)}") from error
+
+    @property
+    def methods(self) -> tuple[str, ...]:
+        """The names of the program's methods."""
+        return tuple(sorted(self._methods))
+
+    def __call__(self, *inputs: torch.Tensor | int | float | bool) -> Any:
+        return self.run("forward", inputs)
+
+    def run(self, method: str, inputs: Sequence[Any]) -> Any:
+        """Run a method by its name; one output is returned by itself, several as a tuple."""
+        if method not in self._methods:
+            raise ValueError(f"method={method!r}: {self._name} has {', '.join(self.methods)}")
+        loaded = self._methods[method]
+        given = [x.detach().contiguous() if isinstance(x, torch.Tensor) else x for x in inputs]
+        wanted = loaded.metadata.num_inputs()
+        if len(given) != wanted:
+            raise ValueError(f"{self._name}: {method} takes {wanted} inputs, and {len(given)} were given")
+        try:
+            outputs = loaded.execute(given)
+        except RuntimeError as error:
+            reason = "; ".join(filter(None, (self._mismatch(method, given), self._reason(error))))
+            raise ValueError(f"{self._name}: {method} refused its inputs: {reason}") from error
+        return outputs[0] if len(outputs) == 1 else tuple(outputs)
+
+    def ones(self, method: str) -> list[torch.Tensor]:
+        """Inputs for a method, all ones, in the shapes it was lowered for."""
+        if method not in self._methods:
+            raise ValueError(f"method={method!r}: {self._name} has {', '.join(self.methods)}")
+        metadata = self._methods[method].metadata
+        infos = [metadata.input_tensor_meta(n) for n in range(metadata.num_inputs())]
+        return [torch.ones(tuple(info.sizes()), dtype=_TYPES[info.dtype()]) for info in infos]
+
+    def _mismatch(self, method: str, given: Sequence[Any]) -> str:
+        """Which input cannot be right, in words; empty where none is seen to be wrong."""
+        metadata = self._methods[method].metadata
+        for number, value in enumerate(given):
+            if not isinstance(value, torch.Tensor):
+                continue
+            info = metadata.input_tensor_meta(number)
+            wanted, sizes = _TYPES[info.dtype()], list(info.sizes())
+            if value.dtype != wanted or value.ndim != len(sizes) or list(value.shape) != sizes:
+                shown = f"{str(wanted).removeprefix('torch.')}{sizes}"
+                return f"input {number} is {_shown(value)}; it was lowered for {shown} (dynamic sizes: at most)"
+        return ""
+
+    def _reason(self, error: RuntimeError) -> str:
+        own = self._library.kernel_pytorch_last_error().decode()
+        return own or " ".join(str(error).split())
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+    return repr(value)
+
+
+def load(program: str | Path | bytes) -> LoadedProgram:
+    """Load a ``.pte`` and make it callable, on ExecuTorch's runtime with our delegate.
+
+    Args:
+        program: the file, or its bytes.
+
+    Example:
+        >>> import torch, kernel_pytorch as kp
+        >>> program = kp.lower(torch.nn.Softmax(-1).eval(), (torch.ones(2, 4),))
+        >>> kp.load(program.buffer)(torch.ones(2, 4))[0]
+        tensor([0.2500, 0.2500, 0.2500, 0.2500])
+    """
+    if isinstance(program, bytes):
+        return LoadedProgram(program, "the program")
+    path = Path(program)
+    if not path.exists():
+        raise FileNotFoundError(f"program={str(path)!r}: no such file")
+    return LoadedProgram(path.read_bytes(), path.name)

@@ -1,0 +1,126 @@
+"""ExecuTorch's own backend test suite with our flow, counted honestly.
+
+The suite knows the flows of its own tree. As a pytest plugin this file adds ours, and notes for every subtest what
+became of it: the suite passes graphs of which nothing was delegated, and its tolerance is loose. Here a subtest is
+*delegated* with at least 60 dB, *refused* with reasons, *skipped* by the suite, or *failed*.
+
+    python tests/executorch_suite.py [--write] [test_softmax.py ...]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from functools import wraps
+from pathlib import Path
+from typing import Any
+
+import torch
+
+LEAST_SNR = 60.0
+NOTES = "KERNEL_PYTORCH_SUITE_NOTES"
+RECORD = Path(__file__).parents[1] / "benchmarks" / "evidence" / "executorch_suite.txt"
+
+
+def _add_our_flow() -> None:
+    from executorch.backends.test.harness import Tester, stages
+    from executorch.backends.test.suite import flow, runner
+    from executorch.exir import EdgeCompileConfig
+
+    from kernel_pytorch.lowering import KernelPartitioner, PartitionerOptions, registered
+
+    registered()
+    last: dict[str, Any] = {}
+
+    def partitioner() -> KernelPartitioner:
+        last["partitioner"] = KernelPartitioner(PartitionerOptions(glue_alone=True))
+        return last["partitioner"]
+
+    def tester(model: torch.nn.Module, inputs: tuple[Any, ...], **options: Any) -> Tester:
+        classes = Tester.default_stage_classes() | {
+            stages.StageType.TO_EDGE_TRANSFORM_AND_LOWER: lambda *_, **__: stages.ToEdgeTransformAndLower(
+                default_partitioner_cls=partitioner,
+                edge_compile_config=EdgeCompileConfig(_check_ir_validity=False),
+            )
+        }
+        return Tester(model, inputs, stage_classes=classes, **options)
+
+    ours = flow.TestFlow("kernel_pytorch", backend="kernel_pytorch", tester_factory=tester)
+    known_flows, run_test = flow.all_flows, runner.run_test
+    flow.all_flows = lambda: {**known_flows(), ours.name: ours}
+
+    @wraps(run_test)
+    def noted(*arguments: Any, **options: Any) -> Any:
+        last.clear()
+        summary = run_test(*arguments, **options)
+        snr = [statistics.sqnr for statistics in summary.tensor_error_statistics]
+        refusals = getattr(last.get("partitioner"), "refusals", [])
+        detail = str(summary.error or "")[:300]
+        result = summary.result.name
+        if result == "SUCCESS":
+            low = [value for value in snr if value is not None and value < LEAST_SNR]
+            outcome = "failed" if low else "delegated"
+            detail = f"{low} dB" if low else ""
+        elif result == "SUCCESS_UNDELEGATED":
+            outcome = "refused"
+            detail = " | ".join(sorted({f"{refusal.operator}: {refusal.reason}" for refusal in refusals}))
+        else:
+            outcome = "skipped" if result == "SKIPPED" else "failed"
+            detail = f"{result} {detail}"
+        note = {"test": summary.name, "subtest": summary.subtest_index, "outcome": outcome, "detail": detail}
+        with Path(os.environ[NOTES]).open("a") as file:
+            file.write(json.dumps(note) + "\n")
+        return summary
+
+    runner.run_test = noted
+
+
+if NOTES in os.environ:
+    _add_our_flow()
+
+
+def run(files: list[str]) -> list[dict[str, Any]]:
+    """Run the operators' tests, all of them or some files, and return what became of each subtest."""
+    import executorch.backends.test.suite.operators as operators
+
+    folder = Path(operators.__path__[0])
+    with tempfile.TemporaryDirectory() as scratch:
+        notes = Path(scratch) / "notes.jsonl"
+        notes.touch()
+        command = [sys.executable, "-m", "pytest", "-c", os.devnull, "-p", "executorch_suite", "-q", "-W", "ignore"]
+        command += ["-p", "no:cacheprovider", "-m", "flow_kernel_pytorch"]
+        command += [str(folder / name) for name in files] or [str(folder)]
+        environment = {**os.environ, NOTES: str(notes), "PYTHONPATH": str(Path(__file__).parent)}
+        done = subprocess.run(command, cwd=scratch, env=environment, capture_output=True, text=True)
+        found = [json.loads(line) for line in notes.read_text().splitlines()]
+        if not found:
+            raise RuntimeError(f"the suite ran nothing:\n{done.stdout[-3000:]}{done.stderr[-1000:]}")
+    return found
+
+
+def summary(notes: list[dict[str, Any]]) -> str:
+    counts = Counter(note["outcome"] for note in notes)
+    lines = [f"{counts[name]:5} {name}" for name in ("delegated", "refused", "skipped", "failed")]
+    reasons = Counter(
+        part for note in notes if note["outcome"] == "refused" for part in note["detail"].split(" | ")
+    )
+    lines += ["", "refused, by operator and reason"] + [f"{n:5} {part}" for part, n in sorted(reasons.items())]
+    failed = [note for note in notes if note["outcome"] == "failed"]
+    lines += ["", "failed"] + [f"      {note['test']} {note['subtest']}: {note['detail']}" for note in failed]
+    return "\n".join(line.rstrip() for line in lines) + "\n"
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("files", nargs="*", help="files of the suite's operators; all when left out")
+    parser.add_argument("--write", action="store_true", help="keep the result in benchmarks/evidence")
+    options = parser.parse_args()
+    told = summary(run(options.files))
+    sys.stdout.write(told)
+    if options.write:
+        RECORD.write_text(told)

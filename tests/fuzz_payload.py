@@ -1,0 +1,95 @@
+"""Feeds damaged payloads to the C++ runtime under AddressSanitizer: ``python tests/fuzz_payload.py --cases 9999``."""
+
+import argparse
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+
+import kernel_pytorch as kp
+from kernel_pytorch.lowering.backend import build_payload
+from kernel_pytorch.lowering.build import SOURCES, _run, _tool
+
+
+class _Everything(torch.nn.Module):
+    """A small model that uses every op, a bias, constants, views and two symbols' worth of shapes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.linear = torch.nn.LayerNorm(8), torch.nn.Linear(8, 8)
+        table = torch.eye(2, dtype=torch.bool)
+        table[1, 0] = True
+        self.masks = [
+            kp.masks.causal() & (kp.masks.window(3) | kp.masks.sinks(1)),
+            kp.masks.documents([5, 0, 15], kp.masks.causal()) | kp.masks.prefix(3),
+            kp.masks.blocks(table, block=16) & kp.masks.causal(),
+        ]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        heads = self.linear(self.norm(x)).view(1, 20, 2, 4).transpose(1, 2)
+        for mask in self.masks:
+            heads = kp.attention(heads, heads[:, :1], heads[:, 1:], mask)
+        y = heads.transpose(1, 2).reshape(1, 20, 8)
+        y = kp.rms_norm(torch.nn.functional.gelu(y) * torch.sigmoid(x))
+        return torch.cat([torch.softmax(y, 1), y.mean(-1, keepdim=True)], dim=-1)
+
+
+def payloads() -> list[bytes]:
+    """Good payloads to start from: one of everything, and one whose length is a symbol."""
+    from executorch.exir import to_edge
+
+    from kernel_pytorch.lowering.rewrite import rewritten
+
+    made = []
+    length = torch.export.Dim("length", min=2, max=24)
+    sdpa = torch.nn.functional.scaled_dot_product_attention
+
+    class Dynamic(torch.nn.Module):
+        def forward(self, q: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+            return sdpa(q, q, q * 2, attn_mask=bias) + torch.softmax(q.transpose(2, 3), -1).transpose(2, 3)
+
+    for model, inputs, shapes in (
+        (_Everything(), (torch.randn(1, 20, 8),), None),
+        (
+            Dynamic(),
+            (torch.randn(1, 2, 6, 4), torch.ones(6, 6).tril().bool()),
+            ({2: length}, {0: length, 1: length}),
+        ),
+    ):
+        with torch.no_grad():
+            exported = torch.export.export(model.eval(), inputs, dynamic_shapes=shapes)
+        edge = to_edge(rewritten(exported.run_decompositions({}))).exported_program()
+        made.append(build_payload(edge).to_bytes())
+    return made
+
+
+def build_fuzzer(folder: Path) -> Path:
+    cmake, ninja = _tool("cmake"), _tool("ninja")
+    configure = [cmake, "-S", str(SOURCES), "-B", str(folder), "-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={ninja}"]
+    _run([*configure, "-DKERNEL_PYTORCH_FUZZ=ON"])
+    _run([cmake, "--build", str(folder), "--parallel", "2"])
+    return folder / "fuzz" / "kernel_pytorch_fuzz"
+
+
+def fuzz(folder: Path, cases: int, seed: int) -> str:
+    """Run so many cases; returns what the fuzzer says, raises where it stopped."""
+    files = []
+    for number, payload in enumerate(payloads()):
+        path = folder / f"{number}.payload"
+        path.write_bytes(payload)
+        files.append(str(path))
+    command = [str(build_fuzzer(folder / "build")), str(cases), str(seed), *files]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+    if done.returncode:
+        raise AssertionError(f"the fuzzer stopped; the case is {folder / 'crash.payload'}:\n{done.stderr[-6000:]}")
+    return done.stdout
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--cases", type=int, default=1_000_000)
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    sys.stdout.write(fuzz(Path(tempfile.mkdtemp(prefix="fuzz-")), options.cases, options.seed))

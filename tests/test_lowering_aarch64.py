@@ -1,0 +1,61 @@
+"""The runtime built for 64-bit Arm, under qemu: the same numbers as here. ``make cross`` gets what it needs."""
+
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+
+import kernel_pytorch as kp
+from kernel_pytorch.lowering.build import SOURCES, _run, _tool
+from test_lowering import Block
+
+WHEELS = sorted((Path(sys.prefix) / "aarch64").glob("executorch-*aarch64.whl"))
+
+
+@pytest.fixture(scope="module")
+def arm_runner(tmp_path_factory) -> list[str]:
+    """The command that runs the Arm runner here."""
+    for tool, package in (("aarch64-linux-gnu-g++", "g++-aarch64-linux-gnu"), ("qemu-aarch64", "qemu-user")):
+        if shutil.which(tool) is None:
+            pytest.skip(f"no {tool}: install Debian's {package}")
+    if not WHEELS:
+        pytest.skip("no ExecuTorch for Arm: run make cross")
+    folder = tmp_path_factory.mktemp("aarch64")
+    zipfile.ZipFile(WHEELS[-1]).extractall(folder)
+    executorch, made = folder / "executorch", folder / "build"
+    configure = [_tool("cmake"), "-S", str(SOURCES), "-B", str(made), "-G", "Ninja"]
+    configure += [f"-DCMAKE_MAKE_PROGRAM={_tool('ninja')}", f"-DCMAKE_PREFIX_PATH={executorch}"]
+    _run([*configure, f"-DCMAKE_TOOLCHAIN_FILE={SOURCES / 'cmake' / 'aarch64-linux-gnu.cmake'}"])
+    _run([_tool("cmake"), "--build", str(made), "--parallel", "2"])
+    libraries = f"LD_LIBRARY_PATH={executorch / 'lib'}:{made}"
+    return ["qemu-aarch64", "-L", "/usr/aarch64-linux-gnu", "-E", libraries, str(made / "kernel_pytorch_runner")]
+
+
+class Narrow(torch.nn.Module):
+    """Attention, a norm and an activation on narrow numbers."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = kp.rms_norm(torch.nn.functional.gelu(x))
+        heads = y.view(1, 30, 2, 20).transpose(1, 2)
+        mask = kp.masks.documents([10, 20], kp.masks.causal()) | kp.masks.sinks(2)
+        return kp.attention(heads, heads, heads, mask).transpose(1, 2).reshape(1, 30, 40)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_arm_computes_what_this_processor_does(arm_runner: list[str], tmp_path: Path, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    if dtype == torch.float32:
+        model, x = Block(kp.masks.causal() & kp.masks.window(7)), torch.randn(1, 33, 64)
+    else:
+        model, x = Narrow(), torch.randn(1, 30, 40, dtype=dtype)
+    program = kp.lower(model.eval(), (x,))
+    program.save(tmp_path / "model.pte")
+    (tmp_path / "x.bin").write_bytes(x.view(torch.uint8).numpy().tobytes())
+    command = [*arm_runner, "model.pte", "--input", "x.bin", "--output", "y.bin"]
+    subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, timeout=120)
+    found = torch.frombuffer(bytearray((tmp_path / "y.bin").read_bytes()), dtype=dtype).view(x.shape)
+    torch.testing.assert_close(found, program(x), rtol=4 * torch.finfo(dtype).eps, atol=4 * torch.finfo(dtype).eps)
