@@ -6,14 +6,12 @@
 from __future__ import annotations
 
 from kernel_pytorch.precision.convert import LayerReport, Report, convert, report, revert
-from kernel_pytorch.precision.formats import FORMATS, Format
+from kernel_pytorch.precision.formats import Format
 from kernel_pytorch.precision.linear import fp8_linear as linear
 from kernel_pytorch.precision.monitor import Losses
-from kernel_pytorch.precision.recipe import PRODUCTS, RECIPES, Recipe
+from kernel_pytorch.precision.recipe import RECIPES, Recipe
 
 __all__ = [
-    "FORMATS",
-    "PRODUCTS",
     "RECIPES",
     "Format",
     "LayerReport",

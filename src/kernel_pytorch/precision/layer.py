@@ -66,8 +66,9 @@ class Float8Linear(nn.Linear):
         layer._kept_cast, layer._forwards, layer._accumulates = None, None, False
         layer._recipes, layer.fp8_plain_numel = {}, -1
         device = layer.weight.device
-        layer.register_buffer("fp8_counts", torch.zeros(COUNTS_SHAPE, dtype=torch.int64, device=device), False)
-        layer.register_buffer("fp8_state", torch.zeros(STATE_SHAPE, device=device), False)
+        with torch.inference_mode(False):
+            layer.register_buffer("fp8_counts", torch.zeros(COUNTS_SHAPE, dtype=torch.int64, device=device), False)
+            layer.register_buffer("fp8_state", torch.zeros(STATE_SHAPE, device=device), False)
         converted: Float8Linear = layer
         return converted
 
@@ -145,7 +146,8 @@ class Float8Linear(nn.Linear):
 
         None where the call should make one of its own. A weight counts as unchanged where its version and its place
         are the same, no optimizer has made a step, and nothing has happened to its gradient but that one backward
-        added to it: whoever updates weights past the version counter, through ``.data``, clears or replaces that.
+        added to it: whoever updates weights past the version counter, through ``.data``, clears that before the next
+        forward. (One who does so beside an optimizer and clears later gets a cast that is out of date.)
         With one forward a step, keeping a cast would only take memory.
         """
         weight = self.weight
@@ -160,10 +162,9 @@ class Float8Linear(nn.Linear):
         key = (weight._version, weight.data_ptr(), _steps, recipe.weight, recipe.power_of_two)
         gradient = weight.grad
         version = None if gradient is None else gradient._version
-        before, self._forwards = self._forwards, (key, gradient is not None and id(gradient), version)
-        added_to = before is not None and version is not None and before[0] == key and (
-            version == 0 if before[2] is None else version == before[2] + 1 and before[1] == id(gradient)
-        )  # fmt: skip
+        before, self._forwards = self._forwards, (key, id(gradient), version)
+        same = before is not None and before[:2] == (key, id(gradient)) and before[2] is not None
+        added_to = same and version == before[2] + 1  # type: ignore[index]
         if not added_to:
             self._kept_cast = None
             if not self._accumulates:

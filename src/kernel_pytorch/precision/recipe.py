@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any, Literal
 
 from kernel_pytorch.ops.fp8_matmul.definition import PAIRS
@@ -101,7 +100,7 @@ _KNOWN = (
     Recipe(name="rowwise-high-wgrad", **_ROW, high_precision=("dW",)),
     Recipe(name="blockwise", **_BLOCK, power_of_two=True),
 )
-RECIPES: Mapping[str, Recipe] = MappingProxyType({recipe.name: recipe for recipe in _KNOWN})
+RECIPES: Mapping[str, Recipe] = {recipe.name: recipe for recipe in _KNOWN}
 
 
 def recipe_named(recipe: Any) -> Recipe:

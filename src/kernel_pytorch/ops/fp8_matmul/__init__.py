@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import torch
 
-from kernel_pytorch.hardware_abstraction import dispatch
 from kernel_pytorch.hardware_abstraction.device import Device
 from kernel_pytorch.hardware_abstraction.dispatch import Function
 from kernel_pytorch.hardware_abstraction.op import Call, Kernel
-from kernel_pytorch.hardware_abstraction.registry import device_of
-from kernel_pytorch.hardware_abstraction.selection import Policy
-from kernel_pytorch.ops.fp8_matmul.definition import FP8_MATMUL, OUTPUTS, granularities
+from kernel_pytorch.ops.fp8_matmul.definition import FP8_MATMUL, granularities
 
 __all__ = ["KERNEL_DEQUANTISED", "KERNEL_SCALED_MM", "fp8_matmul"]
 
 _function = Function(FP8_MATMUL)
-_PLAIN = Policy().encoded
 _TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
 
 
@@ -50,31 +46,12 @@ def fp8_matmul(
         >>> fp8_matmul(x.data, w.data, x.inverse, w.inverse, "float32")
         tensor([[4., 7.]])
     """
-    if torch.compiler.is_compiling() and kernel is None and _torch_compiles(a, b, inverse_a, sums):
-        # The compiler knows torch's own operator, and calls it without Python in between.
-        return torch._scaled_mm(
-            a,
-            b.t(),
-            inverse_a,
-            inverse_b if inverse_b.ndim == 0 else inverse_b.t(),
-            out_dtype=OUTPUTS[dtype],
-            use_fast_accum=sums == "fast",
-        )
+    if torch.compiler.is_compiling() and kernel is None:
+        from kernel_pytorch.ops.fp8_matmul import compiled
+
+        if compiled.serves(a, b, inverse_a, sums):
+            return compiled.product(a, b, inverse_a, inverse_b, dtype, sums)
     return _function(a, b, inverse_a, inverse_b, dtype, sums, kernel=kernel)[0]
-
-
-def _torch_compiles(a: torch.Tensor, b: torch.Tensor, inverse_a: torch.Tensor, sums: str) -> bool:
-    """Whether torch's own product would be chosen for a call: with scales of tensors on a GPU that has it."""
-    multiples = all(size % 16 == 0 and size > 0 for size in (a.shape[1], b.shape[0], a.shape[0]))
-    whole = inverse_a.ndim == 0 and sums != "float32"
-    return a.device.type == "cuda" and whole and multiples and _has_units(a.device.index)
-
-
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _has_units(index: int | None) -> bool:
-    device = device_of(torch.device("cuda") if index is None else torch.device("cuda", index))
-    multiplies = {"float8_e4m3fn", "float8_e5m2"} <= set(device.matrix_formats)
-    return device.backend == "nvidia" and multiplies and dispatch.effective_policy(None) == _PLAIN
 
 
 def _dequantised_supports(call: Call, device: Device) -> str | None:
