@@ -79,9 +79,12 @@ def launched_functions(kernel: Kernel) -> set[str]:
     tree = ast.parse(Path(spec.origin).read_text())
     functions = [node for node in tree.body if isinstance(node, ast.FunctionDef)]
     compiled = {node.name for node in functions if "triton.jit" in map(ast.unparse, node.decorator_list)}
-    # A launch is function[grid](...); what is called without a grid is part of the function that calls it.
-    calls = [node.func for node in ast.walk(tree) if isinstance(node, ast.Call)]
-    return {ast.unparse(call.value) for call in calls if isinstance(call, ast.Subscript)} & compiled
+    # A launch is function[grid](...) or launch(function, grid, ...); what is called without a grid is part of the
+    # function that calls it.
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    launched = {ast.unparse(call.func.value) for call in calls if isinstance(call.func, ast.Subscript)}
+    launched |= {ast.unparse(call.args[0]) for call in calls if ast.unparse(call.func) == "launch"}
+    return launched & compiled
 
 
 def test_the_record_of_rms_norm_is_there() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -100,7 +100,30 @@ _KNOWN = (
     Recipe(name="rowwise-high-wgrad", **_ROW, high_precision=("dW",)),
     Recipe(name="blockwise", **_BLOCK, power_of_two=True),
 )
-RECIPES: Mapping[str, Recipe] = {recipe.name: recipe for recipe in _KNOWN}
+
+
+class Recipes(Mapping[str, Recipe]):
+    """Recipes by name; nothing can be added.
+
+    Example:
+        >>> sorted(RECIPES)[:3]
+        ['blockwise', 'delayed', 'delayed-high-wgrad']
+    """
+
+    def __init__(self, known: tuple[Recipe, ...]) -> None:
+        self._known = {recipe.name: recipe for recipe in known}
+
+    def __getitem__(self, name: str) -> Recipe:
+        return self._known[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._known)
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+
+RECIPES = Recipes(_KNOWN)
 
 
 def recipe_named(recipe: Any) -> Recipe:
