@@ -270,6 +270,10 @@ def test_scaled_mm_says_why_not() -> None:
     assert refusal(3, 32, 48, tensor, "nvidia/h200") is None
     assert refusal(3, 32, 48, row, "nvidia/h200") is None
     assert refusal(4, 128, 128, block, "nvidia/h200") is None
+    assert refusal(4, 1024, 256, block, "nvidia/h200") is None
+    assert refusal(4, 768, 256, block, "nvidia/h200") == (
+        "takes scales of squares for K in multiples of 512, and K is 768"
+    )
     assert refusal(0, 32, 48, tensor, "nvidia/h200") == "has nothing to multiply"
     assert refusal(3, 7, 5, tensor, "nvidia/h200") is None  # filled up
     assert refusal(3, 7, 5, row, "nvidia/h200", sums="fast") is None

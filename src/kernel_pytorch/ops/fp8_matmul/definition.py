@@ -236,6 +236,7 @@ CASES = (
     *(Case(f"odd-{'-'.join(pair)}", _tensors(7, 300, 131, pair)) for pair in PAIRS),
     *(Case(f"promoted-{'-'.join(pair)}", _tensors(48, 512, 128, pair, sums="promoted")) for pair in PAIRS),
     *(Case(f"fast-{pair[0]}", _tensors(32, 1024, 64, pair, sums="fast")) for pair in PAIRS[:2]),
+    Case("many-squares", _tensors(32, 768, 512, ("block", "square"), sums="promoted")),
     Case("fast-long", _tensors(16, 16384, 16, sums="fast")),
     Case("promoted-odd", _tensors(9, 300, 131, ("row", "row"), (E5M2, E4M3FN), sums="promoted")),
     Case("odd", _tensors(5, 37, 11)),
