@@ -519,13 +519,13 @@ def test_a_kernel_runs_with_its_tensors_device_current(monkeypatch: pytest.Monke
     count = 2
     cuda = SimpleNamespace(device=device, device_count=lambda: count)
     monkeypatch.setattr(torch, "get_device_module", lambda _: cuda)
-    run = dispatch._on(torch.device("cuda:1"), lambda x: (entered.append("ran"), x)[1])
+    run = dispatch.placed(torch.device("cuda:1"), lambda x: (entered.append("ran"), x)[1])
     assert run(5) == 5
     assert entered == ["cuda:1", "ran", "left"]
     count = 1  # one GPU is always the current one, and the guard would cost time
     entered.clear()
-    assert dispatch._on(torch.device("cuda:0"), abs)(-5) == 5
-    assert dispatch._on(torch.device("cpu"), abs)(-5) == 5
+    assert dispatch.placed(torch.device("cuda:0"), abs)(-5) == 5
+    assert dispatch.placed(torch.device("cpu"), abs)(-5) == 5
     assert entered == []
 
 

@@ -34,7 +34,7 @@ def run(
     folder = out or evidence_directory()
     if record and folder is None:
         raise FileNotFoundError("no folder for the record: name one with --out")
-    work = benchmarking.plan(registered_op(op_name), _present_device(device), cases, formats)
+    work = benchmarking.plan(registered_op(op_name), present_device(device), cases, formats)
     console.print(f"[bold]{work.op.name}[/bold] on {work.device.name} ({work.device.arch})")
     for reason in work.left_out:
         console.print(f"[yellow]left out[/yellow] {reason}")
@@ -66,7 +66,7 @@ def run(
         console.print(f"recorded in {path}", markup=False, soft_wrap=True)
 
 
-def _present_device(name: str | None) -> Device:
+def present_device(name: str | None) -> Device:
     """The device by its torch name; one that is not here is an error that lists those that are."""
     here = ", ".join(str(known.torch_device) for known in kp.devices())
     refusal = f"device={name!r}: not here; there is {here}"

@@ -20,7 +20,7 @@ from rich.table import Table
 from torch import nn
 
 from kernel_pytorch import benchmarking
-from kernel_pytorch.bench_command import _present_device
+from kernel_pytorch.bench_command import present_device
 from kernel_pytorch.evidence import EvidenceError, Measurement, clean_commit, evidence_directory, write_record
 from kernel_pytorch.hardware_abstraction.device import Device
 from kernel_pytorch.precision import parity, parity_report
@@ -53,7 +53,7 @@ def run(
     folder = evidence_directory()
     if record and folder is None:
         raise FileNotFoundError("no folder for the record: run from a checkout of the project")
-    here = _present_device(device)
+    here = present_device(device)
     settings = _settings(size, steps, here, compiled)
     arms = (BASELINE, *_checked(recipes, settings, convert))
     results = Results(out, settings)

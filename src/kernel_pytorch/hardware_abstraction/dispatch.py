@@ -35,6 +35,7 @@ __all__ = [
     "explaining",
     "forget_choices",
     "function_of",
+    "placed",
     "plain_call",
     "policy",
 ]
@@ -288,7 +289,7 @@ class Function:
         device = device_of(where)
         timings = self._timings(call, device, state.policy, arguments)
         choice = select(call, device, state.policy, timings)
-        return _on(where, partial(choice.kernel.function(phase), device))
+        return placed(where, partial(choice.kernel.function(phase), device))
 
     def _explained(self, arguments: tuple[Any, ...], policy: Policy, needs_grad: bool) -> Choice:
         call = self.call("forward", arguments, needs_grad)
@@ -312,7 +313,7 @@ class Function:
             if _place(arguments).type == "cuda" and torch.cuda.is_current_stream_capturing():
                 return None  # nothing can be timed inside a graph capture; the backend's order stands
             timings = {}
-            timed = _on(_place(arguments), median_seconds)
+            timed = placed(_place(arguments), median_seconds)
             with torch.no_grad():  # as the kernels run later; recording a graph would be timed too
                 for kernel in fits:
                     run = kernel.function(call.phase)
@@ -480,7 +481,7 @@ def _place(arguments: tuple[Any, ...]) -> torch.device:
     return next(value.device for value in arguments if isinstance(value, torch.Tensor))
 
 
-def _on(where: torch.device, run: Callable[..., Any]) -> Callable[..., Any]:
+def placed(where: torch.device, run: Callable[..., Any]) -> Callable[..., Any]:
     """The function as kernels must run: without autocast, which would round what they add up, and with torch's
     current device set to this one, where Triton launches, wherever the tensors are."""
     several = where.type != "cpu" and torch.get_device_module(where.type).device_count() > 1

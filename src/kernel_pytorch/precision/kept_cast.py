@@ -6,13 +6,13 @@ CPU than the cast itself. Here they are brought up to date in place, by the kern
 
 from __future__ import annotations
 
-from functools import lru_cache
-from typing import NamedTuple
+from collections.abc import Callable
+from functools import lru_cache, partial
+from typing import Any, NamedTuple
 
 import torch
 
 from kernel_pytorch.hardware_abstraction import dispatch
-from kernel_pytorch.hardware_abstraction.device import Device
 from kernel_pytorch.hardware_abstraction.registry import backend, device_of
 from kernel_pytorch.ops.fp8_cast import KERNEL_TRITON, fp8_cast
 from kernel_pytorch.ops.fp8_cast.definition import FP8_CAST
@@ -66,14 +66,13 @@ def _cast(
     tensor: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     history = None if state is None or tensor not in _HISTORY_OF else state[_HISTORY_OF[tensor]]
-    device = _served_by_triton(x_RC)
-    if device is not None:
-        from kernel_pytorch.ops.fp8_cast import triton_kernel
-
+    direct = _served_by_triton(x_RC)
+    if direct is not None:
         into = x_RC.new_zeros((2, 4), dtype=torch.int64) if counts is None else counts[tensor]
-        return triton_kernel.cast(
-            device, x_RC.detach(), number_format, granularity, transposed, history, power_of_two, into
-        )[:4]  # type: ignore[return-value]
+        data, data_t, inverse, inverse_t, _ = direct(
+            x_RC.detach(), number_format, granularity, transposed, history, power_of_two, into
+        )
+        return data, data_t, inverse, inverse_t
     cast = fp8_cast(
         x_RC, number_format, granularity, transposed=transposed, history=history, power_of_two=power_of_two
     )
@@ -86,18 +85,22 @@ def _cast(
     return cast.data, cast.data_t, cast.inverse, inverse_t
 
 
-def _served_by_triton(x_RC: torch.Tensor) -> Device | None:
-    """The device where Triton's kernel would be chosen and nothing watches the call."""
+def _served_by_triton(x_RC: torch.Tensor) -> Callable[..., Any] | None:
+    """Triton's cast, where its kernel would be chosen and nothing watches the call."""
     if x_RC.device.type not in ("cuda", "xpu") or not dispatch.plain_call(x_RC):
         return None
-    return _triton_device(x_RC.device)
+    return _triton_cast(x_RC.device)
 
 
 @lru_cache
-def _triton_device(where: torch.device) -> Device | None:
+def _triton_cast(where: torch.device) -> Callable[..., Any] | None:
     device = device_of(where)
     kernels = [kernel for kernel in backend(device.backend).kernels if kernel.op == FP8_CAST.name]
-    return device if kernels[0] is KERNEL_TRITON and device.supports("float64") else None
+    if kernels[0] is not KERNEL_TRITON or not device.supports("float64"):
+        return None
+    from kernel_pytorch.ops.fp8_cast import triton_kernel
+
+    return dispatch.placed(where, partial(triton_kernel.cast, device))
 
 
 _op = torch.library.custom_op(

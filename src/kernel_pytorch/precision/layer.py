@@ -20,15 +20,11 @@ from kernel_pytorch.precision.linear import COUNTS_SHAPE, STATE_SHAPE, cast_of_w
 from kernel_pytorch.precision.plan import Measured, measured_for, measured_recipe
 from kernel_pytorch.precision.recipe import Recipe
 
-__all__ = ["Float8Linear", "optimizer_steps"]
+__all__ = ["Float8Linear"]
 
 _STATE_KEY = "fp8_state"
 _steps = 0
-
-
-def optimizer_steps() -> int:
-    """How many steps optimizers have made in this process: weights may differ after each."""
-    return _steps
+"""How many steps optimizers have made in this process: weights may differ after each."""
 
 
 def _count_step(*_: Any) -> None:
@@ -166,12 +162,11 @@ class Float8Linear(nn.Linear):
         before, self._forwards = self._forwards, (key, id(gradient), version)
         same = before is not None and before[:2] == (key, id(gradient)) and before[2] is not None
         added_to = same and version == before[2] + 1  # type: ignore[index]
+        self._accumulates = self._accumulates or added_to
         if not added_to:
             self._kept_cast = None
-            if not self._accumulates:
-                return None
-        elif not self._accumulates:
-            self._accumulates = True
+        if not self._accumulates:
+            return None
         cast = self._kept_cast
         if cast is None or (transposed and cast.data_t.numel() != weight.numel()):
             cast = self._kept_cast = cast_of_weight(weight, recipe, transposed=transposed, counts=self.fp8_counts)

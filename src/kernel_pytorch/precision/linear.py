@@ -30,6 +30,7 @@ __all__ = [
     "fp8_linear",
     "name_of_dtype",
     "refuse_second",
+    "working_dtype",
 ]
 
 COUNTS_SHAPE = (3, 2, 4)
@@ -80,8 +81,6 @@ def fp8_linear(
     chosen = recipe_named(recipe)
     _check(x, weight, bias, chosen, counts, state)
     kind = x.device.type
-    mixed = kind != "meta" and torch.is_autocast_enabled(kind)
-    dtype = torch.get_autocast_dtype(kind) if mixed else x.dtype
     y_8, dx_8, dw_8 = (product not in chosen.high_precision for product in PRODUCTS)
     recording = torch.is_grad_enabled()
     needs_dx, needs_dw = recording and x.requires_grad, recording and weight.requires_grad
@@ -99,7 +98,7 @@ def fp8_linear(
         state,
         *_tensors(x_cast),
         *_tensors(weight_cast),
-        _NAMES[dtype],
+        _NAMES[working_dtype(x)],
         gradient_format,
         chosen.input,
         chosen.gradient,
@@ -234,6 +233,13 @@ def cast_of_gradient(
     return kept_cast(
         dy_MN, number_format, granularity, transposed, power_of_two, counts, state if delayed else None, 2
     )
+
+
+def working_dtype(x: torch.Tensor) -> torch.dtype:
+    """The format that a layer computes in, and gives: the input's, or that of ``torch.autocast``."""
+    kind = x.device.type
+    mixed = kind != "meta" and torch.is_autocast_enabled(kind)
+    return torch.get_autocast_dtype(kind) if mixed else x.dtype
 
 
 def name_of_dtype(dtype: torch.dtype) -> str:

@@ -84,10 +84,8 @@ class Monitor:
             self.look()
             self._fetch()
 
-    def look(self, wait: bool = False) -> None:
-        """Judge the counts that were fetched last; with ``wait``, fetch them now."""
-        if wait:
-            self._fetch()
+    def look(self) -> None:
+        """Judge the counts that were fetched last."""
         if self._pending is None:
             return
         names, counts, event = self._pending

@@ -16,6 +16,7 @@ from functools import partial
 
 import torch
 
+from kernel_pytorch.precision.linear import COUNTS_SHAPE, STATE_SHAPE, fp8_linear, working_dtype
 from kernel_pytorch.precision.recipe import PRODUCTS, Recipe
 
 __all__ = ["Measured", "measured_choice", "measured_for", "measured_recipe"]
@@ -54,8 +55,7 @@ def measured_recipe(x: torch.Tensor, weight: torch.Tensor, bias: bool, recipe: R
     for size in x.shape[:-1]:
         rows *= size
     kind = x.device.type
-    mixed = kind != "meta" and torch.is_autocast_enabled(kind)
-    dtype = torch.get_autocast_dtype(kind) if mixed else x.dtype
+    dtype = working_dtype(x)
     training = torch.is_grad_enabled() and (weight.requires_grad or x.requires_grad)
     high = _high_precision(
         kind, x.device.index, rounded(rows), tuple(weight.shape), dtype, weight.dtype, bias, recipe,
@@ -135,8 +135,6 @@ def _measure(
     needs_dw: bool,
 ) -> Measured:
     """Time every choice of products for one shape, each several times in turn; the medians count."""
-    from kernel_pytorch.precision.linear import COUNTS_SHAPE, STATE_SHAPE, fp8_linear
-
     n, k = weight_shape
     with (
         torch.random.fork_rng(devices=[device], device_type=device.type),

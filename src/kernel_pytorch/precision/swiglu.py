@@ -28,6 +28,7 @@ from kernel_pytorch.precision.linear import (
     formats_on,
     name_of_dtype,
     refuse_second,
+    working_dtype,
 )
 from kernel_pytorch.precision.recipe import Recipe
 
@@ -156,8 +157,6 @@ def fp8_swiglu_mlp(
 ) -> torch.Tensor:
     """``down(silu(gate(x)) * up(x))`` with everything between the layers in 8 bits, gradients too."""
     kind = x.device.type
-    mixed = kind != "meta" and torch.is_autocast_enabled(kind)
-    dtype = torch.get_autocast_dtype(kind) if mixed else x.dtype
     recording = torch.is_grad_enabled()
     layers = (gate, up, down)
     needs_dw = [recording and layer.weight.requires_grad for layer in layers]
@@ -179,7 +178,7 @@ def fp8_swiglu_mlp(
         *(tensor for cast in weights for tensor in (cast.data, cast.inverse, cast.data_t)),
         *(layer.fp8_counts for layer in layers),
         *(layer.fp8_state for layer in layers),
-        name_of_dtype(dtype),
+        name_of_dtype(working_dtype(x)),
         *formats_on(kind, x.device.index, recipe.gradient_format),
         recipe.power_of_two,
         recipe.delayed,
