@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from kernel_pytorch.ops.fp8_matmul import fp8_matmul
 from kernel_pytorch.ops.fp8_swiglu import fp8_swiglu, fp8_swiglu_grad
+from kernel_pytorch.precision.kept_cast import product
 from kernel_pytorch.precision.layer import Float8Linear
 from kernel_pytorch.precision.linear import (
     cast_of_gradient,
@@ -162,13 +162,21 @@ def fp8_swiglu_mlp(
     needs_dw = [recording and layer.weight.requires_grad for layer in layers]
     needs_dx = recording and x.requires_grad
     needs_dh = needs_dx or needs_dw[0] or needs_dw[1]
+    forward_format, gradient_format = formats_on(kind, x.device.index, recipe.gradient_format)
     x_8 = cast_of_input(
-        x, recipe, transposed=needs_dw[0] or needs_dw[1], counts=gate.fp8_counts, state=gate.fp8_state
+        x,
+        recipe,
+        forward_format,
+        transposed=needs_dw[0] or needs_dw[1],
+        counts=gate.fp8_counts,
+        state=gate.fp8_state,
     )
     weights = []
     for layer, turned in ((gate, needs_dx), (up, needs_dx), (down, needs_dh)):
-        kept = layer.weight_cast(recipe, turned)
-        weights.append(kept or cast_of_weight(layer.weight, recipe, transposed=turned, counts=layer.fp8_counts))
+        kept = layer.weight_cast(recipe, forward_format, turned)
+        if kept is None:
+            kept = cast_of_weight(layer.weight, recipe, forward_format, transposed=turned, counts=layer.fp8_counts)
+        weights.append(kept)
     y_MN = _SwiGLU.apply(  # type: ignore[no-untyped-call]
         x.reshape(math.prod(x.shape[:-1]), x.shape[-1]),
         *(layer.weight for layer in layers),
@@ -179,7 +187,8 @@ def fp8_swiglu_mlp(
         *(layer.fp8_counts for layer in layers),
         *(layer.fp8_state for layer in layers),
         name_of_dtype(working_dtype(x)),
-        *formats_on(kind, x.device.index, recipe.gradient_format),
+        forward_format,
+        gradient_format,
         recipe.power_of_two,
         recipe.delayed,
         needs_dx,
@@ -232,14 +241,14 @@ class _SwiGLU(torch.autograd.Function):
         needs_dup: bool,
         needs_ddown: bool,
     ) -> torch.Tensor:
-        gate_MF = fp8_matmul(x_8, gate_8, x_inverse, gate_inverse, dtype, "fast")
-        up_MF = fp8_matmul(x_8, up_8, x_inverse, up_inverse, dtype, "fast")
+        gate_MF = product(x_8, gate_8, x_inverse, gate_inverse, dtype, "fast")
+        up_MF = product(x_8, up_8, x_inverse, up_inverse, dtype, "fast")
         history = down_state[0] if delayed else None
         h = fp8_swiglu(gate_MF, up_MF, forward_format, history=history, power_of_two=power_of_two)
         _count(down_counts, 0, h.counts, h.data.numel())
         if delayed:
             down_state[0].copy_(h.next_history)
-        y = fp8_matmul(h.data, down_8, h.inverse, down_inverse, dtype, "fast")
+        y = product(h.data, down_8, h.inverse, down_inverse, dtype, "fast")
         keep = needs_dh or needs_ddown
         saved = (gate_MF, up_MF, h.inverse, x_inverse, x_8t, gate_inverse, gate_8t, up_inverse, up_8t)
         ctx.save_for_backward(*((*saved, down_inverse, down_8t) if keep else ()))
@@ -274,7 +283,7 @@ class _SwiGLU(torch.autograd.Function):
             state=down_state,
         )
         if needs_dh:
-            dh_MF = fp8_matmul(dy.data, down_8t, dy.inverse, down_inverse, name, "promoted")
+            dh_MF = product(dy.data, down_8t, dy.inverse, down_inverse, name, "promoted")
             hidden = fp8_swiglu_grad(
                 dh_MF,
                 gate_MF,
@@ -293,20 +302,20 @@ class _SwiGLU(torch.autograd.Function):
                 gate_state[1].copy_(hidden.gate_next_history)
                 up_state[1].copy_(hidden.up_next_history)
             if needs_dx:
-                dx = fp8_matmul(hidden.dgate, gate_8t, hidden.dgate_inverse, gate_inverse, name, "promoted")
-                dx.add_(fp8_matmul(hidden.dup, up_8t, hidden.dup_inverse, up_inverse, name, "promoted"))
+                dx = product(hidden.dgate, gate_8t, hidden.dgate_inverse, gate_inverse, name, "promoted")
+                dx.add_(product(hidden.dup, up_8t, hidden.dup_inverse, up_inverse, name, "promoted"))
                 dx = dx.to(x_dtype)
             if needs_dgate:
-                dgate = fp8_matmul(hidden.dgate_t, x_8t, hidden.dgate_inverse, x_inverse, name, "promoted")
+                dgate = product(hidden.dgate_t, x_8t, hidden.dgate_inverse, x_inverse, name, "promoted")
                 dgate = dgate.to(gate_dtype)
             if needs_dup:
-                dup = fp8_matmul(hidden.dup_t, x_8t, hidden.dup_inverse, x_inverse, name, "promoted").to(up_dtype)
+                dup = product(hidden.dup_t, x_8t, hidden.dup_inverse, x_inverse, name, "promoted").to(up_dtype)
             h_t = hidden.h_t
         elif needs_ddown:  # the layers before are frozen: h alone is needed once more
             h = fp8_swiglu(gate_MF, up_MF, forward_format, power_of_two=power_of_two)
             h_t, h_inverse = h.data.view(torch.uint8).t().contiguous().view(h.data.dtype), h.inverse
         if needs_ddown:
-            ddown = fp8_matmul(dy.data_t, h_t, dy.inverse, h_inverse, name, "promoted").to(down_dtype)
+            ddown = product(dy.data_t, h_t, dy.inverse, h_inverse, name, "promoted").to(down_dtype)
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # create_graph=True
             dx, dgate, dup, ddown = (refuse_second(gradient, dy_MN) for gradient in (dx, dgate, dup, ddown))
         return (dx, dgate, dup, ddown, *[None] * 28)

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from kernel_pytorch.hardware_abstraction.device import Device
-from kernel_pytorch.ops.fp8_cast.triton_kernel import (
+from kernel_pytorch.ops.fp8_cast.triton_tiles import (
     emit,
     encode_words,
     encoding,

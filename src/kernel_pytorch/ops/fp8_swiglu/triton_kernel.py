@@ -12,7 +12,7 @@ import triton.language as tl
 
 from kernel_pytorch.hardware_abstraction.device import Device
 from kernel_pytorch.ops.fp8_cast.torch_kernel import scale_from_amax as scale_of
-from kernel_pytorch.ops.fp8_cast.triton_kernel import (
+from kernel_pytorch.ops.fp8_cast.triton_tiles import (
     add_count,
     emit,
     encoding,
