@@ -206,15 +206,14 @@ class Op:
     """The fewest bytes the call must move: each input read once, each output written once."""
     flops: Callable[[Call], int]
     low_precision: Callable[[torch.dtype], Callable[..., Any]] | None = None
-    """For tensors of a narrow dtype, the reference with the roundings that every kernel on matrix units makes;
-    where it is None, the reference in float32 is the yardstick of the error budget."""
+    """For tensors of a dtype, the plainest program that computes as every kernel must, with its roundings and in its
+    order: the yardstick of the error budget. Where it is None, the reference in float32 is."""
     without_gradients: Mapping[str, Any] = field(default_factory=dict)
     """What the public function changes in the arguments where no gradient is asked for, as a forward is timed."""
     exact: bool = False
     """Whether the reference defines every byte of the outputs, in the arguments' own precision: no error budget."""
     meaning: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]] | None = None
-    """What the outputs mean, by name, for comparison, as ``data * inverse``; ``low_precision``, which then is there,
-    is the yardstick in every dtype."""
+    """What the outputs mean, by name, for comparison, as ``data * inverse``; ``low_precision`` then is there."""
     cancelling: tuple[str, ...] = ()
     """Results, as ``"dq"``, whose rows can be the small difference of larger terms."""
     codecs: Mapping[str, Codec] = field(default_factory=dict)
