@@ -12,7 +12,7 @@ import torch
 from triton import knobs
 from triton.runtime import driver
 
-__all__ = ["Place", "launch"]
+__all__ = ["Place", "Ready", "current_stream", "launch", "watched"]
 
 _MOST = 4096
 
@@ -31,19 +31,39 @@ class Place(NamedTuple):
         return self.tensor.view(-1).view(torch.uint8)[self.first_byte :].view(self.dtype)
 
 
-class _Ready(NamedTuple):
-    """A compiled kernel, and what its launcher takes before and after the arguments."""
+class Ready(NamedTuple):
+    """A compiled kernel with its grid and constants, to be launched by addresses on a stream of its device."""
 
     run: Any
+    grid: tuple[int, int, int]
     function: Any
     metadata: Any
-    last: tuple[Any, ...]
+    constants: tuple[Any, ...]
+
+    def __call__(self, stream: int, *arguments: int) -> None:
+        # Addresses in place of tensors: the driver is not asked whose they are.
+        self.run(*self.grid, stream, self.function, self.metadata, None, None, None, *arguments, *self.constants)
 
 
-_compiled: dict[tuple[Any, ...], _Ready] = {}
+_compiled: dict[tuple[Any, ...], Ready] = {}
 
 
-def launch(function: Any, grid: tuple[int], key: tuple[Any, ...], *arguments: Any, **constants: Any) -> None:
+def watched() -> bool:
+    """Whether a profiler wants to be told of launches."""
+    runtime = knobs.runtime
+    enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
+    return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
+
+
+def current_stream(index: int) -> int:
+    """Of a GPU."""
+    stream: int = driver.active.get_current_stream(index)
+    return stream
+
+
+def launch(
+    function: Any, grid: tuple[int], key: tuple[Any, ...], *arguments: Any, **constants: Any
+) -> Ready | None:
     """``function[grid](*arguments, **constants)``, the first time; the compiled kernel itself from then on.
 
     Args:
@@ -51,10 +71,13 @@ def launch(function: Any, grid: tuple[int], key: tuple[Any, ...], *arguments: An
             the device, which must be the current one.
         arguments: every argument that is not a constant, in order: tensors, places and integers. The constants
             follow them in the signature.
+
+    Returns:
+        The kernel for the next launch with this key and grid; None where it was interpreted.
     """
-    full = (function, *key)
+    full = (id(function), *key)
     ready = _compiled.get(full)
-    if ready is None:
+    if ready is None or watched():
         typed = [argument.view() if type(argument) is Place else argument for argument in arguments]
         kernel = function[grid](*typed, **constants)
         # Not what an interpreter returns, nor one who only catches launches.
@@ -63,15 +86,10 @@ def launch(function: Any, grid: tuple[int], key: tuple[Any, ...], *arguments: An
             last = tuple(constants[name] for name in names[len(arguments) :])
             if len(_compiled) >= _MOST:
                 _compiled.clear()
-            _compiled[full] = _Ready(kernel.run, kernel.function, kernel.packed_metadata, last)
-        return
-    enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
-    if getattr(enter, "calls", enter) or getattr(leave, "calls", leave):  # a profiler's, which wants to be told
-        typed = [argument.view() if type(argument) is Place else argument for argument in arguments]
-        function[grid](*typed, **constants)
-        return
+            ready = Ready(kernel.run, (*grid, 1, 1), kernel.function, kernel.packed_metadata, last)
+            _compiled[full] = ready
+        return ready
     active = driver.active
     stream = active.get_current_stream(active.get_current_device())
-    # Numbers for pointers: the driver is not asked whose they are.
-    pointers = [argument if type(argument) is int else argument.data_ptr() for argument in arguments]
-    ready.run(*grid, 1, 1, stream, ready.function, ready.metadata, None, None, None, *pointers, *ready.last)
+    ready(stream, *(argument if type(argument) is int else argument.data_ptr() for argument in arguments))
+    return ready

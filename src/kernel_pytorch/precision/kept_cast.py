@@ -33,6 +33,8 @@ class Kept(NamedTuple):
     data_t: torch.Tensor
     inverse: torch.Tensor
     inverse_t: torch.Tensor
+    direct: bool = False
+    """Whether it was made without asking the dispatcher: nothing watched the call."""
 
 
 def kept_cast(
@@ -52,11 +54,13 @@ def kept_cast(
         state: of shape ``STATE_SHAPE`` for delayed scaling, or None.
         tensor: 0 for an input, 1 for a weight, 2 for a gradient.
     """
+    if tensor not in _HISTORY_OF:
+        state = None
     arguments = (x_RC, number_format, granularity, transposed, power_of_two, counts, state, tensor)
-    if not torch.compiler.is_compiling():
-        return Kept(*_cast(*arguments))
-    data, data_t, inverse, inverse_t = _op(*arguments)
-    return Kept(data, data_t, inverse, inverse if transposed and granularity == "tensor" else inverse_t)
+    if torch.compiler.is_compiling():
+        data, data_t, inverse, inverse_t = _op(*arguments)
+        return Kept(data, data_t, inverse, inverse if transposed and granularity == "tensor" else inverse_t)
+    return _cast(*arguments)
 
 
 def _cast(
@@ -68,30 +72,74 @@ def _cast(
     counts: torch.Tensor | None,
     state: torch.Tensor | None,
     tensor: int,
-) -> tuple[torch.Tensor, ...]:
-    if tensor not in _HISTORY_OF:
-        state = None
+) -> Kept:
     on_gpu = x_RC.is_cuda or x_RC.is_xpu
     if on_gpu and counts is not None and x_RC.numel() > 0 and dispatch.plain_call(x_RC):
-        direct = _triton_cast(x_RC.device)
-        if direct is not None:
-            return direct(x_RC, number_format, granularity, transposed, power_of_two, counts, state, tensor)
-    history = None if state is None else state[_HISTORY_OF[tensor]]
-    cast = fp8_cast(
-        x_RC.detach(), number_format, granularity, transposed=transposed, history=history, power_of_two=power_of_two
+        length = 0 if state is None else state.shape[1]
+        kind = (
+            x_RC.device,
+            x_RC.shape,
+            x_RC.stride(),
+            number_format,
+            granularity,
+            transposed,
+            length,
+            power_of_two,
+        )
+        if kind not in _direct:
+            if len(_direct) >= 4096:
+                _direct.clear()
+            _direct[kind] = _prepared(*kind)
+        cast = _direct[kind]
+        if cast is not None:
+            place, run = cast
+            history = None if state is None else place(state, torch.float32, 4 * length * _HISTORY_OF[tensor])
+            data, data_t, inverse, inverse_t = run(x_RC, place(counts, torch.int64, 64 * tensor), history)
+            return Kept(data, data_t, inverse, inverse_t, True)
+    history_ = None if state is None else state[_HISTORY_OF[tensor]]
+    found = fp8_cast(
+        x_RC.detach(),
+        number_format,
+        granularity,
+        transposed=transposed,
+        history=history_,
+        power_of_two=power_of_two,
     )
     if counts is not None:
-        counts[tensor].add_(cast.counts)
-    if history is not None:
-        history.copy_(cast.next_history)
-    return cast.data, cast.data_t, cast.inverse, cast.inverse_t
+        counts[tensor].add_(found.counts)
+    if history_ is not None and state is not None:
+        history_.copy_(found.next_history)
+    return Kept(found.data, found.data_t, found.inverse, found.inverse_t)
+
+
+_direct: dict[tuple[Any, ...], tuple[Any, Callable[..., Any]] | None] = {}
+
+
+def _prepared(where: torch.device, *kind: Any) -> tuple[Any, Callable[..., Any]] | None:
+    """Triton's cast of matrices of one kind, where its kernel would be chosen, and what it takes memory as."""
+    device = device_of(where)
+    kernels = [kernel for kernel in backend(device.backend).kernels if kernel.op == FP8_CAST.name]
+    if kernels[0] is not KERNEL_TRITON or not device.supports("float64"):
+        return None
+    from kernel_pytorch.ops.fp8_cast.triton_kernel import PreparedCast
+    from kernel_pytorch.ops.triton_launch import Place
+
+    run: Callable[..., Any] = PreparedCast(device, *kind)
+    several = torch.get_device_module(where.type).device_count() > 1
+    return Place, (dispatch.placed(where, run) if several else run)
 
 
 def product(
-    a: torch.Tensor, b: torch.Tensor, inverse_a: torch.Tensor, inverse_b: torch.Tensor, dtype: str, sums: str
+    a: torch.Tensor,
+    b: torch.Tensor,
+    inverse_a: torch.Tensor,
+    inverse_b: torch.Tensor,
+    dtype: str,
+    sums: str,
+    direct: bool = False,
 ) -> torch.Tensor:
-    """``fp8_matmul`` of casts."""
-    if a.is_cuda and inverse_a.ndim == 0 and not torch.compiler.is_compiling() and dispatch.plain_call(a):
+    """``fp8_matmul`` of casts; ``direct`` where one of them was made without asking the dispatcher in this call."""
+    if direct and a.is_cuda and inverse_a.ndim == 0:
         (m, k), n = a.shape, b.shape[0]
         if m > 0 and n > 0 and k > 0 and n % 16 == 0 and k % 16 == 0 and _scaled_mm_first(a.device):
             fast = sums == "fast"
@@ -107,36 +155,8 @@ def _scaled_mm_first(where: torch.device) -> bool:
     return kernels[0] is KERNEL_SCALED_MM and {"float8_e4m3fn", "float8_e5m2"} <= set(device.matrix_formats)
 
 
-@lru_cache
-def _triton_cast(where: torch.device) -> Callable[..., tuple[torch.Tensor, ...]] | None:
-    """Triton's cast, where its kernel would be chosen."""
-    device = device_of(where)
-    kernels = [kernel for kernel in backend(device.backend).kernels if kernel.op == FP8_CAST.name]
-    if kernels[0] is not KERNEL_TRITON or not device.supports("float64"):
-        return None
-    from kernel_pytorch.ops.fp8_cast.triton_kernel import prepared
-    from kernel_pytorch.ops.triton_launch import Place
-
-    def cast(
-        x_RC: torch.Tensor,
-        number_format: str,
-        granularity: str,
-        transposed: bool,
-        power_of_two: bool,
-        counts: torch.Tensor,
-        state: torch.Tensor | None,
-        tensor: int,
-    ) -> tuple[torch.Tensor, ...]:
-        length = 0 if state is None else state.shape[1]
-        run = prepared(device, x_RC, number_format, granularity, transposed, length, power_of_two)
-        history = None if state is None else Place(state, torch.float32, 4 * length * _HISTORY_OF[tensor])
-        return run(x_RC, Place(counts, torch.int64, 64 * tensor), history)
-
-    return dispatch.placed(where, cast)
-
-
 def _apart(*arguments: Any) -> tuple[torch.Tensor, ...]:
-    data, data_t, inverse, inverse_t = _cast(*arguments)
+    data, data_t, inverse, inverse_t, _ = _cast(*arguments)
     # Results of a custom op must not be the same memory.
     return data, data_t, inverse, inverse.new_empty(0) if inverse_t is inverse else inverse_t
 
@@ -159,5 +179,6 @@ _library.define(
     "Tensor(a!)? counts, Tensor(b!)? state, int tensor) -> (Tensor, Tensor, Tensor, Tensor)"
 )
 _library.impl("fp8_kept_cast", _apart, "CompositeExplicitAutograd")
+_library.impl("fp8_kept_cast", torch.library.fallthrough_kernel, "Autograd")  # no gradient flows through it
 torch.library.register_fake("kernel_pytorch::fp8_kept_cast", _fake, lib=_library)
 _op = torch.ops.kernel_pytorch.fp8_kept_cast.default

@@ -312,7 +312,7 @@ def _forward(
     if products.y_in_8:
         assert x is not None
         assert weight_cast is not None
-        y = product(x.data, weight_cast.data, x.inverse, weight_cast.inverse, products.dtype, "fast")
+        y = product(x.data, weight_cast.data, x.inverse, weight_cast.inverse, products.dtype, "fast", x.direct)
     else:
         compute = getattr(torch, products.dtype)
         y = torch.mm(x_MK.to(compute), weight.to(compute).t())
@@ -355,9 +355,9 @@ def _backward(
         )
     if dx_in_8:
         weight_t, inverse_t = left.pop(0), left.pop(0)
-        dx = product(dy.data, weight_t, dy.inverse, inverse_t, name, "promoted").to(x_dtype)
+        dx = product(dy.data, weight_t, dy.inverse, inverse_t, name, "promoted", dy.direct)
     elif products.needs_dx:
-        dx = torch.mm(dy_MN, left.pop(0).to(dy_MN.dtype)).to(x_dtype)
+        dx = torch.mm(dy_MN, left.pop(0).to(dy_MN.dtype))
     if dw_in_8:
         if products.y_in_8:
             x_t, x_inverse_t = left
@@ -367,9 +367,13 @@ def _backward(
                 power_of_two=products.power_of_two,
             )  # fmt: skip
             x_t, x_inverse_t = x.data_t, x.inverse_t
-        dweight = product(dy.data_t, x_t, dy.inverse_t, x_inverse_t, name, "promoted").to(weight_dtype)
+        dweight = product(dy.data_t, x_t, dy.inverse_t, x_inverse_t, name, "promoted", dy.direct)
     elif products.needs_dw:
-        dweight = torch.mm(dy_MN.t(), left[0].to(dy_MN.dtype)).to(weight_dtype)
+        dweight = torch.mm(dy_MN.t(), left[0].to(dy_MN.dtype))
+    if dx is not None and x_dtype != dy_MN.dtype:
+        dx = dx.to(x_dtype)
+    if dweight is not None and weight_dtype != dy_MN.dtype:
+        dweight = dweight.to(weight_dtype)
     if bias_dtype is not None:
         dbias = dy_MN.sum(dim=0, dtype=torch.float32).to(bias_dtype)
     return dx, dweight, dbias

@@ -191,6 +191,7 @@ def fp8_swiglu_mlp(
         gradient_format,
         recipe.power_of_two,
         recipe.delayed,
+        x_8.direct,
         needs_dx,
         needs_dh,
         *needs_dw,
@@ -235,20 +236,21 @@ class _SwiGLU(torch.autograd.Function):
         gradient_format: str,
         power_of_two: bool,
         delayed: bool,
+        direct: bool,
         needs_dx: bool,
         needs_dh: bool,
         needs_dgate: bool,
         needs_dup: bool,
         needs_ddown: bool,
     ) -> torch.Tensor:
-        gate_MF = product(x_8, gate_8, x_inverse, gate_inverse, dtype, "fast")
-        up_MF = product(x_8, up_8, x_inverse, up_inverse, dtype, "fast")
+        gate_MF = product(x_8, gate_8, x_inverse, gate_inverse, dtype, "fast", direct)
+        up_MF = product(x_8, up_8, x_inverse, up_inverse, dtype, "fast", direct)
         history = down_state[0] if delayed else None
         h = fp8_swiglu(gate_MF, up_MF, forward_format, history=history, power_of_two=power_of_two)
         _count(down_counts, 0, h.counts, h.data.numel())
         if delayed:
             down_state[0].copy_(h.next_history)
-        y = product(h.data, down_8, h.inverse, down_inverse, dtype, "fast")
+        y = product(h.data, down_8, h.inverse, down_inverse, dtype, "fast", direct)
         keep = needs_dh or needs_ddown
         saved = (gate_MF, up_MF, h.inverse, x_inverse, x_8t, gate_inverse, gate_8t, up_inverse, up_8t)
         ctx.save_for_backward(*((*saved, down_inverse, down_8t) if keep else ()))
@@ -283,7 +285,7 @@ class _SwiGLU(torch.autograd.Function):
             state=down_state,
         )
         if needs_dh:
-            dh_MF = product(dy.data, down_8t, dy.inverse, down_inverse, name, "promoted")
+            dh_MF = product(dy.data, down_8t, dy.inverse, down_inverse, name, "promoted", dy.direct)
             hidden = fp8_swiglu_grad(
                 dh_MF,
                 gate_MF,
@@ -302,20 +304,22 @@ class _SwiGLU(torch.autograd.Function):
                 gate_state[1].copy_(hidden.gate_next_history)
                 up_state[1].copy_(hidden.up_next_history)
             if needs_dx:
-                dx = product(hidden.dgate, gate_8t, hidden.dgate_inverse, gate_inverse, name, "promoted")
-                dx.add_(product(hidden.dup, up_8t, hidden.dup_inverse, up_inverse, name, "promoted"))
+                dx = product(hidden.dgate, gate_8t, hidden.dgate_inverse, gate_inverse, name, "promoted", dy.direct)
+                dx.add_(product(hidden.dup, up_8t, hidden.dup_inverse, up_inverse, name, "promoted", dy.direct))
                 dx = dx.to(x_dtype)
             if needs_dgate:
-                dgate = product(hidden.dgate_t, x_8t, hidden.dgate_inverse, x_inverse, name, "promoted")
+                dgate = product(hidden.dgate_t, x_8t, hidden.dgate_inverse, x_inverse, name, "promoted", dy.direct)
                 dgate = dgate.to(gate_dtype)
             if needs_dup:
-                dup = product(hidden.dup_t, x_8t, hidden.dup_inverse, x_inverse, name, "promoted").to(up_dtype)
+                dup = product(hidden.dup_t, x_8t, hidden.dup_inverse, x_inverse, name, "promoted", dy.direct).to(
+                    up_dtype
+                )
             h_t = hidden.h_t
         elif needs_ddown:  # the layers before are frozen: h alone is needed once more
             h = fp8_swiglu(gate_MF, up_MF, forward_format, power_of_two=power_of_two)
             h_t, h_inverse = h.data.view(torch.uint8).t().contiguous().view(h.data.dtype), h.inverse
         if needs_ddown:
-            ddown = product(dy.data_t, h_t, dy.inverse, h_inverse, name, "promoted").to(down_dtype)
+            ddown = product(dy.data_t, h_t, dy.inverse, h_inverse, name, "promoted", dy.direct).to(down_dtype)
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # create_graph=True
             dx, dgate, dup, ddown = (refuse_second(gradient, dy_MN) for gradient in (dx, dgate, dup, ddown))
-        return (dx, dgate, dup, ddown, *[None] * 28)
+        return (dx, dgate, dup, ddown, *[None] * 29)

@@ -106,9 +106,7 @@ class _Streamed(torch.autograd.Function):
         return ds @ k * ctx.scale, ds.transpose(-1, -2) @ q * ctx.scale, dv, None, None, None, None
 
 
-def _probabilities(
-    q: torch.Tensor, k: torch.Tensor, mask: Mask, scale: float
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _probabilities(q: torch.Tensor, k: torch.Tensor, mask: Mask, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
     """Of every query and key, and the log-sum-exp of every query."""
     keep = mask.dense(q.shape[2], k.shape[2]).to(q.device)
     scores = q @ k.transpose(-1, -2) * scale

@@ -31,7 +31,7 @@ from kernel_pytorch.ops.fp8_cast.triton_tiles import (
     remember,
     scale_from_amax,
 )
-from kernel_pytorch.ops.triton_launch import Place, launch
+from kernel_pytorch.ops.triton_launch import Place, Ready, current_stream, launch, watched
 from kernel_pytorch.precision.formats import FORMATS
 
 # Rows, columns and warps of a tile: the fastest of those tried on an H200.
@@ -255,6 +255,10 @@ def _cast_parts(
 
 # Launching.
 
+# What tiles find out together, as 32-bit numbers: the largest magnitude, what the history says, four counts of a
+# first try, the largest magnitude as a float; for scales of rows, the magnitudes of rows and columns. In bytes:
+_TRIED, _LARGEST, _OF_ROWS = 8, 40, 48
+
 
 def forward(
     device: Device,
@@ -273,7 +277,7 @@ def forward(
     remembered = None if history is None else Place(next_history, torch.float32)
     length = next_history.shape[0]
     cast = prepared(device, x, number_format, granularity, transposed, length, power_of_two)
-    data, data_t, inverse, inverse_t = cast(x, Place(counts, torch.int64), remembered, amax)
+    data, data_t, inverse, inverse_t, _ = cast.first(x, Place(counts, torch.int64), remembered, amax)
     if inverse_t is inverse:  # results of an op must not be the same memory
         inverse_t = inverse.new_empty(0)
     return data, data_t, inverse, inverse_t, amax, counts, next_history
@@ -283,8 +287,9 @@ class PreparedCast:
     """The cast of matrices of one kind: what is the same for all of them is worked out once.
 
     Called with a matrix that has numbers, the place of contiguous counts, to which what is lost is added, and that
-    of a history of this length, which is brought up to date; gives data, data_t, inverse and inverse_t. A layer makes
-    three such calls a step, and its device may wait for them, so torch is asked for nothing but memory.
+    of a history of this length, which is brought up to date; gives data, data_t, inverse and inverse_t. The GPU of
+    the matrix must be the current one. A layer makes three such calls a step, and its GPU may wait for them, so torch
+    is asked for nothing but memory.
     """
 
     def __init__(
@@ -302,7 +307,7 @@ class PreparedCast:
         self.format = FORMATS[number_format]
         self.dtype = self.format.dtype
         self.granularity, self.transposed, self.length = granularity, transposed, length
-        self.strides = strides
+        self.sizes = (rows, columns, *strides)
         self.turned = (columns, rows) if transposed else (0, 0)
         self.key = (shape, strides, number_format, granularity, transposed, power_of_two, length)
         height, width, warps = {"tensor": _TILE, "row": _ROW_TILE}.get(granularity, _PART_TILE)
@@ -333,13 +338,48 @@ class PreparedCast:
             "TILES": _TILES_PER_PROGRAM,
             "num_warps": warps,
         }
-        # What tiles find out together, as 32-bit numbers: the largest magnitude, what the history says, four counts
-        # of a first try, the largest magnitude as a float; for scales of rows, the magnitudes of rows and columns.
-        self.shared = 12 + (rows + columns if by_row else 0)
+        self.shared = _OF_ROWS // 4 + (rows + columns if by_row else 0)
+        self.ready: dict[tuple[Any, ...], tuple[Ready, Ready]] = {}
 
-    def __call__(
+    def __call__(self, x: torch.Tensor, counts: Place, history: Place | None = None) -> tuple[torch.Tensor, ...]:
+        """As ``first``; from the second call on, kernels for scales of the tensor are launched by addresses."""
+        from_x, to_counts = x.data_ptr(), counts.data_ptr()
+        from_history = 0 if history is None else history.data_ptr()
+        index = x.get_device()
+        which = (index, x.dtype, from_x % 16, to_counts % 16, from_history % 16)
+        ready = self.ready.get(which)
+        if ready is None or watched():
+            *found, kernels = self.first(x, counts, history)
+            if self.granularity == "tensor" and None not in kernels:
+                self.ready[which] = kernels
+            return tuple(found)
+        one, two = ready
+        data = x.new_empty(self.shape, dtype=self.dtype)
+        data_t = x.new_empty(self.turned, dtype=self.dtype)
+        inverse = x.new_empty((), dtype=torch.float32)
+        shared = x.new_zeros(self.shared, dtype=torch.int32)
+        plain, turned, scale, together = data.data_ptr(), data_t.data_ptr(), inverse.data_ptr(), shared.data_ptr()
+        stream = current_stream(index)
+        if history is None:
+            one(stream, from_x, together, together, together, *self.sizes)
+            two(
+                stream, from_x, plain, turned, scale, together, together + _LARGEST, to_counts, scale, *self.sizes, 0
+            )  # fmt: skip
+        else:
+            one(
+                stream, from_x, plain, turned, scale, together, together + _LARGEST, together + _TRIED, from_history,
+                *self.sizes, self.length,
+            )  # fmt: skip
+            two(
+                stream, from_x, plain, turned, scale, together, together + _LARGEST, together + _TRIED, to_counts,
+                from_history, *self.sizes, self.length,
+            )  # fmt: skip
+        return data, data_t, inverse, inverse if self.transposed else inverse.new_empty(0)
+
+    def first(
         self, x: torch.Tensor, counts: Place, history: Place | None = None, amax: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor, ...]:
+    ) -> tuple[Any, ...]:
+        """data, data_t, inverse, inverse_t and the kernels that made them."""
         rows, columns = self.shape
         data = x.new_empty(self.shape, dtype=self.dtype)
         data_t = x.new_empty(self.turned, dtype=self.dtype)
@@ -350,49 +390,47 @@ class PreparedCast:
                 empty_inverse(x, self.granularity, columns, rows) if self.transposed else inverse.new_empty(0)
             )
         shared = x.new_zeros(self.shared, dtype=torch.int32)
-        largest = Place(shared, torch.float32, 40) if amax is None else amax
-        key: tuple[Any, ...] = (
-            x.dtype,
-            x.device,
-            x.data_ptr() % 16,
-            counts.data_ptr() % 16,
-            amax is None,
-            *self.key,
-        )
-        sizes = (rows, columns, *self.strides)
+        largest = Place(shared, torch.float32, _LARGEST) if amax is None else amax
+        aligned = (x.data_ptr() % 16, counts.data_ptr() % 16, amax is None)
+        key: tuple[Any, ...] = (x.dtype, x.device, *aligned, *self.key)
         plain = Place(data, torch.uint8)
         turned = Place(data_t, torch.int32 if self.words else torch.uint8)
+        one = None
         if self.granularity != "tensor":
-            row_amax, column_amax = Place(shared, torch.int32, 48), Place(shared, torch.int32, 48 + 4 * rows)
+            row_amax = Place(shared, torch.int32, _OF_ROWS)
+            column_amax = Place(shared, torch.int32, _OF_ROWS + 4 * rows)
             offered: Any = shared
             if self.granularity == "row":
-                launch(_amax, self.amax_grid, key, x, shared, row_amax, column_amax, *sizes, **self.amax_constants)
+                one = launch(
+                    _amax, self.amax_grid, key, x, shared, row_amax, column_amax, *self.sizes, **self.amax_constants
+                )  # fmt: skip
             elif amax is not None:
                 offered = Place(amax, torch.int32)
-            launch(
+            two = launch(
                 _cast_parts, self.grid, key,
-                x, plain, turned, inverse, inverse_t, offered, largest, row_amax, column_amax, counts, *sizes,
+                x, plain, turned, inverse, inverse_t, offered, largest, row_amax, column_amax, counts, *self.sizes,
                 **self.constants,
             )  # fmt: skip
         elif history is None:
-            launch(_amax, self.amax_grid, key, x, shared, shared, shared, *sizes, **self.amax_constants)
-            launch(
+            one = launch(_amax, self.amax_grid, key, x, shared, shared, shared, *self.sizes, **self.amax_constants)
+            two = launch(
                 _cast_whole, self.grid, key,
-                x, plain, turned, inverse, shared, largest, counts, inverse, *sizes, 0, **self.constants,
+                x, plain, turned, inverse, shared, largest, counts, inverse, *self.sizes, 0, **self.constants,
             )  # fmt: skip
         else:
             key = (*key, history.data_ptr() % 16)
-            tried = Place(shared, torch.int64, 8)
-            launch(
+            tried = Place(shared, torch.int64, _TRIED)
+            one = launch(
                 _cast_whole, self.grid, key,
-                x, plain, turned, inverse, shared, largest, tried, history, *sizes, self.length, **self.constants,
-            )  # fmt: skip
-            launch(
-                _settle, self.settle_grid, key,
-                x, plain, turned, inverse, shared, largest, tried, counts, history, *sizes, self.length,
+                x, plain, turned, inverse, shared, largest, tried, history, *self.sizes, self.length,
                 **self.constants,
             )  # fmt: skip
-        return data, data_t, inverse, inverse_t
+            two = launch(
+                _settle, self.settle_grid, key,
+                x, plain, turned, inverse, shared, largest, tried, counts, history, *self.sizes, self.length,
+                **self.constants,
+            )  # fmt: skip
+        return data, data_t, inverse, inverse_t, (one, two)
 
 
 _prepared = lru_cache(maxsize=4096)(PreparedCast)
