@@ -22,9 +22,6 @@ from kernel_pytorch.ops.fp8_matmul.definition import FP8_MATMUL, OUTPUTS
 
 __all__ = ["Kept", "kept_cast", "product"]
 
-_HISTORY_OF = {0: 0, 2: 1}
-"""The row of the state for a tensor of the counts: the input's and the gradient's; a weight has none."""
-
 
 class Kept(NamedTuple):
     """A matrix in an 8-bit format, as ``fp8_cast`` gives it."""
@@ -44,19 +41,16 @@ def kept_cast(
     transposed: bool,
     power_of_two: bool,
     counts: torch.Tensor | None,
-    state: torch.Tensor | None,
-    tensor: int,
+    row: int,
+    history: torch.Tensor | None,
 ) -> Kept:
-    """``fp8_cast``, with what it lost added to ``counts[tensor]``, by the history in ``state`` where there is one.
+    """``fp8_cast``, with what it lost added to ``counts[row]``, and by the history, where there is one.
 
     Args:
-        counts: of shape ``COUNTS_SHAPE``, or None.
-        state: of shape ``STATE_SHAPE`` for delayed scaling, or None.
-        tensor: 0 for an input, 1 for a weight, 2 for a gradient.
+        counts: (rows, 2, 4), contiguous, or None.
+        history: for delayed scaling, contiguous, or None.
     """
-    if tensor not in _HISTORY_OF:
-        state = None
-    arguments = (x_RC, number_format, granularity, transposed, power_of_two, counts, state, tensor)
+    arguments = (x_RC, number_format, granularity, transposed, power_of_two, counts, row, history)
     if torch.compiler.is_compiling():
         data, data_t, inverse, inverse_t = _op(*arguments)
         return Kept(data, data_t, inverse, inverse if transposed and granularity == "tensor" else inverse_t)
@@ -70,12 +64,12 @@ def _cast(
     transposed: bool,
     power_of_two: bool,
     counts: torch.Tensor | None,
-    state: torch.Tensor | None,
-    tensor: int,
+    row: int,
+    history: torch.Tensor | None,
 ) -> Kept:
     on_gpu = x_RC.is_cuda or x_RC.is_xpu
     if on_gpu and counts is not None and x_RC.numel() > 0 and dispatch.plain_call(x_RC):
-        length = 0 if state is None else state.shape[1]
+        length = 0 if history is None else history.shape[0]
         kind = (
             x_RC.device,
             x_RC.shape,
@@ -93,22 +87,16 @@ def _cast(
         cast = _direct[kind]
         if cast is not None:
             place, run = cast
-            history = None if state is None else place(state, torch.float32, 4 * length * _HISTORY_OF[tensor])
-            data, data_t, inverse, inverse_t = run(x_RC, place(counts, torch.int64, 64 * tensor), history)
+            remembered = None if history is None else place(history, torch.float32)
+            data, data_t, inverse, inverse_t = run(x_RC, place(counts, torch.int64, 64 * row), remembered)
             return Kept(data, data_t, inverse, inverse_t, True)
-    history_ = None if state is None else state[_HISTORY_OF[tensor]]
     found = fp8_cast(
-        x_RC.detach(),
-        number_format,
-        granularity,
-        transposed=transposed,
-        history=history_,
-        power_of_two=power_of_two,
+        x_RC.detach(), number_format, granularity, transposed=transposed, history=history, power_of_two=power_of_two
     )
     if counts is not None:
-        counts[tensor].add_(found.counts)
-    if history_ is not None and state is not None:
-        history_.copy_(found.next_history)
+        counts[row].add_(found.counts)
+    if history is not None:
+        history.copy_(found.next_history)
     return Kept(found.data, found.data_t, found.inverse, found.inverse_t)
 
 
@@ -176,7 +164,7 @@ def _fake(
 _library = torch.library.Library("kernel_pytorch", "FRAGMENT")
 _library.define(
     "fp8_kept_cast(Tensor x_RC, str number_format, str granularity, bool transposed, bool power_of_two, "
-    "Tensor(a!)? counts, Tensor(b!)? state, int tensor) -> (Tensor, Tensor, Tensor, Tensor)"
+    "Tensor(a!)? counts, int row, Tensor(b!)? history) -> (Tensor, Tensor, Tensor, Tensor)"
 )
 _library.impl("fp8_kept_cast", _apart, "CompositeExplicitAutograd")
 _library.impl("fp8_kept_cast", torch.library.fallthrough_kernel, "Autograd")  # no gradient flows through it

@@ -22,6 +22,7 @@ from kernel_pytorch.precision.recipe import Recipe, recipe_named
 __all__ = [
     "COUNTS_SHAPE",
     "STATE_SHAPE",
+    "Memory",
     "Products",
     "cast_of_gradient",
     "cast_of_input",
@@ -82,8 +83,28 @@ def fp8_linear(
         (torch.Size([6, 4, 16]), torch.Size([16, 32]), 0)
     """
     chosen = recipe_named(recipe)
-    check_linear(x, weight, bias, chosen, counts, state)
-    return checked_linear(x, weight, bias, chosen, products_of(x, weight, chosen), counts, state, weight_cast)
+    check_linear(x, weight, bias)
+    _check_memory(x, chosen, counts, state)
+    memory = Memory()
+    if counts is not None:
+        memory = memory._replace(counts=counts[:2], gradient_counts=counts[2:])
+    if state is not None and chosen.delayed:
+        memory = memory._replace(history=state[0], gradient_history=state[1])
+    return checked_linear(x, weight, bias, chosen, products_of(x, weight, chosen), memory, weight_cast)
+
+
+class Memory(NamedTuple):
+    """What the calls of a layer bring up to date: the forward two tensors, its backward two others.
+
+    A compiler that finds one tensor changed by both copies it, twice a step.
+    """
+
+    counts: torch.Tensor | None = None
+    """(2, 2, 4): of the input and of the weight."""
+    history: torch.Tensor | None = None
+    gradient_counts: torch.Tensor | None = None
+    """(1, 2, 4)."""
+    gradient_history: torch.Tensor | None = None
 
 
 class Products(NamedTuple):
@@ -95,7 +116,6 @@ class Products(NamedTuple):
     input_granularity: str
     gradient_granularity: str
     power_of_two: bool
-    delayed: bool
     y_in_8: bool
     dx_in_8: bool
     dw_in_8: bool
@@ -114,7 +134,6 @@ def products_of(x: torch.Tensor, weight: torch.Tensor, recipe: Recipe) -> Produc
         input_granularity=recipe.input,
         gradient_granularity=recipe.gradient,
         power_of_two=recipe.power_of_two,
-        delayed=recipe.delayed,
         y_in_8="y" not in recipe.high_precision,
         dx_in_8="dx" not in recipe.high_precision,
         dw_in_8="dW" not in recipe.high_precision,
@@ -129,8 +148,7 @@ def checked_linear(
     bias: torch.Tensor | None,
     recipe: Recipe,
     products: Products,
-    counts: torch.Tensor | None,
-    state: torch.Tensor | None,
+    memory: Memory,
     weight_cast: Kept | None,
 ) -> torch.Tensor:
     """``fp8_linear`` with arguments that were checked before."""
@@ -138,18 +156,25 @@ def checked_linear(
     x_MK = x if x.ndim == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
     x_cast = None
     if products.y_in_8:
-        x_cast = cast_of_input(x, recipe, products.forward_format, transposed=turned_x, counts=counts, state=state)
+        x_cast = cast_of_input(x, recipe, products.forward_format, transposed=turned_x, memory=memory)
     if weight_cast is None and (products.y_in_8 or turned_weight):
         weight_cast = cast_of_weight(
-            weight, recipe, products.forward_format, transposed=turned_weight, counts=counts
+            weight, recipe, products.forward_format, transposed=turned_weight, counts=memory.counts
         )
     y: torch.Tensor
     if torch.compiler.is_compiling():
         y = _Traced.apply(  # type: ignore[no-untyped-call]
-            x_MK, weight, bias, counts, state, *_tensors(x_cast), *_tensors(weight_cast), *products
+            x_MK,
+            weight,
+            bias,
+            memory.gradient_counts,
+            memory.gradient_history,
+            *_tensors(x_cast),
+            *_tensors(weight_cast),
+            *products,
         )
     else:
-        y = _Linear.apply(x_MK, weight, bias, products, counts, state, x_cast, weight_cast)  # type: ignore[no-untyped-call]
+        y = _Linear.apply(x_MK, weight, bias, products, memory, x_cast, weight_cast)  # type: ignore[no-untyped-call]
     return y if x.ndim == 2 else y.view(*x.shape[:-1], weight.shape[0])
 
 
@@ -157,9 +182,6 @@ def check_linear(
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
-    recipe: Recipe,
-    counts: torch.Tensor | None,
-    state: torch.Tensor | None,
 ) -> None:
     """An error that names it where an argument of ``fp8_linear`` is not what it must be."""
     for name, value in (("x", x), ("weight", weight), ("bias", bias)):
@@ -182,6 +204,9 @@ def check_linear(
         raise ValueError(
             f"bias has shape {list(bias.shape)}: weight of shape {list(weight.shape)} takes [{weight.shape[0]}]"
         )
+
+
+def _check_memory(x: torch.Tensor, recipe: Recipe, counts: torch.Tensor | None, state: torch.Tensor | None) -> None:
     if recipe.delayed and state is None:
         raise ValueError(
             f"state=None with the recipe {recipe.name!r}, which remembers earlier steps: pass a tensor that starts "
@@ -218,8 +243,7 @@ def cast_of_input(
     number_format: str,
     *,
     transposed: bool,
-    counts: torch.Tensor | None = None,
-    state: torch.Tensor | None = None,
+    memory: Memory,
 ) -> Kept:
     """The input of a layer in 8 bits. Layers that are given the very same tensor share one cast."""
     key = None
@@ -235,9 +259,9 @@ def cast_of_input(
         recipe.input,
         transposed,
         recipe.power_of_two,
-        counts,
-        state if recipe.delayed else None,
+        memory.counts,
         0,
+        memory.history,
     )
     if key:
         x._fp8_cast = (key, cast)  # type: ignore[attr-defined]  # lives as long as the tensor does
@@ -261,7 +285,7 @@ def cast_of_weight(
     counts: torch.Tensor | None = None,
 ) -> Kept:
     """A weight in 8 bits, with the transposed copy that dx needs."""
-    return kept_cast(weight, number_format, recipe.weight, transposed, recipe.power_of_two, counts, None, 1)
+    return kept_cast(weight, number_format, recipe.weight, transposed, recipe.power_of_two, counts, 1, None)
 
 
 def cast_of_gradient(
@@ -271,14 +295,11 @@ def cast_of_gradient(
     *,
     transposed: bool,
     power_of_two: bool,
-    delayed: bool,
     counts: torch.Tensor | None,
-    state: torch.Tensor | None,
+    history: torch.Tensor | None,
 ) -> Kept:
     """The gradient that reaches a layer in 8 bits."""
-    return kept_cast(
-        dy_MN, number_format, granularity, transposed, power_of_two, counts, state if delayed else None, 2
-    )
+    return kept_cast(dy_MN, number_format, granularity, transposed, power_of_two, counts, 0, history)
 
 
 def working_dtype(x: torch.Tensor) -> torch.dtype:
@@ -334,7 +355,7 @@ def _backward(
     saved: tuple[torch.Tensor, ...],
     dy_MN: torch.Tensor,
     counts: torch.Tensor | None,
-    state: torch.Tensor | None,
+    history: torch.Tensor | None,
 ) -> tuple[torch.Tensor | None, ...]:
     """dx, dweight, dbias; no dbias where its dtype is None."""
     dx_in_8, dw_in_8 = products.needs_dx and products.dx_in_8, products.needs_dw and products.dw_in_8
@@ -349,9 +370,8 @@ def _backward(
             products.gradient_granularity,
             transposed=dw_in_8,
             power_of_two=products.power_of_two,
-            delayed=products.delayed,
             counts=counts,
-            state=state,
+            history=history,
         )
     if dx_in_8:
         weight_t, inverse_t = left.pop(0), left.pop(0)
@@ -389,14 +409,13 @@ class _Linear(torch.autograd.Function):
         weight: torch.Tensor,
         bias: torch.Tensor | None,
         products: Products,
-        counts: torch.Tensor | None,
-        state: torch.Tensor | None,
+        memory: Memory,
         x: Kept | None,
         weight_cast: Kept | None,
     ) -> torch.Tensor:
         y, saved = _forward(products, x_MK, weight, bias, x, weight_cast)
         ctx.save_for_backward(*saved)
-        ctx.products, ctx.counts, ctx.state = products, counts, state
+        ctx.products, ctx.counts, ctx.history = products, memory.gradient_counts, memory.gradient_history
         ctx.dtypes = (x_MK.dtype, weight.dtype, None if bias is None else bias.dtype)
         return y
 
@@ -404,10 +423,10 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, dy_MN: torch.Tensor) -> Any:
         x_dtype, weight_dtype, bias_dtype = ctx.dtypes
         dtypes = (x_dtype, weight_dtype, bias_dtype if ctx.needs_input_grad[2] else None)
-        gradients = _backward(ctx.products, dtypes, ctx.saved_tensors, dy_MN, ctx.counts, ctx.state)
+        gradients = _backward(ctx.products, dtypes, ctx.saved_tensors, dy_MN, ctx.counts, ctx.history)
         if torch.is_grad_enabled():  # create_graph=True
             gradients = tuple(refuse_second(gradient, dy_MN) for gradient in gradients)
-        return (*gradients, None, None, None, None, None)
+        return (*gradients, None, None, None, None)
 
 
 class _Traced(torch.autograd.Function):
@@ -420,7 +439,7 @@ class _Traced(torch.autograd.Function):
         weight: torch.Tensor,
         bias: torch.Tensor | None,
         counts: torch.Tensor | None,
-        state: torch.Tensor | None,
+        history: torch.Tensor | None,
         x_8: torch.Tensor | None,
         x_inverse: torch.Tensor | None,
         x_8t: torch.Tensor | None,
@@ -435,7 +454,7 @@ class _Traced(torch.autograd.Function):
         weight_cast = _kept(weight_8, weight_inverse, weight_8t, weight_inverse_t)
         y, saved = _forward(Products(*products), x_MK, weight, bias, x, weight_cast)
         ctx.save_for_backward(*saved)
-        ctx.products, ctx.counts, ctx.state = products, counts, state
+        ctx.products, ctx.counts, ctx.history = products, counts, history
         ctx.dtypes = (x_MK.dtype, weight.dtype, None if bias is None else bias.dtype)
         return y
 
@@ -443,8 +462,8 @@ class _Traced(torch.autograd.Function):
     def backward(ctx: Any, dy_MN: torch.Tensor) -> Any:
         x_dtype, weight_dtype, bias_dtype = ctx.dtypes
         dtypes = (x_dtype, weight_dtype, bias_dtype if ctx.needs_input_grad[2] else None)
-        gradients = _backward(Products(*ctx.products), dtypes, ctx.saved_tensors, dy_MN, ctx.counts, ctx.state)
-        return (*gradients, *[None] * 22)
+        gradients = _backward(Products(*ctx.products), dtypes, ctx.saved_tensors, dy_MN, ctx.counts, ctx.history)
+        return (*gradients, *[None] * 21)
 
 
 def _kept(

@@ -168,14 +168,15 @@ def fp8_swiglu_mlp(
         recipe,
         forward_format,
         transposed=needs_dw[0] or needs_dw[1],
-        counts=gate.fp8_counts,
-        state=gate.fp8_state,
+        memory=gate.fp8_memory(recipe),
     )
     weights = []
     for layer, turned in ((gate, needs_dx), (up, needs_dx), (down, needs_dh)):
         kept = layer.weight_cast(recipe, forward_format, turned)
         if kept is None:
-            kept = cast_of_weight(layer.weight, recipe, forward_format, transposed=turned, counts=layer.fp8_counts)
+            kept = cast_of_weight(
+                layer.weight, recipe, forward_format, transposed=turned, counts=layer.fp8_forward_counts
+            )
         weights.append(kept)
     y_MN = _SwiGLU.apply(  # type: ignore[no-untyped-call]
         x.reshape(math.prod(x.shape[:-1]), x.shape[-1]),
@@ -184,13 +185,14 @@ def fp8_swiglu_mlp(
         x_8.inverse,
         x_8.data_t,
         *(tensor for cast in weights for tensor in (cast.data, cast.inverse, cast.data_t)),
-        *(layer.fp8_counts for layer in layers),
-        *(layer.fp8_state for layer in layers),
+        down.fp8_forward_counts,
+        down.fp8_history if recipe.delayed else None,
+        *(layer.fp8_gradient_counts for layer in layers),
+        *(layer.fp8_gradient_history if recipe.delayed else None for layer in layers),
         name_of_dtype(working_dtype(x)),
         forward_format,
         gradient_format,
         recipe.power_of_two,
-        recipe.delayed,
         x_8.direct,
         needs_dx,
         needs_dh,
@@ -200,9 +202,10 @@ def fp8_swiglu_mlp(
     return y
 
 
-def _count(counts: torch.Tensor, tensor: int, lost: torch.Tensor, numbers: int) -> None:
-    counts[tensor, :, :3].add_(lost)
-    counts[tensor, :, 3].add_(numbers)
+def _count(counts: torch.Tensor, lost: torch.Tensor, numbers: int) -> None:
+    """Add the losses of an input or a gradient, the same in both copies."""
+    counts[0, :, :3].add_(lost)
+    counts[0, :, 3].add_(numbers)
 
 
 class _SwiGLU(torch.autograd.Function):
@@ -225,17 +228,18 @@ class _SwiGLU(torch.autograd.Function):
         down_8: torch.Tensor,
         down_inverse: torch.Tensor,
         down_8t: torch.Tensor,
+        h_counts: torch.Tensor,
+        h_history: torch.Tensor | None,
         gate_counts: torch.Tensor,
         up_counts: torch.Tensor,
         down_counts: torch.Tensor,
-        gate_state: torch.Tensor,
-        up_state: torch.Tensor,
-        down_state: torch.Tensor,
+        gate_history: torch.Tensor | None,
+        up_history: torch.Tensor | None,
+        down_history: torch.Tensor | None,
         dtype: str,
         forward_format: str,
         gradient_format: str,
         power_of_two: bool,
-        delayed: bool,
         direct: bool,
         needs_dx: bool,
         needs_dh: bool,
@@ -245,18 +249,17 @@ class _SwiGLU(torch.autograd.Function):
     ) -> torch.Tensor:
         gate_MF = product(x_8, gate_8, x_inverse, gate_inverse, dtype, "fast", direct)
         up_MF = product(x_8, up_8, x_inverse, up_inverse, dtype, "fast", direct)
-        history = down_state[0] if delayed else None
-        h = fp8_swiglu(gate_MF, up_MF, forward_format, history=history, power_of_two=power_of_two)
-        _count(down_counts, 0, h.counts, h.data.numel())
-        if delayed:
-            down_state[0].copy_(h.next_history)
+        h = fp8_swiglu(gate_MF, up_MF, forward_format, history=h_history, power_of_two=power_of_two)
+        _count(h_counts, h.counts, h.data.numel())
+        if h_history is not None:
+            h_history.copy_(h.next_history)
         y = product(h.data, down_8, h.inverse, down_inverse, dtype, "fast", direct)
         keep = needs_dh or needs_ddown
         saved = (gate_MF, up_MF, h.inverse, x_inverse, x_8t, gate_inverse, gate_8t, up_inverse, up_8t)
         ctx.save_for_backward(*((*saved, down_inverse, down_8t) if keep else ()))
         ctx.counts = (gate_counts, up_counts, down_counts)
-        ctx.states = (gate_state, up_state, down_state)
-        ctx.formats = (forward_format, gradient_format, power_of_two, delayed)
+        ctx.histories = (gate_history, up_history, down_history)
+        ctx.formats = (forward_format, gradient_format, power_of_two)
         ctx.needs = (needs_dx, needs_dh, needs_dgate, needs_dup, needs_ddown)
         ctx.dtypes = (x_MK.dtype, gate_weight.dtype, up_weight.dtype, down_weight.dtype)
         return y
@@ -267,10 +270,10 @@ class _SwiGLU(torch.autograd.Function):
             ctx.saved_tensors
         )
         down_inverse, down_8t = rest
-        forward_format, gradient_format, power_of_two, delayed = ctx.formats
+        forward_format, gradient_format, power_of_two = ctx.formats
         needs_dx, needs_dh, needs_dgate, needs_dup, needs_ddown = ctx.needs
         gate_counts, up_counts, down_counts = ctx.counts
-        gate_state, up_state, down_state = ctx.states
+        gate_history, up_history, down_history = ctx.histories
         x_dtype, gate_dtype, up_dtype, down_dtype = ctx.dtypes
         name = name_of_dtype(dy_MN.dtype)
         dx = dgate = dup = ddown = None
@@ -280,9 +283,8 @@ class _SwiGLU(torch.autograd.Function):
             "tensor",
             transposed=needs_ddown,
             power_of_two=power_of_two,
-            delayed=delayed,
             counts=down_counts,
-            state=down_state,
+            history=down_history,
         )
         if needs_dh:
             dh_MF = product(dy.data, down_8t, dy.inverse, down_inverse, name, "promoted", dy.direct)
@@ -293,16 +295,16 @@ class _SwiGLU(torch.autograd.Function):
                 gradient_format,
                 forward_format,
                 h_inverse=h_inverse if needs_ddown else None,
-                gate_history=gate_state[1] if delayed else None,
-                up_history=up_state[1] if delayed else None,
+                gate_history=gate_history,
+                up_history=up_history,
                 power_of_two=power_of_two,
             )
             del dh_MF
-            _count(gate_counts, 2, hidden.counts[0], hidden.dgate.numel())
-            _count(up_counts, 2, hidden.counts[1], hidden.dup.numel())
-            if delayed:
-                gate_state[1].copy_(hidden.gate_next_history)
-                up_state[1].copy_(hidden.up_next_history)
+            _count(gate_counts, hidden.counts[0], hidden.dgate.numel())
+            _count(up_counts, hidden.counts[1], hidden.dup.numel())
+            if gate_history is not None and up_history is not None:
+                gate_history.copy_(hidden.gate_next_history)
+                up_history.copy_(hidden.up_next_history)
             if needs_dx:
                 dx = product(hidden.dgate, gate_8t, hidden.dgate_inverse, gate_inverse, name, "promoted", dy.direct)
                 dx.add_(product(hidden.dup, up_8t, hidden.dup_inverse, up_inverse, name, "promoted", dy.direct))
@@ -322,4 +324,4 @@ class _SwiGLU(torch.autograd.Function):
             ddown = product(dy.data_t, h_t, dy.inverse, h_inverse, name, "promoted", dy.direct).to(down_dtype)
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # create_graph=True
             dx, dgate, dup, ddown = (refuse_second(gradient, dy_MN) for gradient in (dx, dgate, dup, ddown))
-        return (dx, dgate, dup, ddown, *[None] * 29)
+        return (dx, dgate, dup, ddown, *[None] * 30)
