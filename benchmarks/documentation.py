@@ -1,0 +1,134 @@
+"""Run every Python block of the documentation on the GPU that is here, and record which passed.
+
+    python benchmarks/documentation.py --record              # write benchmarks/evidence/documentation.<device>.json
+    python benchmarks/documentation.py docs/attention.md     # one page, no record
+
+Needs pytest and sybil besides what the package needs; in a checkout that is not installed, set PYTHONPATH=src.
+A block that needs a package which is not here (transformers, executorch, ...) is left out with that reason, and so is
+what builds on it. A block that fails for any other reason fails the run, and nothing is recorded.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import kernel_pytorch as kp
+from kernel_pytorch import benchmarking
+from kernel_pytorch.documentation.blocks import fences
+from kernel_pytorch.evidence import Block, EvidenceError, Execution, clean_commit, facts, now, versions, write_record
+
+OPTIONAL = ("executorch", "torchao", "transformers", "matplotlib")
+ROOT = benchmarking.checkout()
+
+
+class Collector:
+    """What came of each block, by page and line."""
+
+    def __init__(self) -> None:
+        self.passed: list[Block] = []
+        self.skipped: dict[str, str] = {}
+        self.pages = {path: list(fences(path.read_text(encoding="utf-8"))) for path in pages()}
+
+    @pytest.hookimpl(hookwrapper=True)
+    def pytest_runtest_makereport(self, item: Any, call: Any) -> Iterator[None]:
+        outcome = yield
+        report = outcome.get_result()
+        example = getattr(item, "example", None)
+        if example is None:
+            return
+        page = Path(example.path).resolve()
+        place = f"{page.relative_to(ROOT).as_posix()}:{example.line}"
+        if report.failed and call.excinfo is not None:
+            reason = self.left_out(place.partition(":")[0], call.excinfo.value)
+            if reason:
+                report.outcome, report.longrepr = "skipped", (str(page), example.line, reason)
+        if report.skipped:
+            reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+            self.skipped[place] = reason.removeprefix("Skipped: ")
+        elif report.passed and report.when == "call":
+            for fence in self.pages.get(page, ()):
+                block = Block(place.partition(":")[0], fence.first, fence.digest)
+                if fence.language == "python" and fence.first <= example.line <= fence.last:
+                    if block not in self.passed:
+                        self.passed.append(block)
+
+    def left_out(self, page: str, error: BaseException) -> str:
+        """Why a block may be left out: it needs a package that is not here, or what such a block would have made."""
+        cause: BaseException | None = error
+        while cause is not None:
+            missing = next((name for name in OPTIONAL if name in str(cause) and not installed(name)), None)
+            if isinstance(cause, (ImportError, RuntimeError)) and missing:
+                return f"needs {missing}"
+            cause = cause.__cause__ or cause.__context__
+        before = [reason for place, reason in self.skipped.items() if place.startswith(f"{page}:")]
+        builds_on = [reason for reason in before if reason.startswith("needs ")]
+        return builds_on[0] if builds_on and isinstance(error, NameError) else ""
+
+
+def installed(name: str) -> bool:
+    return importlib.util.find_spec(name) is not None
+
+
+def pages() -> list[Path]:
+    return [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "API.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("pages", nargs="*", type=Path, help="pages to run; all when left out")
+    parser.add_argument("--record", action="store_true", help="keep the result as evidence; for all pages")
+    parser.add_argument(
+        "--out", type=Path, default=Path(__file__).parent / "evidence", help="folder for the record"
+    )
+    arguments = parser.parse_args()
+    if arguments.record and arguments.pages:
+        parser.error("--record is for all pages: leave the pages out")
+    device = kp.device()
+    if device.backend == "cpu":
+        parser.exit(2, "no GPU is here: on a CPU 'make test' runs the documentation\n")
+    try:
+        commit = clean_commit(ROOT) if arguments.record else ""
+    except EvidenceError as error:
+        parser.exit(2, f"{error}\n")
+    os.chdir(ROOT)
+    collector = Collector()
+    chosen = [str(page) for page in arguments.pages or pages()]
+    # Programs of a shell have their own test; here Python blocks alone.
+    code = pytest.main(["-q", "-p", "no:cacheprovider", "-k", "not bash", *chosen], plugins=[collector])
+    needed = [
+        f"{page.relative_to(ROOT).as_posix()}:{fence.first}"
+        for page in pages()
+        for fence in collector.pages[page]
+        if fence.needs_gpu and Block(page.relative_to(ROOT).as_posix(), fence.first, fence.digest) not in collector.passed
+    ]
+    if code or (needed and not arguments.pages):
+        print(f"not recorded: {'a block failed' if code else f'these need a GPU and did not run: {needed}'}")
+        return int(code) or 1
+    print(f"{len(collector.passed)} blocks passed on {device.name}, {len(collector.skipped)} were left out")
+    if arguments.record:
+        record = Execution(
+            op="documentation",
+            device=facts(device),
+            versions=versions(),
+            commit=commit,
+            command="python benchmarks/documentation.py --record",
+            recorded=now(),
+            passed=collector.passed,
+            skipped=collector.skipped,
+        )
+        path = arguments.out / benchmarking.record_name("documentation", device)
+        write_record(record, path)
+        print(f"wrote {path}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
