@@ -23,7 +23,16 @@ import pytest
 import kernel_pytorch as kp
 from kernel_pytorch import benchmarking
 from kernel_pytorch.documentation.blocks import fences
-from kernel_pytorch.evidence import Block, EvidenceError, Execution, clean_commit, facts, now, versions, write_record
+from kernel_pytorch.evidence import (
+    Block,
+    EvidenceError,
+    Execution,
+    clean_commit,
+    facts,
+    now,
+    versions,
+    write_record,
+)
 
 OPTIONAL = ("executorch", "torchao", "transformers", "matplotlib")
 ROOT = benchmarking.checkout()
@@ -54,11 +63,10 @@ class Collector:
             reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
             self.skipped[place] = reason.removeprefix("Skipped: ")
         elif report.passed and report.when == "call":
-            for fence in self.pages.get(page, ()):
-                block = Block(place.partition(":")[0], fence.first, fence.digest)
-                if fence.language == "python" and fence.first <= example.line <= fence.last:
-                    if block not in self.passed:
-                        self.passed.append(block)
+            fence = next(fence for fence in self.pages[page] if fence.first <= example.line <= fence.last)
+            block = Block(place.partition(":")[0], fence.first, fence.digest)
+            if block not in self.passed:
+                self.passed.append(block)
 
     def left_out(self, page: str, error: BaseException) -> str:
         """Why a block may be left out: it needs a package that is not here, or what such a block would have made."""
@@ -107,7 +115,8 @@ def main() -> int:
         f"{page.relative_to(ROOT).as_posix()}:{fence.first}"
         for page in pages()
         for fence in collector.pages[page]
-        if fence.needs_gpu and Block(page.relative_to(ROOT).as_posix(), fence.first, fence.digest) not in collector.passed
+        if fence.needs_gpu
+        and Block(page.relative_to(ROOT).as_posix(), fence.first, fence.digest) not in collector.passed
     ]
     if code or (needed and not arguments.pages):
         print(f"not recorded: {'a block failed' if code else f'these need a GPU and did not run: {needed}'}")

@@ -163,9 +163,10 @@ def checkout() -> Path:
     return Path(__file__).parents[2]
 
 
-def record_name(op: Op, device: Device) -> str:
+def record_name(op: Op | str, device: Device) -> str:
+    name = op if isinstance(op, str) else op.name
     slug = "-".join("".join(c if c.isalnum() else " " for c in device.name.lower()).split())
-    return f"{op.name}.{slug}.json"
+    return f"{name}.{slug}.json"
 
 
 def record(

@@ -58,7 +58,9 @@ class PagesOfACheckout(SphinxTransform):
             path = self.there(image["uri"])
             if path.suffix == ".svg" and path.is_file():
                 self.env.note_dependency(str(path))
-                image.replace_self(nodes.raw("", _inlined(path.read_text("utf-8"), image.get("alt", "")), format="html"))
+                image.replace_self(
+                    nodes.raw("", _inlined(path.read_text("utf-8"), image.get("alt", "")), format="html")
+                )
 
     def there(self, target: str) -> Path:
         return (Path(self.env.doc2path(self.env.docname)).parent / target.partition("#")[0]).resolve()
@@ -114,7 +116,10 @@ def _navigation(app: Sphinx, docname: str) -> dict[str, list[str]]:
     if docname == app.config.root_doc:
         return {
             caption: [
-                f"/{found}" for pattern in patterns for found in known if found != docname and _match(found, pattern)
+                f"/{found}"
+                for pattern in patterns
+                for found in known
+                if found != docname and _match(found, pattern)
             ]
             for caption, patterns in app.config.site_map.items()
         }
