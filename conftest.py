@@ -43,6 +43,12 @@ def _sandbox(namespace: dict[str, Any]) -> None:
     sandbox = namespace["sandbox"] = tempfile.TemporaryDirectory()
     for folder in ("demos", "benchmarks"):
         (Path(sandbox.name) / folder).symlink_to(ROOT / folder)
+    os.chdir(sandbox.name)  # Python blocks and commands of a page find each other's files
+
+
+def _leave(namespace: dict[str, Any]) -> None:
+    os.chdir(ROOT)
+    namespace["sandbox"].cleanup()
 
 
 def _run_shell(example: Example) -> None:
@@ -50,7 +56,6 @@ def _run_shell(example: Example) -> None:
     tools = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     done = subprocess.run(
         ["bash", "-euo", "pipefail", "-c", str(example.parsed)],
-        cwd=example.namespace["sandbox"].name,
         env={**os.environ, "PATH": tools, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
@@ -85,7 +90,7 @@ SHELL = Sybil(
     ],
     patterns=SHELL_PATTERNS,
     setup=_sandbox,
-    teardown=lambda namespace: namespace["sandbox"].cleanup(),
+    teardown=_leave,
     fixtures=_FIXTURES,
 )
 pytest_collect_file = SybilCollection([PAGES, SHELL]).pytest()

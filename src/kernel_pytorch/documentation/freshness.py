@@ -128,6 +128,8 @@ def _show(found: list[Age]) -> None:
         colour = colours[age.state]
         table.add_row(age.record, f"[{colour}]{age.state}[/{colour}]", age.recorded, str(age.shown), "\n".join(few))
     console = Console()
+    if not console.is_terminal:
+        console = Console(width=120)
     console.print(table)
     counts = Counter(age.state for age in found)
     console.print(", ".join(f"{count} {state}" for state, count in counts.items()))
