@@ -26,6 +26,7 @@ myst_heading_anchors = 4  # as GitHub makes them, so that a link works in both p
 html_theme = "furo"
 html_title = "KernelPyTorch"
 html_static_path = ["_static"]
+html_favicon = "_static/favicon.svg"
 html_css_files = ["site.css"]
 html_copy_source = False
 html_show_sphinx = False

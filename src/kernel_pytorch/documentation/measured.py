@@ -241,7 +241,8 @@ def _paragraphs(text: str) -> Iterator[tuple[int, list[Token]]]:
     rows: dict[int, list[Token]] = {}
     for token in MarkdownIt("commonmark").enable("table").parse(text):
         if token.type == "inline" and token.map is not None:
-            rows.setdefault(token.map[0] + 1, []).extend(token.children or ())
+            cells = rows.setdefault(token.map[0] + 1, [])
+            cells += [*(token.children or ()), Token("softbreak", "", 0)]
     yield from rows.items()
 
 

@@ -242,19 +242,18 @@ def support_matrix(evidence: Path | None) -> str:
 
 
 def records_table(evidence: Path | None) -> str:
-    """The records of measurements: what, where, when, and how to make each again."""
+    """The records of measurements: what, where, when, and from which commit."""
     rows = [
         [
             f"[{name}](../benchmarks/evidence/{name}.json)",
             record.device.name,
             record.recorded[:10],
             f"`{record.commit[:10]}`",
-            f"`{record.command}`",
         ]
         for name, record in named_evidence(evidence).items()
         if not isinstance(record, Checks)
     ]
-    return "\n".join(_table(["Record", "Device", "Date", "Commit", "Command"], rows)) + "\n"
+    return "\n".join(_table(["Record", "Device", "Date", "Commit"], rows)) + "\n"
 
 
 REGIONS: dict[str, Callable[[Path | None], str]] = {
