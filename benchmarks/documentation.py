@@ -22,7 +22,7 @@ import pytest
 
 import kernel_pytorch as kp
 from kernel_pytorch import benchmarking
-from kernel_pytorch.documentation.blocks import fences
+from kernel_pytorch.documentation.blocks import Fence, fences
 from kernel_pytorch.evidence import (
     Block,
     EvidenceError,
@@ -46,13 +46,20 @@ class Collector:
         self.skipped: dict[str, str] = {}
         self.pages = {path: list(fences(path.read_text(encoding="utf-8"))) for path in pages()}
 
+    def fence(self, item: Any) -> Fence | None:
+        """The block that a test is of; None for a directive such as a skip."""
+        blocks = self.pages[Path(item.example.path).resolve()]
+        return next((fence for fence in blocks if fence.first <= item.example.line <= fence.last), None)
+
+    def pytest_collection_modifyitems(self, items: list[Any]) -> None:
+        """Commands have their own tests, and need what is installed there; here Python runs alone."""
+        items[:] = [item for item in items if (found := self.fence(item)) is None or found.language == "python"]
+
     @pytest.hookimpl(hookwrapper=True)
     def pytest_runtest_makereport(self, item: Any, call: Any) -> Iterator[None]:
         outcome = yield
         report = outcome.get_result()
-        example = getattr(item, "example", None)
-        if example is None:
-            return
+        example, fence = item.example, self.fence(item)
         page = Path(example.path).resolve()
         place = f"{page.relative_to(ROOT).as_posix()}:{example.line}"
         if report.failed and call.excinfo is not None:
@@ -62,8 +69,7 @@ class Collector:
         if report.skipped:
             reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
             self.skipped[place] = reason.removeprefix("Skipped: ")
-        elif report.passed and report.when == "call":
-            fence = next(fence for fence in self.pages[page] if fence.first <= example.line <= fence.last)
+        elif report.passed and report.when == "call" and fence is not None:
             block = Block(place.partition(":")[0], fence.first, fence.digest)
             if block not in self.passed:
                 self.passed.append(block)
@@ -109,8 +115,7 @@ def main() -> int:
     os.chdir(ROOT)
     collector = Collector()
     chosen = [str(page) for page in arguments.pages or pages()]
-    # Programs of a shell have their own test; here Python blocks alone.
-    code = pytest.main(["-q", "-p", "no:cacheprovider", "-k", "not bash", *chosen], plugins=[collector])
+    code = pytest.main(["-q", "-p", "no:cacheprovider", *chosen], plugins=[collector])
     needed = [
         f"{page.relative_to(ROOT).as_posix()}:{fence.first}"
         for page in pages()

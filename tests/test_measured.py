@@ -97,8 +97,18 @@ def test_what_cannot_be_resolved_is_an_error(record: str, title: str, error: str
 
 def test_a_record_about_an_older_text_of_the_kernel_is_an_error() -> None:
     stale = msgspec.structs.replace(RECORD, sources={"torch": "another text"})
-    with pytest.raises(EvidenceError, match=r"'torch' has changed since some was .* anew: some command --record"):
+    with pytest.raises(EvidenceError, match=r"'torch' of some has changed since; .* anew: some command --record"):
         resolve("some", "measured: time; case=large", {"some": stale})
+
+
+def test_a_record_of_a_whole_program_is_about_the_kernels_it_names() -> None:
+    sources = {"rms_norm/torch": KERNEL_TORCH.source_digest}
+    program = msgspec.structs.replace(RECORD, op="model", sources=sources)
+    assert resolve("some", "measured: time; case=large", {"some": program}).text == "1 s"
+    for name, error in (("rms_norm/torch", "has changed since"), ("rms_norm/gone", "is no longer in the table")):
+        stale = msgspec.structs.replace(program, sources={**sources, name: "another text"})
+        with pytest.raises(EvidenceError, match=f"'{name}' of some {error}"):
+            resolve("some", "measured: time; case=large", {"some": stale})
 
 
 def test_durations() -> None:

@@ -59,7 +59,7 @@ def test_the_build_refuses_what_is_not_backed_or_not_there(tmp_path: Path) -> No
         f'It takes [3 ms]({evidence}/x.json "measured: time").': f"no record at {evidence}/x.json",
         f'[3 ms]({evidence}/rms_norm.amd-epyc.json "measured: time; case=no")': "matches 0 measurements",
         f'[3x]({evidence}/rms_norm.amd-epyc.json "measured: highest speedup")': "'3x' is",
-        f'[3 ms]({evidence}/rms_norm.stale.json "measured: lowest time")': "'torch' has changed since",
+        f'[3 ms]({evidence}/rms_norm.stale.json "measured: lowest time")': "rms_norm.stale has changed since",
         "[a page](nowhere.md)": "nowhere.md",
         "![a picture](nowhere.png)": "nowhere.png",
     }

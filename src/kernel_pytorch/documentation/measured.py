@@ -25,6 +25,7 @@ from pathlib import Path, PurePosixPath
 from markdown_it import MarkdownIt
 from markdown_it.token import Token
 
+from kernel_pytorch.benchmarking import source_name
 from kernel_pytorch.evidence import Benchmark, EvidenceError, Measurement, Record
 from kernel_pytorch.hardware_abstraction.registry import backends
 
@@ -108,11 +109,9 @@ def resolve(record_name: str, title: str, records: Mapping[str, Record]) -> Meas
     if not rows or (len(rows) > 1 and not extreme):
         found = "; ".join(f"{row.case}, {row.phase}, {row.format}, {row.subject}" for row in rows[:4])
         raise EvidenceError(f"{title!r} matches {len(rows)} measurements of {record_name}: {found or 'none'}")
-    outdated = [name for row in rows for name in stale_kernels(record, row)]
-    if outdated:
-        raise EvidenceError(
-            f"kernel {outdated[0]!r} has changed since {record_name} was recorded; record it anew: {record.command}"
-        )
+    for row in rows:
+        for name, what in stale_kernels(record, row).items():
+            raise EvidenceError(f"kernel {name!r} of {record_name} {what}; record it anew: {record.command}")
     values = [_value(quantity, record, row, chosen.get("over", "")) for row in rows]
     return Measured(_SHOWN[quantity](min(values) if extreme == "lowest" else max(values)), provenance(record))
 
@@ -185,14 +184,19 @@ def provenance(record: Benchmark) -> str:
     )
 
 
-def stale_kernels(record: Record, row: Measurement | None = None) -> list[str]:
-    """The kernels that a record, or a row of it, is about and whose source is another now."""
-    kernels = [kernel for owner in backends() for kernel in owner.kernels if kernel.op == record.op]
-    now = {(kernel.name, kernel.source_digest) for kernel in kernels}
-    named = [
+def stale_kernels(record: Record, row: Measurement | None = None) -> dict[str, str]:
+    """The kernels that a record, or a row of it, is about and whose source is another now: what became of each."""
+    kernels = [kernel for owner in backends() for kernel in owner.kernels]
+    names = {source_name(record.op, kernel) for kernel in kernels}
+    now = {(source_name(record.op, kernel), kernel.source_digest) for kernel in kernels}
+    about = [
         name for name in record.sources if row is not None and row.subject.partition(":")[2].startswith(name)
     ] or list(record.sources)  # a row of a whole program is about all of them
-    return [name for name in named if (name, record.sources[name]) not in now]
+    return {
+        name: "has changed since" if name in names else "is no longer in the table"
+        for name in about
+        if (name, record.sources[name]) not in now
+    }
 
 
 def check(text: str, page: Path, records: Mapping[str, Record]) -> Iterator[Problem]:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from kernel_pytorch.documentation.measured import duration, gigabytes, refresh
+from kernel_pytorch.documentation.measured import duration, gigabytes, refresh, stale_kernels
 from kernel_pytorch.documentation.plots import PLOTS, drawn
 from kernel_pytorch.documentation.reference import reference_page
 from kernel_pytorch.documentation.support import matrix_markdown, support_markdown
@@ -26,8 +26,7 @@ from kernel_pytorch.evidence import (
     load_evidence,
     named_evidence,
 )
-from kernel_pytorch.hardware_abstraction.op import Kernel
-from kernel_pytorch.hardware_abstraction.registry import Backend, backend, backends
+from kernel_pytorch.hardware_abstraction.registry import Backend, backends
 
 __all__ = ["GENERATED", "PAGES", "REGIONS", "hand_written", "outdated", "renewed", "write_pages"]
 
@@ -61,8 +60,7 @@ def benchmarks_page(evidence: Path | None) -> str:
                 what = name.partition(".")[0]
                 lines += ["", f"### {what} on {record.device.name}"]
                 lines += [*_benchmark_table(record), *_memory_table(record)]
-                kernels = backend(record.device.backend).kernels
-                lines += ["", *_provenance(name, record), *_changed_since(record, kernels)]
+                lines += ["", *_provenance(name, record), *_changed_since(record)]
     return _page(lines)
 
 
@@ -128,15 +126,12 @@ def _provenance(name: str, record: Benchmark) -> list[str]:
     ]
 
 
-def _changed_since(record: Record, kernels: tuple[Kernel, ...]) -> list[str]:
+def _changed_since(record: Record) -> list[str]:
     """A sentence for each kernel whose source is no longer the one that the record is about."""
-    now = {kernel.name: kernel for kernel in kernels if kernel.op == record.op}
     lines = []
-    for name, digest in record.sources.items():
-        if name not in now:
-            lines += ["", f"Kernel `{name}` is no longer in the table."]
-        elif now[name].source_digest != digest:
-            lines += ["", f"Kernel `{name}` has changed since: its rows describe an older text of it."]
+    for name, what in stale_kernels(record).items():
+        consequence = ": its rows describe an older text of it" if what == "has changed since" else ""
+        lines += ["", f"Kernel `{name}` {what}{consequence}."]
     return lines
 
 
@@ -158,10 +153,9 @@ def support_page(evidence: Path | None) -> str:
         "An empty cell means that the backend does not have the kernel. A record counts only for the very source",
         "text it was made with: change a kernel and it is untested until it is recorded anew.",
     ]
-    kernels = tuple(kernel for owner in _own_backends(evidence) for kernel in owner.kernels)
     for record in load_evidence(evidence):
         if isinstance(record, Checks):
-            lines += ["", *_checks_section(record), *_changed_since(record, kernels)]
+            lines += ["", *_checks_section(record), *_changed_since(record)]
     return _page(lines)
 
 
