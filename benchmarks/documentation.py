@@ -14,6 +14,7 @@ import argparse
 import importlib.util
 import os
 import sys
+import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -44,16 +45,13 @@ class Collector:
     def __init__(self) -> None:
         self.passed: list[Block] = []
         self.skipped: dict[str, str] = {}
+        self.incomplete: dict[Fence | None, str] = {}  # blocks of which a line was left out
         self.pages = {path: list(fences(path.read_text(encoding="utf-8"))) for path in pages()}
 
     def fence(self, item: Any) -> Fence | None:
         """The block that a test is of; None for a directive such as a skip."""
         blocks = self.pages[Path(item.example.path).resolve()]
         return next((fence for fence in blocks if fence.first <= item.example.line <= fence.last), None)
-
-    def pytest_collection_modifyitems(self, items: list[Any]) -> None:
-        """Commands have their own tests, and need what is installed there; here Python runs alone."""
-        items[:] = [item for item in items if (found := self.fence(item)) is None or found.language == "python"]
 
     @pytest.hookimpl(hookwrapper=True)
     def pytest_runtest_makereport(self, item: Any, call: Any) -> Iterator[None]:
@@ -63,28 +61,26 @@ class Collector:
         page = Path(example.path).resolve()
         place = f"{page.relative_to(ROOT).as_posix()}:{example.line}"
         if report.failed and call.excinfo is not None:
-            reason = self.left_out(place.partition(":")[0], call.excinfo.value)
+            reason = self.incomplete.get(fence, "") or self.left_out(place.partition(":")[0], call.excinfo.value)
             if reason:
+                self.incomplete[fence] = reason  # its lines before this one have passed, and it has not
+                self.passed = [block for block in self.passed if fence is None or block.digest != fence.digest]
                 report.outcome, report.longrepr = "skipped", (str(page), example.line, reason)
         if report.skipped:
             reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
             self.skipped[place] = reason.removeprefix("Skipped: ")
-        elif report.passed and report.when == "call" and fence is not None:
+        elif report.passed and report.when == "call" and fence is not None and fence not in self.incomplete:
             block = Block(place.partition(":")[0], fence.first, fence.digest)
             if block not in self.passed:
                 self.passed.append(block)
 
     def left_out(self, page: str, error: BaseException) -> str:
         """Why a block may be left out: it needs a package that is not here, or what such a block would have made."""
-        cause: BaseException | None = error
-        while cause is not None:
-            missing = next((name for name in OPTIONAL if name in str(cause) and not installed(name)), None)
-            if isinstance(cause, (ImportError, RuntimeError)) and missing:
-                return f"needs {missing}"
-            cause = cause.__cause__ or cause.__context__
+        told = "".join(traceback.format_exception(error)) + str(getattr(error, "result", ""))  # of a doctest
+        missing = [name for name in OPTIONAL if not installed(name) and f"'{name}" in told and "Error" in told]
         before = [reason for place, reason in self.skipped.items() if place.startswith(f"{page}:")]
-        builds_on = [reason for reason in before if reason.startswith("needs ")]
-        return builds_on[0] if builds_on and isinstance(error, NameError) else ""
+        builds_on = [reason for reason in before if reason.startswith("needs ") and "NameError" in told]
+        return f"needs {missing[0]}" if missing else builds_on[0] if builds_on else ""
 
 
 def installed(name: str) -> bool:
@@ -113,6 +109,7 @@ def main() -> int:
     except EvidenceError as error:
         parser.exit(2, f"{error}\n")
     os.chdir(ROOT)
+    os.environ["DOCUMENTATION_WITHOUT_SHELL"] = "1"
     collector = Collector()
     chosen = [str(page) for page in arguments.pages or pages()]
     code = pytest.main(["-q", "-p", "no:cacheprovider", *chosen], plugins=[collector])
