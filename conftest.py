@@ -36,7 +36,11 @@ def documentation_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def _names(namespace: dict[str, Any]) -> None:
+    from kernel_pytorch.hardware_abstraction import backends, devices
+
     namespace["has_gpu"] = HAS_GPU
+    for record in backends():  # the pages of a backend ask for its own devices
+        namespace[f"has_{record.name}"] = any(device.backend == record.name for device in devices())
 
 
 def _sandbox(namespace: dict[str, Any]) -> None:

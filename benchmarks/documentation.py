@@ -34,6 +34,7 @@ from kernel_pytorch.evidence import (
     versions,
     write_record,
 )
+from kernel_pytorch.hardware_abstraction import Device
 
 OPTIONAL = ("executorch", "torchao", "transformers", "matplotlib")
 ROOT = benchmarking.checkout()
@@ -91,27 +92,27 @@ def pages() -> list[Path]:
     return [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "API.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
-def main() -> int:
+def main(arguments: list[str] | None = None, device: Device | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("pages", nargs="*", type=Path, help="pages to run; all when left out")
     parser.add_argument("--record", action="store_true", help="keep the result as evidence; for all pages")
     parser.add_argument(
         "--out", type=Path, default=Path(__file__).parent / "evidence", help="folder for the record"
     )
-    arguments = parser.parse_args()
-    if arguments.record and arguments.pages:
+    wanted = parser.parse_args(arguments)
+    if wanted.record and wanted.pages:
         parser.error("--record is for all pages: leave the pages out")
-    device = kp.device()
+    device = device or kp.device()
     if device.backend == "cpu":
         parser.exit(2, "no GPU is here: on a CPU 'make test' runs the documentation\n")
     try:
-        commit = clean_commit(ROOT) if arguments.record else ""
+        commit = clean_commit(ROOT) if wanted.record else ""
     except EvidenceError as error:
         parser.exit(2, f"{error}\n")
     os.chdir(ROOT)
     os.environ["DOCUMENTATION_WITHOUT_SHELL"] = "1"
     collector = Collector()
-    chosen = [str(page) for page in arguments.pages or pages()]
+    chosen = [str(page) for page in wanted.pages or pages()]
     code = pytest.main(["-q", "-p", "no:cacheprovider", *chosen], plugins=[collector])
     needed = [
         f"{page.relative_to(ROOT).as_posix()}:{fence.first}"
@@ -120,11 +121,11 @@ def main() -> int:
         if fence.needs_gpu
         and Block(page.relative_to(ROOT).as_posix(), fence.first, fence.digest) not in collector.passed
     ]
-    if code or (needed and not arguments.pages):
-        print(f"not recorded: {'a block failed' if code else f'these need a GPU and did not run: {needed}'}")
+    if code or (needed and not wanted.pages):
+        print(f"not recorded: {'a block failed' if code else f'these need this device and did not run: {needed}'}")
         return int(code) or 1
     print(f"{len(collector.passed)} blocks passed on {device.name}, {len(collector.skipped)} were left out")
-    if arguments.record:
+    if wanted.record:
         record = Execution(
             op="documentation",
             device=facts(device),
@@ -135,7 +136,7 @@ def main() -> int:
             passed=collector.passed,
             skipped=collector.skipped,
         )
-        path = arguments.out / benchmarking.record_name("documentation", device)
+        path = wanted.out / benchmarking.record_name("documentation", device)
         write_record(record, path)
         print(f"wrote {path}")
     return 0

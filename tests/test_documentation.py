@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 import pytest
+import torch
 from markdown_it import MarkdownIt
 from markdown_it.token import Token
 from sybil import Document
@@ -201,11 +202,10 @@ def test_gate_finds_blocks_that_would_be_passed_over_in_silence(opening: str, tm
     assert gap.startswith("line 3: ")
 
 
-def test_blocks_that_need_a_gpu_are_known() -> None:
-    marked = (
-        '<!--- skip: next if(not has_gpu, reason="needs a GPU") -->\n\n```python\n1\n```\n\n```python\n2\n```\n'
-    )
-    assert [fence.needs_gpu for fence in fences(marked)] == [True, False]
+def test_blocks_that_need_a_device_are_known() -> None:
+    marked = '<!--- skip: next if(not has_gpu, reason="needs one") -->\n\n```python\n1\n```\n\n```python\n2\n```\n'
+    assert [fence.needs for fence in fences(marked)] == ["gpu", ""]
+    assert [fence.needs for fence in fences(marked.replace("gpu", "amd"))] == ["amd", ""]
 
 
 # Numbers and links
@@ -237,6 +237,23 @@ def test_links_lead_somewhere(page: Path) -> None:
             if not there.exists() or (anchor and anchor not in headings(there)):
                 dead.append(target)
     assert not dead, f"{name_of(page)}: {dead}"
+
+
+def test_running_the_documentation_on_a_gpu_needs_one() -> None:
+    command = [sys.executable, str(ROOT / "benchmarks" / "documentation.py"), "--record"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 2
+    assert "no GPU is here" in done.stderr
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="pretends that a GPU is here")
+def test_what_ran_on_a_gpu_is_counted() -> None:
+    pretend = "import sys; sys.path.insert(0, 'benchmarks'); import documentation, kernel_pytorch as kp; "
+    call = "sys.exit(documentation.main(['docs/setup.md'], kp.device('nvidia/h200')))"
+    command = [sys.executable, "-c", pretend + call]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, cwd=ROOT)
+    assert done.returncode == 0, done.stdout
+    assert "2 blocks passed on nvidia/h200, 5 were left out" in done.stdout  # the commands, that is
 
 
 # Demos

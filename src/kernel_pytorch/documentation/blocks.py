@@ -15,7 +15,7 @@ __all__ = ["OTHER_LANGUAGES", "Fence", "docstring_gaps", "docstrings", "fences",
 OTHER_LANGUAGES = frozenset({"bash", "console", "text", "cpp", "cmake", "json", "toml", "yaml", "make"})
 """Languages of blocks that nobody takes for Python to run."""
 
-_GPU = re.compile(r"<!--- skip: next if\(not has_gpu.*-->\s*\Z")
+_NEEDS = re.compile(r"<!--- skip: next if\(not has_(\w+),.*-->\s*\Z")
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,8 @@ class Fence:
     last: int
     language: str
     text: str
-    needs_gpu: bool
+    needs: str = ""
+    """The device without which it is skipped: ``"gpu"``, or the name of a backend."""
 
     @property
     def digest(self) -> str:
@@ -44,8 +45,8 @@ def fences(text: str) -> Iterator[Fence]:
     for token in MarkdownIt("commonmark").enable("table").parse(text):
         if token.type in ("fence", "code_block") and token.map is not None:
             first, last = token.map
-            before = "\n".join(lines[:first])
-            yield Fence(first + 1, last, token.info, token.content, bool(_GPU.search(before)))
+            needs = _NEEDS.search("\n".join(lines[:first]))
+            yield Fence(first + 1, last, token.info, token.content, needs[1] if needs else "")
 
 
 def page_gaps(text: str, executed: set[int], languages: frozenset[str] = OTHER_LANGUAGES) -> list[str]:

@@ -23,7 +23,7 @@ from kernel_pytorch.documentation.blocks import fences
 from kernel_pytorch.documentation.measured import stale_kernels
 from kernel_pytorch.documentation.pages import hand_written
 from kernel_pytorch.documentation.plots import PLOTS
-from kernel_pytorch.evidence import Benchmark, Execution, Record, named_evidence
+from kernel_pytorch.evidence import Benchmark, Checks, Execution, Record, named_evidence
 
 __all__ = ["Age", "ages"]
 
@@ -59,12 +59,16 @@ def ages(root: Path) -> list[Age]:
     shown = Counter(name for name, _ in PLOTS.values())
     for page in hand_written(root):
         shown.update(_LINK.findall(page.read_text(encoding="utf-8")))
-    found = [_age(root, name, record, shown[name]) for name, record in records.items()]
-    return [*found, *_blocks_without_a_record(root, [r for r in records.values() if isinstance(r, Execution)])]
+    found = [
+        _age(root, name, record, shown[name])
+        for name, record in records.items()
+        if isinstance(record, (Benchmark, Checks))
+    ]
+    return [*found, *_blocks_without_a_record(root, list(records.values()))]
 
 
-def _age(root: Path, name: str, record: Record, shown: int) -> Age:
-    recorded = getattr(record, "recorded", "")[:10]
+def _age(root: Path, name: str, record: Benchmark | Checks, shown: int) -> Age:
+    recorded = record.recorded[:10] if isinstance(record, Benchmark) else ""
     kernels = stale_kernels(record)
     if kernels:
         return Age(name, "stale", recorded, shown, tuple(f"kernel {kernel}" for kernel in kernels))
@@ -87,14 +91,15 @@ def _changed_since(root: Path, commit: str, paths: tuple[str, ...]) -> tuple[str
     return tuple(files) if done.returncode == 0 else None
 
 
-def _blocks_without_a_record(root: Path, records: list[Execution]) -> list[Age]:
-    """The blocks that need a GPU and have not run on one as they are now."""
-    passed = {block.digest for record in records for block in record.passed}
+def _blocks_without_a_record(root: Path, records: list[Record]) -> list[Age]:
+    """The blocks that need a device of a kind we have measured on, and have not run on one as they are now."""
+    passed = {block.digest for record in records if isinstance(record, Execution) for block in record.passed}
+    devices = {"gpu", *(record.device.backend for record in records if isinstance(record, Benchmark))}
     missing = [
         f"{page.relative_to(root).as_posix()}:{fence.first}"
         for page in sorted((root / "docs").rglob("*.md"))
         for fence in fences(page.read_text(encoding="utf-8"))
-        if fence.needs_gpu and fence.digest not in passed
+        if fence.needs in devices and fence.digest not in passed
     ]
     return [Age("documentation on a GPU", "stale", "", len(missing), tuple(missing))] if missing else []
 

@@ -20,6 +20,7 @@ from kernel_pytorch.evidence import (
     Benchmark,
     Checks,
     Compilation,
+    Execution,
     Measurement,
     Record,
     evidence_directory,
@@ -245,7 +246,7 @@ def records_table(evidence: Path | None) -> str:
             f"`{record.commit[:10]}`",
         ]
         for name, record in named_evidence(evidence).items()
-        if not isinstance(record, Checks)
+        if isinstance(record, (Benchmark, Execution))
     ]
     return "\n".join(_table(["Record", "Device", "Date", "Commit"], rows)) + "\n"
 

@@ -137,7 +137,11 @@ def _match(docname: str, pattern: str) -> bool:
 def _on_finish(app: Sphinx, exception: Exception | None) -> None:
     if exception is None and app.builder.format == "html":
         first = app.builder.get_target_uri(app.config.root_doc)
-        page = f'<!doctype html><title>KernelPyTorch</title><meta http-equiv="refresh" content="0; url={first}">\n'
+        page = (
+            f'<!doctype html><html lang="en"><title>{app.config.html_title}</title>'
+            f'<link rel="icon" href="_static/favicon.svg"><meta http-equiv="refresh" content="0; url={first}">'
+            f'<a href="{first}">{app.config.html_title}</a></html>\n'
+        )
         (Path(app.outdir) / "index.html").write_text(page, encoding="utf-8")
 
 
