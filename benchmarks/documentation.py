@@ -114,12 +114,12 @@ def main(arguments: list[str] | None = None, device: Device | None = None) -> in
     collector = Collector()
     chosen = [str(page) for page in wanted.pages or pages()]
     code = pytest.main(["-q", "-p", "no:cacheprovider", *chosen], plugins=[collector])
+    passed = {block.digest for block in collector.passed}
     needed = [
         f"{page.relative_to(ROOT).as_posix()}:{fence.first}"
-        for page in pages()
-        for fence in collector.pages[page]
-        if fence.needs_gpu
-        and Block(page.relative_to(ROOT).as_posix(), fence.first, fence.digest) not in collector.passed
+        for page, found in collector.pages.items()
+        for fence in found
+        if fence.needs in ("gpu", device.backend) and fence.digest not in passed
     ]
     if code or (needed and not wanted.pages):
         print(f"not recorded: {'a block failed' if code else f'these need this device and did not run: {needed}'}")
