@@ -51,7 +51,7 @@ suite: install
 	$(BIN)/python tests/executorch_suite.py --write
 
 docs: install
-	$(BIN)/sphinx-build --fail-on-warning --keep-going --nitpicky --quiet --builder html --conf-dir docs . $(SITE)
+	$(BIN)/sphinx-build --fresh-env --fail-on-warning --keep-going --nitpicky --quiet --builder html --conf-dir docs . $(SITE)
 	@echo 'open $(SITE)/index.html'
 
 docs-gpu: install

@@ -2,7 +2,8 @@
 
 - A link whose title begins with ``measured:`` becomes a number with its provenance; the page's numbers are checked.
 - Pictures in SVG become part of the page, so that they follow its theme.
-- A link to a folder of the checkout becomes its text: the site has no such page.
+- A link to a folder of the checkout becomes its text: the site has no such page. A link that shows the name of a
+  file shows the title of its page.
 - The navigation is made from ``site_map`` in conf.py; pages that it leaves out fail the build.
 """
 
@@ -54,6 +55,9 @@ class PagesOfACheckout(SphinxTransform):
         for link in list(self.document.findall(addnodes.pending_xref)):
             if link.get("refdomain") is None and self.there(link["reftarget"]).is_dir():
                 link.replace_self(nodes.inline("", "", *link.children, classes=["folder"]))
+            elif link.get("refdomain") == "doc" and link.astext().endswith(".md"):
+                link["refexplicit"] = False  # MyST then takes the title of what it leads to
+                link[0].clear()
         for image in list(self.document.findall(nodes.image)):
             path = self.there(image["uri"])
             if path.suffix == ".svg" and path.is_file():
