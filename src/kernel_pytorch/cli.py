@@ -190,12 +190,18 @@ def run_command(
     commands.run(program, tuple(given or ()), method, repeat)
 
 
-@app.command("build-runtime", epilog="Example:  [bold]kernel-pytorch build-runtime[/bold]")
-def build_runtime() -> None:
+@app.command(
+    "build-runtime",
+    epilog="Examples:  [bold]kernel-pytorch build-runtime[/bold]   "
+    "[bold]kernel-pytorch build-runtime --backend acme[/bold]",
+)
+def build_runtime(
+    backend: Annotated[str, typer.Option(help="Whose runtime, as in lower --backend.")] = "cpu",
+) -> None:
     """Build the C++ runtime that .pte files need; it is built on first use otherwise."""
     from kernel_pytorch.lowering import commands
 
-    commands.build_runtime()
+    commands.build_runtime(backend)
 
 
 def _repeatable(arguments: list[str]) -> str:

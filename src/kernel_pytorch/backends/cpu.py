@@ -23,4 +23,5 @@ BACKEND = Backend(
     ),
     install_hint="",
     evidence=evidence_directory(),
+    lowering="kernel_pytorch.lowering.target:CPU",
 )

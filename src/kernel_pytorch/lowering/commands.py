@@ -15,12 +15,12 @@ from rich.console import Console
 __all__ = ["build_runtime", "lower", "run"]
 
 
-def build_runtime() -> None:
-    from kernel_pytorch.lowering.build import build
+def build_runtime(backend: str) -> None:
+    from kernel_pytorch.lowering.target import lowering_of
 
     console = Console()
     with console.status("looking for the runtime") as status:
-        ready = build(tell=status.update)
+        ready = lowering_of(backend).build(tell=status.update)
     console.print(f"the runtime is in {ready.prefix}", markup=False, soft_wrap=True)
 
 
