@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+from kernel_pytorch.documentation.backend_pages import own_backend_pages
 from kernel_pytorch.documentation.reference import reference_page
 from kernel_pytorch.documentation.support import support_markdown
 from kernel_pytorch.evidence import (
@@ -246,11 +247,16 @@ PAGES: dict[str, Callable[[Path | None], str]] = {
 """Path from the checkout's root to the function that makes the page from a folder of evidence."""
 
 
+def _made(evidence: Path | None) -> dict[str, str]:
+    """Every page with its text: the single ones, and those of the backends."""
+    return {**{path: make(evidence) for path, make in PAGES.items()}, **own_backend_pages(evidence)}
+
+
 def write_pages(root: Path, evidence: Path | None) -> list[str]:
     """Write the pages that are out of date; their paths come back."""
     written = []
-    for path, make in PAGES.items():
-        text, target = make(evidence), root / path
+    for path, text in _made(evidence).items():
+        target = root / path
         if _read(target) != text:
             target.parent.mkdir(parents=True, exist_ok=True)
             target.write_text(text, encoding="utf-8")
@@ -261,8 +267,8 @@ def write_pages(root: Path, evidence: Path | None) -> list[str]:
 def outdated(root: Path, evidence: Path | None) -> dict[str, str]:
     """The pages that are out of date, each with the difference from what it should be."""
     found = {}
-    for path, make in PAGES.items():
-        there, text = _read(root / path), make(evidence)
+    for path, text in _made(evidence).items():
+        there = _read(root / path)
         if there != text:
             difference = difflib.unified_diff(there.splitlines(), text.splitlines(), path, "generated", lineterm="")
             found[path] = "\n".join(difference)

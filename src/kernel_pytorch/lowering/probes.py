@@ -109,7 +109,7 @@ PROBES: tuple[Probe, ...] = (
     Probe("aten::conv1d", lambda: torch.nn.Conv1d(8, 8, 3), ((2, 8, 12),)),
     Probe("aten::conv2d", lambda: torch.nn.Conv2d(8, 8, 3, padding=1), (_IMAGE,)),
     Probe("aten::conv2d", lambda: torch.nn.Conv2d(8, 8, 3, groups=8), (_IMAGE,), variant="a group a channel"),
-    Probe("aten::conv_transpose2d", lambda: torch.nn.ConvTranspose2d(8, 8, 2, stride=2), (_IMAGE,)),
+    Probe("aten::conv_transpose2d.input", lambda: torch.nn.ConvTranspose2d(8, 8, 2, stride=2), (_IMAGE,)),
     probe("aten::max_pool2d", lambda x: F.max_pool2d(x, 2), _IMAGE),
     probe("aten::avg_pool2d", lambda x: F.avg_pool2d(x, 2), _IMAGE),
     probe("aten::adaptive_avg_pool2d", lambda x: F.adaptive_avg_pool2d(x, 1), _IMAGE),

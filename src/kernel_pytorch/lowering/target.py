@@ -23,7 +23,7 @@ from kernel_pytorch.lowering.partitioner import KernelPartitioner, PartitionerOp
 from kernel_pytorch.lowering.probes import PROBES, Probe
 from kernel_pytorch.lowering.recipes import RECIPES, QuantizationRecipe, quantized
 
-__all__ = ["CPU", "Lowering", "lowering_of", "register_delegates"]
+__all__ = ["CPU", "Lowering", "lowering_from", "lowering_of", "register_delegates"]
 
 Quantize = Callable[
     [QuantizationRecipe, torch.nn.Module, tuple[Any, ...], Any], tuple[ExportedProgram, torch.nn.Module]
@@ -102,24 +102,22 @@ CPU = Lowering(
 )
 
 
-def _resolved(name: str) -> Lowering | None:
-    path = backend(name).lowering
-    if path is None:
-        return None
+def lowering_from(path: str) -> Lowering:
+    """The record that ``"package.module:NAME"`` names."""
     module, _, attribute = path.partition(":")
     found = getattr(importlib.import_module(module), attribute, None)
     if not isinstance(found, Lowering):
-        raise TypeError(f"backend {name!r}: lowering={path!r} names a {type(found).__name__}, not a Lowering")
+        raise TypeError(f"lowering={path!r} names a {type(found).__name__}, not a Lowering")
     return found
 
 
 def lowering_of(name: str) -> Lowering:
     """How a backend lowers; one that does not is an error that says who does."""
-    found = _resolved(name)
-    if found is None:
+    path = backend(name).lowering
+    if path is None:
         able = ", ".join(record.name for record in backends() if record.lowering is not None)
         raise ValueError(f"backend={name!r}: no .pte path for this target yet; programs are lowered for {able}")
-    return found
+    return lowering_from(path)
 
 
 def register_delegates(program: bytes) -> None:
@@ -128,9 +126,9 @@ def register_delegates(program: bytes) -> None:
         if record.lowering is None or record.name == "cpu":
             continue
         try:
-            target = _resolved(record.name)
+            target = lowering_from(record.lowering)
         except Exception as error:  # a plug-in may fail in any way; programs without it still run
             warnings.warn(f"backend {record.name!r} cannot be used: {error}", stacklevel=2)
             continue
-        if target is not None and target.delegate.encode() in program:
+        if target.delegate.encode() in program:
             target.register()
