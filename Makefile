@@ -44,7 +44,7 @@ cross: install
 		--constraint constraints.txt --dest $(VENV)/aarch64 executorch
 
 suite: install
-	$(BIN)/python tests/executorch_suite.py --write
+	$(BIN)/python -m kernel_pytorch.testing.executorch_suite --write
 
 evidence: install
 	for op in $(RECORDED); do $(BIN)/python -m kernel_pytorch.testing.checks $$op --write || exit 1; done

@@ -212,9 +212,9 @@ def operator_rows(record: Backend, evidence: Path | None = None) -> tuple[Operat
         return tuple(_asked(record))
     found = recorded(record, evidence)
     if found is None:
-        from kernel_pytorch.lowering.target import lowering_of
+        from kernel_pytorch.lowering.target import lowering_from
 
-        names = dict.fromkeys(one.operator for one in lowering_of(record.name).probes)
+        names = dict.fromkeys(one.operator for one in lowering_from(record.lowering).probes)
         return tuple(OperatorRow(name, ("not probed yet",), ("not probed yet",), ()) for name in names)
     return tuple(
         _row(name, [one for one in found.results if one.operator == name])
