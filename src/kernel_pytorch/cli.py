@@ -197,11 +197,12 @@ def run_command(
 )
 def build_runtime(
     backend: Annotated[str, typer.Option(help="Whose runtime, as in lower --backend.")] = "cpu",
+    path: Annotated[bool, typer.Option("--path", help="Print its folder and nothing else, for scripts.")] = False,
 ) -> None:
     """Build the C++ runtime that .pte files need; it is built on first use otherwise."""
     from kernel_pytorch.lowering import commands
 
-    commands.build_runtime(backend)
+    commands.build_runtime(backend, only_path=path)
 
 
 backend_app = typer.Typer(

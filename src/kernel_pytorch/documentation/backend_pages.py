@@ -204,6 +204,7 @@ def _facts(record: Backend) -> dict[str, Any]:
         "taken_rows": [_operator_cells(row, record) for row in taken],
         "untaken_rows": [[f"`{row.operator}`", "; ".join(row.constraints)] for row in rows if not row.formats],
         "how_known": _how_known(record),
+        "probed": record.lowering is not None and recorded(record) is not None,
         "measured": list(_measured(record)),
         "problems": _problems(lowering),
         **({} if lowering is None else _tables(lowering, rows)),
@@ -337,7 +338,8 @@ def _measured(record: Backend) -> Iterator[list[str]]:
             baselines = [row.seconds.median for row in rows if row.subject.startswith("baseline:")]
             if ours and baselines:
                 ratios.append(min(baselines) / min(ours))
-        span = f"{min(ratios):.2f}x to {max(ratios):.2f}x" if ratios else "no baseline in the record"
+        ends = (min(ratios), max(ratios)) if ratios else ()
+        span = " to ".join(dict.fromkeys(f"{ratio:.2f}x" for ratio in ends)) or "no baseline in the record"
         when = f"{found.recorded[:10]} at `{found.commit[:10]}`"
         yield [f"`{found.op}`", found.device.name, str(len(groups)), span, when]
 

@@ -17,7 +17,7 @@ import struct
 import torch
 from executorch.exir.backend.backend_details import BackendDetails, PreprocessResult
 from executorch.exir.backend.compile_spec_schema import CompileSpec
-from executorch.exir.dialects._ops import ops as edge_ops
+from executorch.exir.dialects.edge._ops import EdgeOpOverload
 from torch._export.utils import (
     get_buffer,
     get_lifted_tensor_constant,
@@ -32,6 +32,11 @@ from torch.fx import Node
 MAGIC, VERSION = 0x314B504B, 1
 RELU, LINEAR = 1, 2
 INT8_WEIGHTS, BIAS = 1, 2
+
+
+def operator(node: Node) -> object:
+    """The torch operator behind a node: before ExecuTorch's edge dialect and in it."""
+    return node.target._op if isinstance(node.target, EdgeOpOverload) else node.target
 
 
 def constant_of(program: ExportedProgram, node: object) -> torch.Tensor | None:
@@ -67,9 +72,9 @@ def build_payload(program: ExportedProgram) -> bytes:
             inputs.append(value(node))
         elif node.op == "output":
             outputs = [value(source) for source in node.args[0]]
-        elif node.target is edge_ops.edge.aten.relu.default:
+        elif operator(node) is torch.ops.aten.relu.default:
             ops.append(struct.pack("<3I", RELU, value(node.args[0]), value(node)))
-        elif node.target is edge_ops.edge.aten.linear.default:
+        elif operator(node) is torch.ops.aten.linear.default:
             ops.append(struct.pack("<3I", LINEAR, value(node.args[0]), value(node)) + _linear(program, node))
     head = struct.pack("<6I", MAGIC, VERSION, len(sizes), len(inputs), len(outputs), len(ops))
     table = [*sizes, *inputs, *outputs]

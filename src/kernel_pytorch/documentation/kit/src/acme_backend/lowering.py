@@ -12,8 +12,7 @@ import torch
 from acme_backend.delegate import AcmeBackend
 from acme_backend.partitioner import AcmeOptions, AcmePartitioner
 from acme_backend.quantizer import RECIPES, quantize
-from kernel_pytorch.lowering.probes import Probe, probe
-from kernel_pytorch.lowering.target import Lowering
+from kernel_pytorch.lowering import Lowering, Probe, probe
 
 
 @cache

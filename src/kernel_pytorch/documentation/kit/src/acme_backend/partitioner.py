@@ -8,18 +8,17 @@ from dataclasses import dataclass, field
 import torch
 from executorch.exir.backend.partitioner import DelegationSpec, Partitioner, PartitionResult
 from executorch.exir.backend.utils import tag_constant_data
-from executorch.exir.dialects._ops import ops as edge_ops
 from torch.export import ExportedProgram
 from torch.fx import Node
 from torch.fx.passes.infra.partitioner import CapabilityBasedPartitioner
 from torch.fx.passes.operator_support import OperatorSupportBase
 
-from acme_backend.delegate import AcmeBackend, constant_of
+from acme_backend.delegate import AcmeBackend, constant_of, operator
 from kernel_pytorch.lowering import Refusal
 
-LINEAR = edge_ops.edge.aten.linear.default
-RELU = edge_ops.edge.aten.relu.default
-DEQUANTIZE = edge_ops.edge.quantized_decomposed.dequantize_per_channel.default
+LINEAR = torch.ops.aten.linear.default
+RELU = torch.ops.aten.relu.default
+DEQUANTIZE = torch.ops.quantized_decomposed.dequantize_per_channel.default
 
 
 @dataclass(frozen=True)
@@ -45,14 +44,15 @@ class AcmePartitioner(Partitioner):
     def ops_to_not_decompose(
         self, ep: ExportedProgram
     ) -> tuple[list[torch._ops.OpOverload], Callable[[Node], bool] | None]:
-        return [torch.ops.aten.linear.default], None
+        # Only what is taken stays whole: ExecuTorch has no kernel for a linear that nobody takes.
+        return [LINEAR], lambda node: self._reason(node, ep) is None
 
     def partition(self, exported_program: ExportedProgram) -> PartitionResult:
         graph = exported_program.graph_module
         nodes = [node for node in graph.graph.nodes if node.op == "call_function"]
         reasons = {node: self._reason(node, exported_program) for node in nodes}
         for node in nodes:  # weights are dequantized inside the linear, so both go or neither
-            if node.target is DEQUANTIZE and all(reasons.get(user, "") is None for user in node.users):
+            if operator(node) is DEQUANTIZE and all(reasons.get(user, "") is None for user in node.users):
                 reasons[node] = None
         taken = {node for node, reason in reasons.items() if reason is None}
         spec = DelegationSpec(AcmeBackend.__name__, [])
@@ -70,19 +70,19 @@ class AcmePartitioner(Partitioner):
 
     def _reason(self, node: Node, program: ExportedProgram) -> str | None:
         """Why a node is not taken, or None."""
-        if node.target not in (LINEAR, RELU):
+        if operator(node) not in (LINEAR, RELU):
             return "no rule for this operator"
         for value in (node.meta["val"], *(source.meta["val"] for source in node.all_input_nodes)):
             if value.dtype != torch.float32:
                 return f"has {str(value.dtype).removeprefix('torch.')}; float32 is taken"
             if not all(isinstance(size, int) for size in value.shape):
                 return "has a shape that may change; fixed shapes are taken"
-        if node.target is RELU:
+        if operator(node) is RELU:
             return None if self.options.relu else "the options leave out relu"
         if not self.options.linear:
             return "the options leave out linear"
         weight, *bias = [source for source in node.args[1:3] if source is not None]
-        if isinstance(weight, Node) and weight.target is DEQUANTIZE:
+        if isinstance(weight, Node) and operator(weight) is DEQUANTIZE:
             weight = weight.args[0]
         if any(constant_of(program, source) is None for source in (weight, *bias)):
             return "its weights are not known ahead of time"
@@ -98,5 +98,5 @@ class _Taken(OperatorSupportBase):
 
 
 def _name(node: Node) -> str:
-    target = getattr(node.target, "_op", node.target)
-    return str(target.name()) if hasattr(target, "name") else str(target)
+    found = operator(node)
+    return str(found.name()) if hasattr(found, "name") else str(found)
