@@ -29,6 +29,10 @@ def documentation_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
 def _names(namespace: dict[str, Any]) -> None:
     namespace["has_gpu"] = HAS_GPU
+    from kernel_pytorch.hardware_abstraction import backends, devices
+
+    for record in backends():  # the pages of a backend ask for its own devices
+        namespace[f"has_{record.name}"] = any(device.backend == record.name for device in devices())
 
 
 PAGES = Sybil(
@@ -36,7 +40,7 @@ PAGES = Sybil(
         PythonCodeBlockParser(doctest_optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE),
         SkipParser(),
     ],
-    patterns=["README.md", "CONTRIBUTING.md", "API.md", "docs/*.md", "docs/**/*.md"],
+    patterns=["README.md", "CONTRIBUTING.md", "API.md", "docs/*.md", "docs/*/*.md", "docs/*/*/*.md", "docs/*/*/*/*.md"],
     setup=_names,
     fixtures=["documentation_cache"],
 )

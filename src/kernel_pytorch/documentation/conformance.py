@@ -140,11 +140,14 @@ class _Check:
         self.result.findings.append(Finding(severity, page, line, code, message))
 
     def _name(self) -> str:
-        """The backend's name, from the overview's file name or the folder's."""
-        for path in self.pages:
-            if path.parent == self.folder and path.stem.endswith("-overview"):
-                return path.stem.removesuffix("-overview")
-        return self.folder.resolve().name
+        """The backend's name: what stands before the names of the pages, or the folder's."""
+        names = [
+            path.stem.removesuffix(f"-{role.name}")
+            for role in ROLES
+            for path in self.pages
+            if path.stem.endswith(f"-{role.name}") and path.parent == self.folder / role.folder
+        ]
+        return max(names, key=names.count, default=self.folder.resolve().name)
 
     # Pages
 
@@ -166,7 +169,7 @@ class _Check:
             self._say(severity, f"{wanted}{ending}", 0, "missing-page", f"the {role.level} page is not there")
         elif status == "renamed":
             worse: Severity = "error" if role.level == "required" else "warning"
-            self._say(worse, row["path"], 0, "renamed-page", f"the {role.name} page is called {wanted}{ending}")
+            self._say(worse, row["path"], 0, "renamed-page", f"the {role.name} page, expected as {wanted}{ending}")
         if shown is None:
             return
         if role.name == "overview":

@@ -112,7 +112,7 @@ def _read_markdown(page: Page) -> None:
 
 def _sections(page: Page, headings: list[tuple[str, int, int, int]], lines: list[str]) -> None:
     ends = [first for _, _, first, _ in headings[1:]] + [len(lines)]
-    for (title, level, first, body), end in zip(headings, ends, strict=True):
+    for (title, level, first, body), end in zip(headings, ends, strict=False):  # no heading, no end
         page.sections.append(Section(title, level, first + 1, "\n".join(lines[body:end]).strip()))
 
 
