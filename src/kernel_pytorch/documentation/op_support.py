@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import ast
 import csv
 import hashlib
 import importlib.util
@@ -163,18 +164,37 @@ def _first_line(error: Exception) -> str:
 
 
 def lowering_digest(record: Backend) -> str:
-    """The digest of what decides a backend's operators: the package of its lowering and the C++ beside it."""
+    """The digest of what decides a backend's operators: the modules that its lowering imports, and the C++."""
     if record.lowering is None:
         raise ValueError(f"backend {record.name!r} has no lowering")
-    spec = importlib.util.find_spec(record.lowering.partition(":")[0])
-    if spec is None or spec.origin is None:
-        raise ValueError(f"lowering={record.lowering!r}: no such module")
-    folder = Path(spec.origin).parent
+    from kernel_pytorch.lowering.target import lowering_from
+
+    first = record.lowering.partition(":")[0]
+    paths, waiting = {}, [first]
+    while waiting:
+        name = waiting.pop()
+        spec = importlib.util.find_spec(name) if name not in paths else None
+        if spec is None or spec.origin is None:
+            continue
+        paths[name] = Path(spec.origin)
+        waiting += _imported(paths[name], first.rpartition(".")[0])
+    sources = lowering_from(record.lowering).sources
+    native = {path.relative_to(sources).as_posix(): path for path in sources.rglob("*") if path.is_file()}
     digest = hashlib.sha256()
-    for path in sorted(folder.rglob("*")):
-        if path.suffix in (".py", ".cpp", ".h", ".txt") and "__pycache__" not in path.parts:
-            digest.update(path.relative_to(folder).as_posix().encode() + b"\0" + path.read_bytes())
+    for name, path in sorted({**paths, **native}.items()):
+        digest.update(name.encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()[:16]
+
+
+def _imported(path: Path, package: str) -> list[str]:
+    """The modules of a package that a file imports, wherever in it."""
+    found = []
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            found.append(node.module)
+        elif isinstance(node, ast.Import):
+            found += [alias.name for alias in node.names]
+    return [name for name in found if name.startswith(f"{package}.")]
 
 
 def recorded(record: Backend, evidence: Path | None = None) -> OpSupport | None:
