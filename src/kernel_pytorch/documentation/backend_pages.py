@@ -214,7 +214,7 @@ def _facts(record: Backend) -> dict[str, Any]:
 def _operator_cells(row: OperatorRow, record: Backend) -> list[str]:
     cells = [f"`{row.operator}`", ", ".join(row.formats)]
     if record.lowering is not None:
-        cells += [", ".join(row.recipes) or "-", ", ".join(f"`{name}`" for name in row.delegates) or "-"]
+        cells.append(", ".join(row.recipes) or "-")
     return [*cells, "; ".join(row.constraints) or "-"]
 
 
