@@ -8,6 +8,7 @@
 # make docs      build the site in docs/_build/html; anything doubtful fails the build
 # make docs-gpu  run every block of the documentation on the GPU that is here, and record which passed
 # make evidence  make the records and pages that need no hardware anew
+# make probe     lower and run every operator anew: the table of operators of the cpu backend (about ten minutes)
 # make evidence-check  say which recorded numbers are older than the code they measure
 
 PYTHON ?= python3
@@ -17,7 +18,7 @@ CHECKED := src tests benchmarks demos docs conftest.py
 SITE := docs/_build/html
 RECORDED := rms_norm attention fp8_cast fp8_swiglu fp8_swiglu_grad
 
-.PHONY: install demo test check fuzz cross suite docs docs-gpu evidence evidence-check clean
+.PHONY: install demo test check fuzz cross suite docs docs-gpu evidence evidence-check probe clean
 
 # The stamp is older than what it depends on exactly when there is something to install.
 $(VENV)/.installed: pyproject.toml constraints.txt
@@ -48,7 +49,7 @@ cross: install
 		--constraint constraints.txt --dest $(VENV)/aarch64 executorch
 
 suite: install
-	$(BIN)/python tests/executorch_suite.py --write
+	$(BIN)/python -m kernel_pytorch.testing.executorch_suite --write
 
 docs: install
 	$(BIN)/sphinx-build --fresh-env --fail-on-warning --keep-going --nitpicky --quiet --builder html --conf-dir docs . $(SITE)
@@ -59,6 +60,10 @@ docs-gpu: install
 
 evidence: install
 	for op in $(RECORDED); do $(BIN)/python -m kernel_pytorch.testing.checks $$op --write || exit 1; done
+	$(BIN)/python -m kernel_pytorch.documentation --write
+
+probe: install
+	$(BIN)/kernel-pytorch backend docs cpu --out docs/backends/cpu --probe
 	$(BIN)/python -m kernel_pytorch.documentation --write
 
 evidence-check: install

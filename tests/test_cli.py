@@ -26,6 +26,7 @@ SMALL = ("bench", "rms_norm", "--device", "cpu", "--case", "one-row", "--format"
 COMMANDS = [
     command.name or command.callback.__name__ for command in cli.app.registered_commands if command.callback
 ]
+GROUPED = [f"backend {command.name}" for command in cli.backend_app.registered_commands]
 
 
 @dataclass(frozen=True)
@@ -167,9 +168,9 @@ def test_bench_prints_a_table_of_checked_times(run: Run) -> None:
     assert "recorded" not in outcome.out
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("command", [*COMMANDS, *GROUPED])
 def test_help_has_an_example_of_the_command(run: Run, command: str) -> None:
-    outcome = run(command, "--help")
+    outcome = run(*command.split(), "--help")
     assert outcome.code == 0
     _, found, examples = outcome.words.partition("Example")
     assert found
@@ -179,7 +180,7 @@ def test_help_has_an_example_of_the_command(run: Run, command: str) -> None:
 def test_help_and_version(run: Run) -> None:
     outcome = run("--help")
     assert outcome.code == 0
-    for command in COMMANDS:
+    for command in (*COMMANDS, "backend"):
         assert command in outcome.words
     assert run("--version").out.strip() == kp.__version__
 

@@ -1,6 +1,6 @@
 """A part of ExecuTorch's own backend test suite with our flow; ``make suite`` runs the whole."""
 
-from executorch_suite import run, summary
+from kernel_pytorch.testing.executorch_suite import run, summary
 
 FILES = ["test_gelu.py", "test_permute.py", "test_silu.py"]
 

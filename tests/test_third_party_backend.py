@@ -5,19 +5,16 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-import os
-import subprocess
-import sysconfig
 import textwrap
-import venv
 import zipfile
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
 
 import kernel_pytorch
+from environments import Environment, make_environment
 from kernel_pytorch.hardware_abstraction import ENTRY_POINT_GROUP, registry
 from kernel_pytorch.hardware_abstraction.op import registered_op
 
@@ -269,37 +266,6 @@ BROKEN_ERRORS = {
 }
 
 
-@dataclass(frozen=True)
-class Environment:
-    """A throw-away virtual environment that borrows torch and us from the present one."""
-
-    python: Path
-    project: Path
-    cache: Path
-
-    def run(self, *arguments: str, expected: int = 0) -> str:
-        variables = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-        variables |= {"KERNEL_PYTORCH_CACHE": str(self.cache), "COLUMNS": "500", "PYTEST_ADDOPTS": ""}
-        done = subprocess.run(
-            [str(self.python), *arguments],
-            cwd=self.project,
-            env=variables,
-            capture_output=True,
-            text=True,
-            timeout=300,
-            check=False,
-        )
-        assert done.returncode == expected, done.stdout[-3000:] + done.stderr[-3000:]
-        return done.stdout
-
-    def json(self, code: str) -> object:
-        """What the code leaves in ``result``, run by the environment's interpreter."""
-        # Torch's backward thread for a device made in Python now and then aborts a process that is exiting: the
-        # result is out by then, so the process ends without an exit.
-        end = "print(json.dumps(result), flush=True)\nimport os\nos._exit(0)"
-        return json.loads(self.run("-c", f"import json\n{textwrap.dedent(code)}\n{end}"))
-
-
 def write_tree(folder: Path, files: dict[str, str]) -> None:
     for name, text in files.items():
         path = folder / name
@@ -328,18 +294,9 @@ def build_wheel(folder: Path, package: Path, entries: dict[str, str]) -> Path:
     return wheel
 
 
-def make_environment(folder: Path, project: Path, wheel: Path) -> Environment:
-    home = folder / "environment"
-    venv.create(home, with_pip=False, symlinks=os.name != "nt")
-    scripts = home / ("Scripts" if os.name == "nt" else "bin")
-    python = scripts / ("python.exe" if os.name == "nt" else "python")
-    question = "import sysconfig; print(sysconfig.get_path('purelib'))"
-    site = Path(subprocess.run([python, "-c", question], capture_output=True, text=True, check=True).stdout.strip())
-    borrowed = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}
-    source = str(Path(kernel_pytorch.__file__).parents[1])
-    (site / "borrowed.pth").write_text("\n".join([source, *sorted(borrowed)]) + "\n")
+def installed(folder: Path, project: Path, wheel: Path) -> Environment:
+    environment = make_environment(folder, project)
     install = ["-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--disable-pip-version-check"]
-    environment = Environment(python, project, folder / "cache")
     environment.run(*install, str(wheel))
     return environment
 
@@ -358,7 +315,7 @@ def acme(tmp_path_factory: pytest.TempPathFactory) -> Environment:
     }
     write_tree(project, files)
     wheel = build_wheel(folder, project / "src" / "acme_kernels", {"acme": ACME_ENTRY})
-    return make_environment(folder, project, wheel)
+    return installed(folder, project, wheel)
 
 
 @pytest.fixture(scope="module")
@@ -367,7 +324,7 @@ def broken(tmp_path_factory: pytest.TempPathFactory) -> Environment:
     folder = tmp_path_factory.mktemp("broken")
     package = folder / "broken_kernels"
     write_tree(package, {"__init__.py": "", **BROKEN_PACKAGE})
-    return make_environment(folder, folder, build_wheel(folder, package, BROKEN_ENTRIES))
+    return installed(folder, folder, build_wheel(folder, package, BROKEN_ENTRIES))
 
 
 @pytest.fixture(scope="module")

@@ -190,12 +190,87 @@ def run_command(
     commands.run(program, tuple(given or ()), method, repeat)
 
 
-@app.command("build-runtime", epilog="Example:  [bold]kernel-pytorch build-runtime[/bold]")
-def build_runtime() -> None:
+@app.command(
+    "build-runtime",
+    epilog="Examples:  [bold]kernel-pytorch build-runtime[/bold]   "
+    "[bold]kernel-pytorch build-runtime --backend acme[/bold]",
+)
+def build_runtime(
+    backend: Annotated[str, typer.Option(help="Whose runtime, as in lower --backend.")] = "cpu",
+    path: Annotated[bool, typer.Option("--path", help="Print its folder and nothing else, for scripts.")] = False,
+) -> None:
     """Build the C++ runtime that .pte files need; it is built on first use otherwise."""
     from kernel_pytorch.lowering import commands
 
-    commands.build_runtime()
+    commands.build_runtime(backend, only_path=path)
+
+
+backend_app = typer.Typer(
+    help="Backends of your own: make one, document it, check its documentation.",
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+)
+app.add_typer(backend_app, name="backend")
+
+
+@backend_app.command(
+    "new",
+    epilog="Examples:  [bold]kernel-pytorch backend new acme[/bold]   "
+    "[bold]kernel-pytorch backend new acme --out ~/src/acme-backend[/bold]",
+)
+def backend_new(
+    name: Annotated[str, typer.Argument(help="The backend's name: one lower-case word.")],
+    out: Annotated[
+        Path | None, typer.Option(help="Folder to make; NAME-backend here when left out. It must not exist.")
+    ] = None,
+) -> None:
+    """Make a project of your own: a backend with C++ delegate, quantizer, tests, documentation and CI."""
+    from kernel_pytorch.documentation import commands
+
+    commands.new(name, out)
+
+
+@backend_app.command(
+    "docs",
+    epilog="Examples:  [bold]kernel-pytorch backend docs cpu --out docs/backends/cpu[/bold]   "
+    "[bold]kernel-pytorch backend docs acme --out docs --probe[/bold]",
+)
+def backend_docs(
+    name: Annotated[str, typer.Argument(help="A backend that is installed.")],
+    out: Annotated[Path, typer.Option(help="Folder of the pages; other files in it are left alone.")],
+    probe: Annotated[
+        bool, typer.Option("--probe", help="First lower and run every operator anew (minutes).")
+    ] = False,
+    check: Annotated[
+        bool, typer.Option("--check", help="Write nothing; end with status 1 where a page is out of date.")
+    ] = False,
+) -> None:
+    """Render a backend's pages from its records: the same set, with the same sections, for every backend."""
+    from kernel_pytorch.documentation import commands
+
+    if not commands.docs(name, out, probe=probe, only_check=check):
+        raise typer.Exit(1)
+
+
+@backend_app.command(
+    "check",
+    epilog="Examples:  [bold]kernel-pytorch backend check docs/backends/cpu[/bold]   "
+    "[bold]kernel-pytorch backend check path/to/docs --json[/bold]",
+)
+def backend_check(
+    folder: Annotated[Path, typer.Argument(help="A folder with the documentation of any backend.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print data instead of tables.")] = False,
+    strict: Annotated[bool, typer.Option("--strict", help="Warnings count as errors.")] = False,
+) -> None:
+    """Check anybody's backend documentation: pages, sections, Python blocks, links and the table of operators.
+
+    Ends with status 1 where a required page or section is missing, empty or a placeholder, or where a block, a link
+    or the table is broken.
+    """
+    from kernel_pytorch.documentation import commands
+
+    if not commands.check(folder, as_json=as_json, strict=strict):
+        raise typer.Exit(1)
 
 
 def _repeatable(arguments: list[str]) -> str:

@@ -30,6 +30,8 @@ __all__ = [
     "Execution",
     "Interpretation",
     "Measurement",
+    "OpSupport",
+    "Probed",
     "Quantiles",
     "clean_commit",
     "evidence_directory",
@@ -141,6 +143,35 @@ class Checks(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="check
     interpreted: list[Interpretation]
 
 
+class Probed(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """What became of one operator: lowered whole and run with the right numbers, or not."""
+
+    operator: str
+    """As ``torch.export`` writes it, such as ``aten::gelu``."""
+    format: str
+    delegate: str = ""
+    """Who ran it; empty where it was not taken whole, or not rightly."""
+    reason: str = ""
+    """Why it was not taken."""
+    variant: str = ""
+    """What is unusual about it, such as "a mask tensor"."""
+    recipe: str = ""
+    """The quantization recipe, where there was one."""
+    dynamic: bool = False
+    """Its first dimension may change."""
+
+
+class OpSupport(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="op_support", tag_field="kind"):
+    """A backend's operators by probing; its pages show it, and CI probes a part of it anew."""
+
+    backend: str
+    versions: dict[str, str]
+    sources: dict[str, str]
+    """``"lowering"`` to the digest of the source text that was probed."""
+    results: list[Probed]
+    op: str = "lowering"
+
+
 class Block(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A block of code in the documentation that ran to its end on a device."""
 
@@ -165,7 +196,7 @@ class Execution(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="ex
     sources: dict[str, str] = {}
 
 
-Record = Benchmark | Checks | Execution
+Record = Benchmark | Checks | Execution | OpSupport
 
 
 def evidence_directory() -> Path | None:

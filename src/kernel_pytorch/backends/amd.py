@@ -1,5 +1,7 @@
 """AMD GPUs through ROCm."""
 
+from pathlib import Path
+
 from kernel_pytorch.evidence import evidence_directory
 from kernel_pytorch.hardware_abstraction.catalogue import CATALOGUE
 from kernel_pytorch.hardware_abstraction.probe import probe_amd
@@ -27,4 +29,5 @@ BACKEND = Backend(
     ),
     install_hint="a ROCm build of torch",
     evidence=evidence_directory(),
+    notes=Path(__file__).with_suffix(".md"),
 )

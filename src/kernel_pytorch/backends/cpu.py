@@ -1,5 +1,7 @@
 """Any processor torch runs on."""
 
+from pathlib import Path
+
 from kernel_pytorch.evidence import evidence_directory
 from kernel_pytorch.hardware_abstraction.catalogue import CATALOGUE
 from kernel_pytorch.hardware_abstraction.probe import probe_cpu
@@ -23,4 +25,6 @@ BACKEND = Backend(
     ),
     install_hint="",
     evidence=evidence_directory(),
+    notes=Path(__file__).with_suffix(".md"),
+    lowering="kernel_pytorch.lowering.target:CPU",
 )

@@ -1,5 +1,7 @@
 """Intel GPUs through torch.xpu."""
 
+from pathlib import Path
+
 from kernel_pytorch.evidence import evidence_directory
 from kernel_pytorch.hardware_abstraction.catalogue import CATALOGUE
 from kernel_pytorch.hardware_abstraction.probe import probe_intel
@@ -23,4 +25,5 @@ BACKEND = Backend(
     ),
     install_hint="an XPU build of torch and its Triton",
     evidence=evidence_directory(),
+    notes=Path(__file__).with_suffix(".md"),
 )

@@ -1,5 +1,7 @@
 """NVIDIA GPUs through CUDA."""
 
+from pathlib import Path
+
 from kernel_pytorch.evidence import evidence_directory
 from kernel_pytorch.hardware_abstraction.catalogue import CATALOGUE
 from kernel_pytorch.hardware_abstraction.probe import probe_nvidia
@@ -29,4 +31,5 @@ BACKEND = Backend(
     ),
     install_hint="a CUDA build of torch",
     evidence=evidence_directory(),
+    notes=Path(__file__).with_suffix(".md"),
 )

@@ -15,7 +15,7 @@ REMEDY = "run 'python -m kernel_pytorch.documentation --write' and commit what i
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m kernel_pytorch.documentation",
-        description=f"Make the generated pages: {', '.join(PAGES)}.",
+        description=f"Make the generated pages: {', '.join(PAGES)}, docs/backends.",
     )
     mode = parser.add_mutually_exclusive_group(required=True)
     mode.add_argument("--write", action="store_true", help="write the pages that are out of date")

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
+from kernel_pytorch.documentation.backend_pages import own_backend_pages
 from kernel_pytorch.documentation.measured import duration, gigabytes, refresh, stale_kernels
 from kernel_pytorch.documentation.plots import PLOTS, drawn
 from kernel_pytorch.documentation.reference import reference_page
@@ -281,6 +282,7 @@ def _expected(root: Path, evidence: Path | None) -> Iterator[tuple[str, str]]:
     """Every file that is generated, wholly or in part, with the text it should have."""
     for path, make in PAGES.items():
         yield path, make(evidence)
+    yield from own_backend_pages(evidence).items()
     for page in hand_written(root):
         if page.relative_to(root).as_posix() not in PAGES:
             yield page.relative_to(root).as_posix(), renewed(_read(page), evidence)

@@ -12,7 +12,7 @@ import textwrap
 from collections.abc import Callable, Mapping
 from typing import Any
 
-__all__ = ["reference_page"]
+__all__ = ["declared_fields", "reference_page"]
 
 # Module -> the sentence that opens its section, and the imports its examples take for granted.
 _MODULES = {
@@ -108,24 +108,34 @@ def _class(name: str, cls: type) -> list[str]:
     return lines
 
 
-def _fields(cls: type) -> list[str]:
-    """The fields as a list: name, type, default, and the docstring written under the field."""
+def declared_fields(cls: type) -> list[tuple[str, str, str, str]]:
+    """A dataclass's fields as its source has them: name, type, default, and the docstring under the field."""
     tree = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0]
     assert isinstance(tree, ast.ClassDef)
-    notes: dict[str, str] = {}
+    found: dict[str, tuple[str, str, str, str]] = {}
     for statement, following in zip(tree.body, [*tree.body[1:], None], strict=True):
         if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
-            default = "" if statement.value is None else f" = {ast.unparse(statement.value)}"
-            note = _string(following)
-            declared = f"- `{statement.target.id}: {ast.unparse(statement.annotation)}{_plain(default)}`"
-            notes[statement.target.id] = declared + (f": {note}" if note else "")
-    return ["", *(notes[field.name] for field in dataclasses.fields(cls))]
+            name = statement.target.id
+            default = "" if statement.value is None else _plain(ast.unparse(statement.value))
+            found[name] = (name, ast.unparse(statement.annotation), default, _string(following))
+    return [found[field.name] for field in dataclasses.fields(cls)]
+
+
+def _fields(cls: type) -> list[str]:
+    """The fields as a list."""
+    return [
+        "",
+        *(
+            f"- `{name}: {kind}{f' = {default}' if default else ''}`" + (f": {note}" if note else "")
+            for name, kind, default, note in declared_fields(cls)
+        ),
+    ]
 
 
 def _plain(default: str) -> str:
     """A default as a reader would write it: the factory of a field, without the machinery around it."""
-    found = re.fullmatch(r" = field\(default_factory=(\w+).*\)", default)
-    return f" = {found[1]}()" if found else default
+    found = re.fullmatch(r"field\(default_factory=(\w+).*\)", default)
+    return f"{found[1]}()" if found else default
 
 
 def _string(statement: ast.stmt | None) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import importlib.metadata
+import re
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -48,6 +49,11 @@ class Backend:
     """What to install when a device of this vendor is in the machine and torch does not see it."""
     evidence: Path | None = None
     """Folder with the backend's recorded evidence, where it ships any."""
+    lowering: str | None = None
+    """How programs for devices are made: ``"package.module:NAME"`` of a ``Lowering`` record, imported when first
+    needed; None where there is no ``.pte`` path."""
+    notes: Path | None = None
+    """What a person wrote for the backend's pages, one section for each (``kernel-pytorch backend docs``)."""
 
     def __post_init__(self) -> None:
         if not self.name.isidentifier() or self.name != self.name.lower():
@@ -62,6 +68,8 @@ class Backend:
                 raise ValueError(
                     f"backend {self.name!r} lists {device.name!r}, whose backend is {device.backend!r}"
                 )
+        if self.lowering is not None and not re.fullmatch(r"[\w.]+:\w+", self.lowering):
+            raise ValueError(f"lowering={self.lowering!r}: use 'package.module:NAME' of a Lowering record")
 
 
 @dataclass(frozen=True)

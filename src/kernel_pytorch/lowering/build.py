@@ -32,19 +32,20 @@ class BuildError(RuntimeError):
 
 @dataclass(frozen=True)
 class Runtime:
-    """Where the built runtime is."""
+    """Where a built runtime is."""
 
     prefix: Path
+    name: str = "kernel_pytorch"
+    """What its CMake project calls it: the library is ``NAME_backend``, the runner ``NAME_runner``."""
 
     @property
     def library(self) -> Path:
-        return (
-            self.prefix / "lib" / ("libkernel_pytorch_backend" + (".dylib" if sys.platform == "darwin" else ".so"))
-        )
+        ending = "dylib" if sys.platform == "darwin" else "so"
+        return self.prefix / "lib" / f"lib{self.name}_backend.{ending}"
 
     @property
     def runner(self) -> Path:
-        return self.prefix / "bin" / "kernel_pytorch_runner"
+        return self.prefix / "bin" / f"{self.name}_runner"
 
     @property
     def present(self) -> bool:
@@ -61,26 +62,34 @@ def executorch_root() -> Path:
 
 
 @cache
-def runtime_prefix() -> Path:
+def runtime_prefix(sources: Path = SOURCES) -> Path:
     """The folder for the runtime that belongs to these sources, this ExecuTorch and this machine."""
     digest = hashlib.sha256()
-    for source in sorted(SOURCES.rglob("*")):
+    for source in sorted(sources.rglob("*")):
         if source.is_file():
-            digest.update(str(source.relative_to(SOURCES)).encode() + b"\0" + source.read_bytes())
+            digest.update(str(source.relative_to(sources)).encode() + b"\0" + source.read_bytes())
     digest.update(importlib.metadata.version("executorch").encode())
     digest.update(str(executorch_root()).encode() + sysconfig.get_platform().encode())
     root = os.environ.get("KERNEL_PYTORCH_RUNTIME") or platformdirs.user_cache_path("kernel_pytorch") / "runtime"
     return Path(root) / digest.hexdigest()[:16]
 
 
-def build(*, tell: Callable[[str], None] = lambda text: None, jobs: int | None = None) -> Runtime:
+def build(
+    *,
+    sources: Path = SOURCES,
+    name: str = "kernel_pytorch",
+    tell: Callable[[str], None] = lambda text: None,
+    jobs: int | None = None,
+) -> Runtime:
     """The runtime, built now if it is not there yet.
 
     Args:
+        sources: the folder with the runtime's ``CMakeLists.txt``; ours when left out.
+        name: what that project calls itself, as in ``libNAME_backend``.
         tell: gets a line for each step, because the first build takes about half a minute.
         jobs: compilers at once; as many as there are processors when left out.
     """
-    ready = Runtime(runtime_prefix())
+    ready = Runtime(runtime_prefix(sources), name)
     if ready.present:
         return ready
     cmake, ninja = _tool("cmake"), _tool("ninja")
@@ -94,7 +103,7 @@ def build(*, tell: Callable[[str], None] = lambda text: None, jobs: int | None =
         _run(
             [
                 cmake,
-                *("-S", str(SOURCES), "-B", str(made), "-G", "Ninja"),
+                *("-S", str(sources), "-B", str(made), "-G", "Ninja"),
                 f"-DCMAKE_MAKE_PROGRAM={ninja}",
                 f"-DCMAKE_PREFIX_PATH={executorch_root()}",
                 f"-DCMAKE_INSTALL_PREFIX={installed}",

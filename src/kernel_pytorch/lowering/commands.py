@@ -15,13 +15,13 @@ from rich.console import Console
 __all__ = ["build_runtime", "lower", "run"]
 
 
-def build_runtime() -> None:
-    from kernel_pytorch.lowering.build import build
+def build_runtime(backend: str, *, only_path: bool = False) -> None:
+    from kernel_pytorch.lowering.target import lowering_of
 
-    console = Console()
-    with console.status("looking for the runtime") as status:
-        ready = build(tell=status.update)
-    console.print(f"the runtime is in {ready.prefix}", markup=False, soft_wrap=True)
+    with Console(stderr=only_path).status("looking for the runtime") as status:
+        ready = lowering_of(backend).build(tell=status.update)
+    said = str(ready.prefix) if only_path else f"the runtime is in {ready.prefix}"
+    Console().print(said, markup=False, highlight=False, soft_wrap=True)
 
 
 def _model(source: str) -> tuple[torch.nn.Module, tuple[Any, ...]]:

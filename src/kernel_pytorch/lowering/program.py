@@ -10,18 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
 from executorch.exir import EdgeCompileConfig, to_edge_transform_and_lower
 from torch.export import ExportedProgram
 
-from kernel_pytorch.lowering.partitioner import KernelPartitioner, PartitionerOptions
-from kernel_pytorch.lowering.recipes import find_recipe, quantized
+from kernel_pytorch.lowering.recipes import find_recipe
 from kernel_pytorch.lowering.report import Report, report_of
 from kernel_pytorch.lowering.runtime import LoadedProgram
+from kernel_pytorch.lowering.target import CPU, Lowering, lowering_of
 
 __all__ = ["Difference", "LoweredProgram", "lower"]
-
-_BACKENDS = ("cpu",)
 
 
 def _silent(text: str) -> None:
@@ -105,7 +102,7 @@ def lower(
     backend: str = "cpu",
     recipe: str | None = None,
     dynamic_shapes: Any = None,
-    options: PartitionerOptions | None = None,
+    options: Any = None,
     tell: Callable[[str], None] | None = None,
 ) -> LoweredProgram:
     """Lower a model to a ``.pte`` that runs on ExecuTorch, with our kernels for what XNNPACK leaves behind.
@@ -113,10 +110,11 @@ def lower(
     Args:
         model: in eval mode.
         inputs: an example of its inputs, as a tuple.
-        backend: where it will run; ``"cpu"``.
-        recipe: how to quantize it: one of ``RECIPES``, such as ``"int8-dynamic"``; None for not at all.
+        backend: where it will run: ``"cpu"``, or a backend elsewhere whose record says how it lowers.
+        recipe: how to quantize it: one of the backend's, such as ``"int8-dynamic"``; None for not at all.
         dynamic_shapes: which dimensions may change, as ``torch.export.export`` takes them; each needs a ``max``.
-        options: what our delegate takes; everything it can when left out.
+        options: what the delegate takes, as the backend's own record (``PartitionerOptions`` for ``"cpu"``);
+            everything it can when left out.
         tell: gets a line for each step.
 
     Returns:
@@ -132,23 +130,22 @@ def lower(
         >>> program.report.count("KernelPyTorchBackend", "kernel_pytorch_lowering::attention")
         1
     """
-    if backend not in _BACKENDS:
-        raise ValueError(f"backend={backend!r}: programs are lowered for {', '.join(_BACKENDS)}")
+    target = lowering_of(backend)
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"model={model!r}: expected a torch.nn.Module")
     if model.training:
         raise ValueError("model is in training mode: call model.eval() first")
     tell = tell or _silent
-    chosen = None if recipe is None else find_recipe(recipe)
+    chosen = None if recipe is None else find_recipe(recipe, target.recipes)
     given = tuple(inputs)
     if chosen is not None:
         tell(f"quantizing the model: {chosen.name}")
-        exported, eager = quantized(chosen, model, given, dynamic_shapes)
-        return lower_exported(exported, eager, given, options=options, tell=tell)
+        exported, eager = target.quantize(chosen, model, given, dynamic_shapes)
+        return lower_exported(exported, eager, given, options=options, tell=tell, target=target)
     tell("exporting the model")
     with torch.no_grad():
         exported = torch.export.export(model, given, dynamic_shapes=dynamic_shapes)
-    return lower_exported(exported, model, given, options=options, tell=tell)
+    return lower_exported(exported, model, given, options=options, tell=tell, target=target)
 
 
 def lower_exported(
@@ -156,20 +153,20 @@ def lower_exported(
     eager: Callable[..., Any],
     inputs: tuple[Any, ...],
     *,
-    options: PartitionerOptions | None = None,
+    options: Any = None,
     tell: Callable[[str], None] | None = None,
+    target: Lowering = CPU,
 ) -> LoweredProgram:
     """The second half of ``lower``, for a program that is exported already."""
     tell = tell or _silent
-    xnnpack = XnnpackPartitioner()
-    ours = KernelPartitioner(options or PartitionerOptions(), beside=(xnnpack,))
-    tell("partitioning the graph between our delegate and XNNPACK")
+    ours, *others = target.partitioners(target.checked(options))
+    tell(f"partitioning the graph for {target.delegate}")
     edge = to_edge_transform_and_lower(
         exported,
-        partitioner=[ours, xnnpack],
+        partitioner=[ours, *others],
         compile_config=EdgeCompileConfig(_check_ir_validity=False, _skip_dim_order=False),
     )
-    found = report_of(edge.exported_program().graph_module, ours.refusals)
+    found = report_of(edge.exported_program().graph_module, getattr(ours, "refusals", []))
     tell("planning memory and writing the program")
     finished = edge.to_executorch()
     buffer = bytes(finished.buffer)

@@ -7,7 +7,7 @@ delegate; norms, attention and everything else of ours stays in float32.
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -53,11 +53,11 @@ RECIPES = {
 }
 
 
-def find_recipe(name: str) -> QuantizationRecipe:
+def find_recipe(name: str, recipes: Mapping[str, QuantizationRecipe] = RECIPES) -> QuantizationRecipe:
     """A recipe by its name; an unknown one is an error that lists them."""
-    if name not in RECIPES:
-        raise ValueError(f"recipe={name!r}: use one of {', '.join(RECIPES)}, or None")
-    return RECIPES[name]
+    if name not in recipes:
+        raise ValueError(f"recipe={name!r}: use one of {', '.join(recipes)}, or None")
+    return recipes[name]
 
 
 def quantized(

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from kernel_pytorch.lowering.build import build
+from kernel_pytorch.lowering.target import register_delegates
 
 __all__ = ["LoadedProgram", "load", "registered"]
 
@@ -47,6 +48,7 @@ class LoadedProgram:
         from executorch.runtime import Runtime, Verification
 
         self._library = registered()
+        register_delegates(data)
         self._name = name
         try:
             self._program = Runtime.get().load_program(data, verification=Verification.InternalConsistency)

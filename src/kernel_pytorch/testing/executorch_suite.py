@@ -1,10 +1,10 @@
-"""ExecuTorch's own backend test suite with our flow, counted honestly.
+"""ExecuTorch's own backend test suite with the delegate of a backend, counted honestly.
 
-The suite knows the flows of its own tree. As a pytest plugin this file adds ours, and notes for every subtest what
+The suite knows the flows of its own tree. As a pytest plugin this file adds one, and notes for every subtest what
 became of it: the suite passes graphs of which nothing was delegated, and its tolerance is loose. Here a subtest is
 *delegated* with at least 60 dB, *refused* with reasons, *skipped* by the suite, or *failed*.
 
-    python tests/executorch_suite.py [--write] [test_softmax.py ...]
+    python -m kernel_pytorch.testing.executorch_suite [--backend acme] [--write] [test_softmax.py ...]
 """
 
 from __future__ import annotations
@@ -22,24 +22,29 @@ from typing import Any
 
 import torch
 
+__all__ = ["run", "summary"]
+
 LEAST_SNR = 60.0
-NOTES = "KERNEL_PYTORCH_SUITE_NOTES"
-RECORD = Path(__file__).parents[1] / "benchmarks" / "evidence" / "executorch_suite.txt"
+NOTES, BACKEND = "KERNEL_PYTORCH_SUITE_NOTES", "KERNEL_PYTORCH_SUITE_BACKEND"
 
 
-def _add_our_flow() -> None:
+def _add_flow(backend: str) -> None:
     from executorch.backends.test.harness import Tester, stages
     from executorch.backends.test.suite import flow, runner
     from executorch.exir import EdgeCompileConfig
 
-    from kernel_pytorch.lowering import KernelPartitioner, PartitionerOptions, registered
+    from kernel_pytorch.lowering.target import lowering_of
 
-    registered()
+    target = lowering_of(backend)
+    target.register()
     last: dict[str, Any] = {}
 
-    def partitioner() -> KernelPartitioner:
-        last["partitioner"] = KernelPartitioner(PartitionerOptions(glue_alone=True))
-        return last["partitioner"]
+    def partitioner() -> Any:
+        own = target.partitioners(target.checked(target.probe_options))[0]
+        if hasattr(own, "beside"):
+            own.beside = ()  # the suite asks what the delegate takes, not who comes after it
+        last["partitioner"] = own
+        return own
 
     def tester(model: torch.nn.Module, inputs: tuple[Any, ...], **options: Any) -> Tester:
         classes = Tester.default_stage_classes() | {
@@ -50,7 +55,7 @@ def _add_our_flow() -> None:
         }
         return Tester(model, inputs, stage_classes=classes, **options)
 
-    ours = flow.TestFlow("kernel_pytorch", backend="kernel_pytorch", tester_factory=tester)
+    ours = flow.TestFlow(backend, backend=backend, tester_factory=tester)
     known_flows, run_test = flow.all_flows, runner.run_test
     flow.all_flows = lambda: {**known_flows(), ours.name: ours}
 
@@ -81,21 +86,26 @@ def _add_our_flow() -> None:
 
 
 if NOTES in os.environ:
-    _add_our_flow()
+    _add_flow(os.environ[BACKEND])
 
 
-def run(files: list[str]) -> list[dict[str, Any]]:
-    """Run the operators' tests, all of them or some files, and return what became of each subtest."""
+def run(files: list[str], backend: str = "cpu") -> list[dict[str, Any]]:
+    """Run the operators' tests, all of them or some files, and return what became of each subtest.
+
+    Args:
+        files: such as ``"test_relu.py"``; none for all of them, which takes minutes.
+        backend: a backend that lowers; its own delegate alone is tested.
+    """
     import executorch.backends.test.suite.operators as operators
 
     folder = Path(operators.__path__[0])
     with tempfile.TemporaryDirectory() as scratch:
         notes = Path(scratch) / "notes.jsonl"
         notes.touch()
-        command = [sys.executable, "-m", "pytest", "-c", os.devnull, "-p", "executorch_suite", "-q", "-W", "ignore"]
-        command += ["-p", "no:cacheprovider", "-m", "flow_kernel_pytorch"]
+        command = [sys.executable, "-m", "pytest", "-c", os.devnull, "-p", __spec__.name, "-q", "-W", "ignore"]
+        command += ["-p", "no:cacheprovider", "-m", f"flow_{backend}"]
         command += [str(folder / name) for name in files] or [str(folder)]
-        environment = {**os.environ, NOTES: str(notes), "PYTHONPATH": str(Path(__file__).parent)}
+        environment = {**os.environ, NOTES: str(notes), BACKEND: backend, "PYTEST_ADDOPTS": ""}
         done = subprocess.run(command, cwd=scratch, env=environment, capture_output=True, text=True)
         found = [json.loads(line) for line in notes.read_text().splitlines()]
         if not found:
@@ -104,6 +114,7 @@ def run(files: list[str]) -> list[dict[str, Any]]:
 
 
 def summary(notes: list[dict[str, Any]]) -> str:
+    """How many subtests had which outcome, every reason for a refusal, and every failure."""
     counts = Counter(note["outcome"] for note in notes)
     lines = [f"{counts[name]:5} {name}" for name in ("delegated", "refused", "skipped", "failed")]
     reasons = Counter(
@@ -118,9 +129,15 @@ def summary(notes: list[dict[str, Any]]) -> str:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("files", nargs="*", help="files of the suite's operators; all when left out")
-    parser.add_argument("--write", action="store_true", help="keep the result in benchmarks/evidence")
+    parser.add_argument("--write", action="store_true", help="keep the result in the backend's evidence")
+    parser.add_argument("--backend", default="cpu", help="whose delegate; cpu when left out")
     options = parser.parse_args()
-    told = summary(run(options.files))
+    told = summary(run(options.files, options.backend))
     sys.stdout.write(told)
     if options.write:
-        RECORD.write_text(told)
+        from kernel_pytorch.hardware_abstraction.registry import backend as backend_of
+
+        folder = backend_of(options.backend).evidence
+        if folder is None:
+            parser.error(f"backend {options.backend!r} names no folder for evidence")
+        (folder / "executorch_suite.txt").write_text(told)

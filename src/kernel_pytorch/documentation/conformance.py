@@ -1,0 +1,355 @@
+"""Does a folder of backend documentation keep to the standard page set? For ours and for anybody's.
+
+The layout: ``NAME-overview`` is required; ``NAME-quantization``, ``NAME-partitioner`` and ``op-support.csv`` are
+recommended; ``NAME-troubleshooting``, ``NAME-op-support``, ``NAME-arch-internals``, ``tutorials/NAME-tutorials`` and
+``guides/NAME-guides`` are optional. Pages are Markdown or reStructuredText.
+"""
+
+from __future__ import annotations
+
+import csv
+import difflib
+import re
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from kernel_pytorch.documentation.op_support import COLUMNS
+from kernel_pytorch.documentation.sources import Page, Section, read_page, undefined_names
+
+__all__ = ["Conformance", "Finding", "check_folder"]
+
+Severity = Literal["error", "warning", "note"]
+
+
+@dataclass(frozen=True)
+class Role:
+    """A page of the standard set."""
+
+    name: str
+    level: Literal["required", "recommended", "optional"]
+    words: tuple[str, ...]
+    """What the name of a page contains that was renamed."""
+    folder: str = ""
+
+
+ROLES = (
+    Role("overview", "required", ("overview", "index", "readme")),
+    Role("quantization", "recommended", ("quanti",)),
+    Role("partitioner", "recommended", ("partition",)),
+    Role("op-support.csv", "recommended", (".csv",)),
+    Role("troubleshooting", "optional", ("trouble", "debug", "faq")),
+    Role("op-support", "optional", ("op-support", "ops-support", "operator", "supported-op")),
+    Role("arch-internals", "optional", ("arch-", "internal", "architecture", "design")),
+    Role("tutorials", "optional", ("tutorial",), "tutorials"),
+    Role("guides", "optional", ("guide",), "guides"),
+)
+# Section of the overview to names that others have given it.
+SECTIONS = {
+    "Features": ("highlights", "capabilities", "what is supported"),
+    "Target Requirements": ("hardware requirements", "supported hardware", "runtime requirements", "prerequisites"),
+    "Development Requirements": ("host requirements", "software requirements", "installation", "setup"),
+    "Using": ("usage", "quick start", "lowering a model", "export", "exporting"),
+    "Runtime Integration": ("runtime", "deployment", "running on device", "integration"),
+    "Reference": ("additional resources", "references", "further reading", "see also", "links"),
+}
+_MARKERS = re.compile(
+    r"\bTODO\b|\bTBD\b|\bFIXME\b|\bXXX\b|lorem ipsum|coming soon|\{BACKEND\}|\*?backend name\*|<your[ -]|"
+    r"under construction",
+    re.IGNORECASE,
+)
+# How a template speaks to the author of a page instead of to its reader.
+_INSTRUCTION = re.compile(
+    r"^(provide|list|describe|include|document|explain|consider|add|make sure|use this|fill|replace|"
+    r"this (section|page) (is intended|describes the steps|should|will))\b",
+    re.IGNORECASE,
+)
+_ROW_PLACEHOLDER = re.compile(r"^(operator|dtype|quantization|constraints?)\s?\d*$", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that is not as it should be."""
+
+    severity: Severity
+    page: str
+    line: int
+    code: str
+    message: str
+
+
+@dataclass
+class Conformance:
+    """What a folder has of the standard set, and what is wrong with it."""
+
+    backend: str
+    pages: list[dict[str, str]] = field(default_factory=list)
+    """Role, level, status (present, renamed, missing) and path of each page of the set."""
+    sections: list[dict[str, str]] = field(default_factory=list)
+    """Title and status (present, renamed, missing, empty, placeholder) of the overview's sections."""
+    blocks: dict[str, int] = field(
+        default_factory=lambda: {"python": 0, "parse": 0, "self_contained": 0, "unlabelled": 0}
+    )
+    findings: list[Finding] = field(default_factory=list)
+
+    def count(self, severity: Severity) -> int:
+        return sum(finding.severity == severity for finding in self.findings)
+
+    def passes(self, strict: bool = False) -> bool:
+        return not self.count("error") and not (strict and self.count("warning"))
+
+    def as_data(self) -> dict[str, Any]:
+        counts = {name: self.count(name) for name in ("error", "warning", "note")}
+        return {**asdict(self), "counts": counts}
+
+
+def check_folder(folder: Path) -> Conformance:
+    """Check a backend's documentation.
+
+    Example:
+        >>> import tempfile
+        >>> [finding.code for finding in check_folder(Path(tempfile.mkdtemp())).findings][:1]
+        ['missing-page']
+    """
+    if not folder.is_dir():
+        raise NotADirectoryError(f"folder={str(folder)!r}: no such folder")
+    return _Check(folder).run()
+
+
+class _Check:
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        found = (path for ending in ("*.md", "*.rst") for path in folder.rglob(ending))
+        self.pages = {path: read_page(path) for path in sorted(found)}
+        self.tables = sorted(folder.rglob("*.csv"))
+        self.result = Conformance(self._name())
+
+    def run(self) -> Conformance:
+        for role in ROLES:
+            self._role(role)
+        for page in self.pages.values():
+            self._contents(page)
+            self._blocks(page)
+            self._links(page)
+        order = {"error": 0, "warning": 1, "note": 2}
+        self.result.findings.sort(key=lambda one: (order[one.severity], one.page, one.line))
+        return self.result
+
+    def _say(self, severity: Severity, where: Path | str, line: int, code: str, message: str) -> None:
+        page = where if isinstance(where, str) else where.relative_to(self.folder).as_posix()
+        self.result.findings.append(Finding(severity, page, line, code, message))
+
+    def _name(self) -> str:
+        """The backend's name: what stands before the names of the pages, or the folder's."""
+        names = [
+            path.stem.removesuffix(f"-{role.name}")
+            for role in ROLES
+            for path in self.pages
+            if path.stem.endswith(f"-{role.name}") and path.parent == self.folder / role.folder
+        ]
+        return max(names, key=names.count, default=self.folder.resolve().name)
+
+    # Pages
+
+    def _role(self, role: Role) -> None:
+        wanted = f"{role.folder}/" if role.folder else ""
+        wanted += role.name if role.name.endswith(".csv") else f"{self.result.backend}-{role.name}"
+        exact = [self.folder / f"{wanted}{ending}" for ending in ("", ".md", ".rst")]
+        there = next((path for path in exact if path.is_file()), None)
+        status, shown = "present", there
+        if there is None:
+            shown = self._renamed(role)
+            status = "missing" if shown is None else "renamed"
+        row = {"role": role.name, "level": role.level, "status": status}
+        row["path"] = "" if shown is None else shown.relative_to(self.folder).as_posix()
+        self.result.pages.append(row)
+        ending = "" if role.name.endswith(".csv") else ".md"
+        severity: Severity = {"required": "error", "recommended": "warning", "optional": "note"}[role.level]  # type: ignore[assignment]
+        if status == "missing":
+            self._say(severity, f"{wanted}{ending}", 0, "missing-page", f"the {role.level} page is not there")
+        elif status == "renamed":
+            worse: Severity = "error" if role.level == "required" else "warning"
+            self._say(worse, row["path"], 0, "renamed-page", f"the {role.name} page, expected as {wanted}{ending}")
+        if shown is None:
+            return
+        if role.name == "overview":
+            self._overview(self.pages[shown])
+        if role.name.endswith(".csv"):
+            self._table(shown)
+        if shown in self.pages and shown.stem.startswith("backend-"):
+            self._say("warning", shown, 0, "template-name", "has the template's name: put your backend's in front")
+
+    def _renamed(self, role: Role) -> Path | None:
+        if role.name.endswith(".csv"):
+            return self.tables[0] if self.tables else None
+        taken = {row["path"] for row in self.result.pages}
+        for word in role.words:
+            for path in self.pages:
+                name = path.relative_to(self.folder).as_posix()
+                inside = not role.folder and "/" in name  # a page of a tutorial is no page of the set
+                if word in path.stem.lower() and name not in taken and not inside:
+                    return path
+        if role.name == "overview":  # any page with a part of its sections
+            for path, page in self.pages.items():
+                titles = {section.title for section in page.sections}
+                if len(titles & set(SECTIONS)) >= 2 and path.parent == self.folder:
+                    return path
+        return None
+
+    # Sections
+
+    def _overview(self, page: Page) -> None:
+        titles = [section for section in page.sections if section.level == 2]
+        matched: set[int] = set()
+        for wanted, others in SECTIONS.items():
+            section, renamed = _find(wanted, others, titles)
+            status = "missing" if section is None else "renamed" if renamed else "present"
+            if section is None:
+                self._say("error", page.path, 0, "missing-section", f"section '{wanted}' is not there")
+            else:
+                matched.add(section.line)
+                if renamed:
+                    message = f"section '{section.title}' stands where '{wanted}' is expected"
+                    self._say("warning", page.path, section.line, "renamed-section", message)
+                if not page.under(section):
+                    status = "empty"
+                elif _is_placeholder(f"{section.title}\n{page.under(section)}"):
+                    status = "placeholder"
+            self.result.sections.append({"title": wanted, "status": status})
+        for section in titles:
+            if section.line not in matched and section.title != "Quantization":
+                self._say("note", page.path, section.line, "other-section", f"section '{section.title}' is extra")
+        if not any(section.title == "Quantization" for section in page.sections):
+            self._say("note", page.path, 0, "missing-section", "section 'Quantization' would help a reader")
+
+    def _contents(self, page: Page) -> None:
+        if not any(section.body for section in page.sections) and (page.sections or not page.text.strip()):
+            self._say("error", page.path, 1, "empty-page", "the page has no text")
+            return
+        if not page.sections:
+            self._say("error", page.path, 1, "no-title", "the page has no title")
+        for section in page.sections:
+            if section.level > 1 and not page.under(section):
+                self._say("error", page.path, section.line, "empty-section", f"section '{section.title}' is empty")
+            elif _is_placeholder(f"{section.title}\n{section.body}"):
+                message = f"section '{section.title}' still has a template's text"
+                self._say("error", page.path, section.line, "placeholder", message)
+
+    # Code
+
+    def _blocks(self, page: Page) -> None:
+        known: set[str] = set()
+        count = self.result.blocks
+        for block in page.code:
+            if not block.language:
+                count["unlabelled"] += 1
+                self._say("warning", page.path, block.line, "unlabelled-block", "the block names no language")
+            if block.language != "python":
+                continue
+            count["python"] += 1
+            try:
+                missing, defined = undefined_names(block.text, known)
+            except (SyntaxError, ValueError) as error:
+                line = block.line + (getattr(error, "lineno", None) or 0)
+                message = f"no valid Python: {getattr(error, 'msg', error)}"
+                self._say("error", page.path, line, "python-syntax", message)
+                continue
+            count["parse"] += 1
+            known |= defined | missing  # each missing name is told once
+            if missing:
+                message = f"not self-contained: {', '.join(sorted(missing))} comes from nowhere on this page"
+                self._say("error", page.path, block.line, "python-undefined", message)
+            else:
+                count["self_contained"] += 1
+
+    # Links
+
+    def _links(self, page: Page) -> None:
+        for link in page.links:
+            if re.match(r"[a-z][a-z0-9+.-]*:", link.target) or not link.target:
+                continue
+            path, _, anchor = link.target.partition("#")
+            there = self._resolved(page.path, path, link.kind) if path else page.path
+            if there is None:
+                code = "dead-toctree" if link.kind == "toctree" else "dead-link"
+                self._say("error", page.path, link.line, code, f"'{link.target}' leads to no file")
+            elif anchor and there.suffix in (".md", ".rst"):
+                target = self.pages.get(there) or read_page(there)
+                if anchor not in target.anchors:
+                    message = f"'{link.target}': that page has no such heading"
+                    self._say("error", page.path, link.line, "dead-link", message)
+
+    def _resolved(self, page: Path, target: str, kind: str) -> Path | None:
+        # A path from the documentation's root may start in any folder above.
+        starts = list(page.parents)[:8] if target.startswith("/") else [page.parent]
+        endings = ("", ".md", ".rst") if kind in ("doc", "toctree") else ("",)
+        plain = target.lstrip("/")
+        names = [plain + ending for ending in endings]
+        if plain.endswith(".html"):
+            names += [plain.removesuffix(".html") + ending for ending in (".md", ".rst")]
+        for start in starts:
+            for name in names:
+                path = start / name
+                if path.is_file() or (kind == "link" and path.is_dir()):
+                    return path
+        return None
+
+    # The table of operators
+
+    def _table(self, path: Path) -> None:
+        text = path.read_text(encoding="utf-8", errors="replace")
+        rows = list(csv.reader(text.splitlines()))
+        head = tuple(cell.strip() for cell in rows[0]) if rows else ()
+        if head != COLUMNS:
+            message = f"columns are {', '.join(head) or 'none'}; expected {', '.join(COLUMNS)}"
+            self._say("error", path, 1, "csv-columns", message)
+            return
+        if len(rows) == 1:
+            self._say("warning", path, 1, "csv-empty", "the table has no operator")
+        seen: set[str] = set()
+        for number, row in enumerate(rows[1:], 2):
+            if len(row) != len(COLUMNS):
+                self._say("error", path, number, "csv-row", f"{len(row)} cells; {len(COLUMNS)} are expected")
+            elif not row[0].strip():
+                self._say("error", path, number, "csv-row", "names no operator")
+            elif _ROW_PLACEHOLDER.match(row[0].strip()):
+                self._say("error", path, number, "placeholder", f"'{row[0]}' is a template's row")
+            elif row[0] in seen:
+                self._say("warning", path, number, "csv-row", f"'{row[0]}' stands twice")
+            seen.add(row[0] if row else "")
+
+
+def _find(wanted: str, others: tuple[str, ...], titles: list[Section]) -> tuple[Section | None, bool]:
+    """The section of this name, or the one that took its place."""
+    plain = {section.line: re.sub(r"[*_`]", "", section.title).strip() for section in titles}
+
+    def first(test: Any) -> Section | None:
+        return next((section for section in titles if test(plain[section.line])), None)
+
+    exact = first(lambda title: title == wanted or (wanted == "Using" and re.match(r"Using\b", title)))
+    if exact is not None:
+        return exact, False
+    taken = {name for name in SECTIONS if any(title == name for title in plain.values())}
+    renamed = first(
+        lambda title: (
+            title not in taken
+            and (
+                title.lower() in others
+                or difflib.SequenceMatcher(None, title.lower(), wanted.lower()).ratio() > 0.8
+            )
+        )
+    )
+    return renamed, True
+
+
+def _is_placeholder(text: str) -> bool:
+    """Whether a text still speaks to its author: a marker, or mostly questions and instructions."""
+    prose = re.sub(r"^```.*?^```|^(?: {4}|\t).*$", "", text, flags=re.MULTILINE | re.DOTALL)
+    prose = re.sub(r"`[^`]*`", "", prose)
+    if _MARKERS.search(prose):
+        return True
+    body = prose.partition("\n")[2]
+    sentences = [one.strip(" -*\t") for one in re.split(r"(?<=[.?!:])\s+|\n\s*\n|\n(?=\s*[-*] )", body)]
+    sentences = [one for one in sentences if re.search(r"\w", one)]
+    told = [one for one in sentences if one.endswith("?") or _INSTRUCTION.match(one)]
+    return bool(sentences) and len(told) * 2 > len(sentences)

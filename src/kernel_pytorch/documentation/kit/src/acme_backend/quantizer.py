@@ -1,0 +1,64 @@
+"""How a model is quantized: named recipes, and the PT2E quantizer behind them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.export import ExportedProgram
+from torchao.quantization.pt2e.observer import PerChannelMinMaxObserver
+from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e, prepare_pt2e
+from torchao.quantization.pt2e.quantizer import QuantizationAnnotation, QuantizationSpec, Quantizer
+
+from kernel_pytorch.lowering import QuantizationRecipe
+
+RECIPES = {
+    recipe.name: recipe
+    for recipe in (
+        QuantizationRecipe(
+            name="int8-weight",
+            weight_bits=8,
+            weight_granularity="channel",
+            weight_symmetric=True,
+            activation_bits=32,
+            activations="float",
+            operators=("linear",),
+            flow="pt2e",
+        ),
+    )
+}
+_WEIGHT = QuantizationSpec(
+    dtype=torch.int8,
+    observer_or_fake_quant_ctr=PerChannelMinMaxObserver.with_args(eps=2**-24),
+    quant_min=-127,
+    quant_max=127,
+    qscheme=torch.per_channel_symmetric,
+    ch_axis=0,
+    is_dynamic=False,
+)
+
+
+class AcmeQuantizer(Quantizer):
+    """The weights of linears in int8, one scale for each output; everything else stays in float32."""
+
+    def annotate(self, model: torch.fx.GraphModule) -> torch.fx.GraphModule:
+        for node in model.graph.nodes:
+            if node.target is torch.ops.aten.linear.default:
+                annotation = QuantizationAnnotation(input_qspec_map={node.args[1]: _WEIGHT}, _annotated=True)
+                node.meta["quantization_annotation"] = annotation
+        return model
+
+    def validate(self, model: torch.fx.GraphModule) -> None:
+        pass
+
+
+def quantize(
+    recipe: QuantizationRecipe, model: torch.nn.Module, inputs: tuple[Any, ...], dynamic_shapes: Any
+) -> tuple[ExportedProgram, torch.nn.Module]:
+    """The quantized model, exported, and as a module that runs in eager mode."""
+    with torch.no_grad():
+        captured = torch.export.export(model, inputs, dynamic_shapes=dynamic_shapes).module()
+        prepared = prepare_pt2e(captured, AcmeQuantizer())
+        prepared(*inputs)
+        converted = convert_pt2e(prepared)
+        return torch.export.export(converted, inputs, dynamic_shapes=dynamic_shapes), converted

@@ -1,0 +1,216 @@
+"""What a page of documentation is made of, read from Markdown (MyST) or reStructuredText: sections, code, links."""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import doctest
+import itertools
+import re
+import symtable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from markdown_it import MarkdownIt
+
+__all__ = ["Code", "Link", "Page", "Section", "read_page", "undefined_names"]
+
+
+@dataclass(frozen=True)
+class Section:
+    """A heading and what stands under it, up to the next heading."""
+
+    title: str
+    level: int
+    line: int
+    body: str
+
+
+@dataclass(frozen=True)
+class Code:
+    """A block of code."""
+
+    language: str
+    text: str
+    line: int
+
+
+@dataclass(frozen=True)
+class Link:
+    """A place that the page points to."""
+
+    target: str
+    line: int
+    kind: str
+    """``"link"``, ``"doc"`` (a page without its ending), ``"toctree"`` or ``"file"``."""
+
+
+@dataclass
+class Page:
+    """One page."""
+
+    path: Path
+    text: str
+    sections: list[Section] = field(default_factory=list)
+    code: list[Code] = field(default_factory=list)
+    links: list[Link] = field(default_factory=list)
+    anchors: set[str] = field(default_factory=set)
+
+    def under(self, section: Section) -> str:
+        """A section's text with that of its subsections."""
+        start = self.sections.index(section)
+        texts = [section.body]
+        for later in self.sections[start + 1 :]:
+            if later.level <= section.level:
+                break
+            texts.append(later.body)
+        return "\n".join(texts).strip()
+
+
+def read_page(path: Path) -> Page:
+    """Read a page by its ending; bytes that are no text become question marks."""
+    text = path.read_text(encoding="utf-8", errors="replace")
+    page = Page(path, text)
+    (_read_rst if path.suffix == ".rst" else _read_markdown)(page)
+    return page
+
+
+def slug(title: str) -> str:
+    """The anchor of a heading, as GitHub and MyST make it."""
+    return re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
+
+
+_DIRECTIVE = re.compile(r"\{([\w:.-]+)\}\s*(.*)")
+
+
+def _read_markdown(page: Page) -> None:
+    lines = page.text.splitlines()
+    tokens = MarkdownIt("commonmark").enable("table").parse(page.text)
+    headings: list[tuple[str, int, int, int]] = []
+    for position, token in enumerate(tokens):
+        first, last = token.map or (0, 0)
+        if token.type == "heading_open":
+            headings.append((tokens[position + 1].content, int(token.tag[1]), first, last))
+        elif token.type == "fence":
+            _block(page, token.info.strip(), token.content, first + 1)
+        elif token.type == "code_block" and token.content.lstrip().startswith(">>>"):
+            page.code.append(Code("python", token.content, first + 1))
+        elif token.type == "inline":
+            for name in re.findall(r"\{doc\}`([^`]+)`", token.content):
+                page.links.append(Link(_target(name), first + 1, "doc"))
+            for child in token.children or ():
+                target = child.attrGet("href") or child.attrGet("src")
+                if target:
+                    page.links.append(Link(str(target), first + 1, "link"))
+    for found in re.finditer(r"^(:{3,})(\{.*)\n((?:.*\n)*?)\1\s*$", page.text, flags=re.MULTILINE):
+        _block(page, found[2].strip(), found[3], page.text.count("\n", 0, found.start()) + 1)
+    page.anchors |= {slug(title) for title, *_ in headings}
+    page.anchors |= set(re.findall(r"^\(([\w-]+)\)=", page.text, flags=re.MULTILINE))
+    page.anchors |= set(re.findall(r"<a (?:name|id)=\"([^\"]+)\"", page.text))
+    _sections(page, headings, lines)
+
+
+def _sections(page: Page, headings: list[tuple[str, int, int, int]], lines: list[str]) -> None:
+    ends = [first for _, _, first, _ in headings[1:]] + [len(lines)]
+    for (title, level, first, body), end in zip(headings, ends, strict=False):  # no heading, no end
+        page.sections.append(Section(title, level, first + 1, "\n".join(lines[body:end]).strip()))
+
+
+def _block(page: Page, info: str, text: str, line: int) -> None:
+    found = _DIRECTIVE.match(info)
+    if found is None:
+        word = info.split()[0] if info else ""
+        page.code.append(Code({"py": "python", "python3": "python"}.get(word, word), text, line))
+        return
+    name, argument = found[1], found[2]
+    options = dict(re.findall(r"^:([\w-]+):[ \t]*(.*)$", text, flags=re.MULTILINE))
+    body = re.sub(r"^:[\w-]+:.*\n?", "", text, flags=re.MULTILINE)
+    if name in ("code-block", "code", "sourcecode", "code-cell"):
+        page.code.append(Code(argument.split()[0] if argument else "python", body, line))
+    elif name == "toctree":
+        _toctree(page, body, line, "glob" in options)
+    elif name == "eval-rst":
+        _rst_blocks(page, body.splitlines(), line)
+    elif name in ("csv-table", "include", "literalinclude", "image", "figure"):
+        target = options.get("file", "") if name == "csv-table" else argument
+        if target:
+            page.links.append(Link(target.strip(), line, "file"))
+
+
+def _toctree(page: Page, body: str, line: int, glob: bool) -> None:
+    for entry in body.splitlines():
+        word = _target(entry.strip())
+        if word and not (glob and "*" in word) and word != "self":
+            page.links.append(Link(word, line, "toctree"))
+
+
+def _target(text: str) -> str:
+    """The page in ``Title <page>`` or in ``page``."""
+    found = re.search(r"<([^>]+)>\s*$", text)
+    return (found[1] if found else text).strip()
+
+
+def _read_rst(page: Page) -> None:
+    lines = page.text.splitlines()
+    headings: list[tuple[str, int, int, int]] = []
+    marks: list[str] = []
+    for number, (title, rule) in enumerate(itertools.pairwise(lines)):
+        plain = title.strip()
+        same = rule.strip() and set(rule.strip()) <= {rule.strip()[0]} and rule.strip()[0] in "=-~^\"'#*+`"
+        if plain and same and len(rule.strip()) >= max(len(plain), 3) and not set(plain) <= set("=-~^\"'#*+`"):
+            mark = rule.strip()[0]
+            if mark not in marks:
+                marks.append(mark)
+            headings.append((plain, marks.index(mark) + 1, number, number + 2))
+    for found in re.finditer(r":doc:`([^`]+)`", page.text):
+        page.links.append(Link(_target(found[1]), page.text.count("\n", 0, found.start()) + 1, "doc"))
+    for found in re.finditer(r"`[^`<]*<([^>`]+)>`_", page.text):
+        page.links.append(Link(found[1].strip(), page.text.count("\n", 0, found.start()) + 1, "link"))
+    page.anchors |= {slug(title) for title, *_ in headings}
+    page.anchors |= {name.strip("`") for name in re.findall(r"^\.\. _([^:]+):", page.text, flags=re.MULTILINE)}
+    _rst_blocks(page, lines, 1)
+    _sections(page, headings, lines)
+
+
+def _rst_blocks(page: Page, lines: list[str], first: int) -> None:
+    """Directives with their indented blocks, handed on as if they were MyST's."""
+    for number, line in enumerate(lines):
+        found = re.match(r"(\s*)\.\. ([\w:.-]+)::\s*(.*)", line)
+        if found is None:
+            continue
+        body: list[str] = []
+        for later in lines[number + 1 :]:
+            if later.strip() and len(later) - len(later.lstrip()) <= len(found[1]):
+                break
+            body.append(later)
+        depth = min((len(one) - len(one.lstrip()) for one in body if one.strip()), default=0)
+        text = "\n".join(one[depth:] for one in body).strip("\n") + "\n"
+        _block(page, f"{{{found[2]}}} {found[3]}", text, first + number)
+
+
+def undefined_names(code: str, known: set[str]) -> tuple[set[str], set[str]]:
+    """The names that a block uses without having them, and those that it defines for the blocks after it.
+
+    Raises:
+        SyntaxError: where the block is no Python.
+    """
+    if re.search(r"^\s*>>> ", code, flags=re.MULTILINE):
+        code = "".join(example.source for example in doctest.DocTestParser().get_examples(code))
+    tree = ast.parse(code)
+    top = symtable.symtable(code, "block", "exec")
+    used: set[str] = set()
+    defined: set[str] = set()
+    if any(isinstance(node, ast.ImportFrom) and node.names[0].name == "*" for node in ast.walk(tree)):
+        return set(), set(known)
+    waiting = [top]
+    while waiting:
+        scope = waiting.pop()
+        waiting += scope.get_children()
+        for symbol in scope.get_symbols():
+            here = scope is top or symbol.is_declared_global()
+            if here and (symbol.is_assigned() or symbol.is_imported() or symbol.is_namespace()):
+                defined.add(symbol.get_name())
+            elif symbol.is_referenced() and (scope is top or symbol.is_global()):
+                used.add(symbol.get_name())
+    given = known | defined | set(dir(builtins)) | {"__name__", "__file__", "__doc__"}
+    return used - given, defined

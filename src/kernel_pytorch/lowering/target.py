@@ -1,0 +1,134 @@
+"""How a backend lowers: one record that ``kp.lower``, the command line, the probe and the pages all read.
+
+Ours is ``CPU``. A third party's ``Backend`` names its own as ``lowering="package.module:NAME"``.
+"""
+
+from __future__ import annotations
+
+import importlib
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from executorch.exir.backend.partitioner import Partitioner
+from torch.export import ExportedProgram
+
+from kernel_pytorch.hardware_abstraction.registry import backend, backends
+from kernel_pytorch.lowering.backend import KernelPyTorchBackend
+from kernel_pytorch.lowering.build import SOURCES, Runtime, build
+from kernel_pytorch.lowering.partitioner import KernelPartitioner, PartitionerOptions
+from kernel_pytorch.lowering.probes import PROBES, Probe
+from kernel_pytorch.lowering.recipes import RECIPES, QuantizationRecipe, quantized
+
+__all__ = ["CPU", "Lowering", "lowering_from", "lowering_of", "register_delegates"]
+
+Quantize = Callable[
+    [QuantizationRecipe, torch.nn.Module, tuple[Any, ...], Any], tuple[ExportedProgram, torch.nn.Module]
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lowering:
+    """How a backend's programs are made, built and described.
+
+    Example:
+        >>> lowering_of("cpu").delegate
+        'KernelPyTorchBackend'
+    """
+
+    delegate: str
+    """The delegate's name in a ``.pte``; the C++ library registers itself under it."""
+    options: type
+    """The partitioner's options: a frozen dataclass, each field with a docstring under it."""
+    partitioners: Callable[[Any], tuple[Partitioner, ...]]
+    """The partitioners for given options, the backend's own first. If it has ``refusals``, the report shows them."""
+    recipes: Mapping[str, QuantizationRecipe]
+    """Quantization recipes by name; empty where nothing is quantized."""
+    quantize: Quantize
+    """(recipe, model, inputs, dynamic shapes) to the quantized model, exported and as one that runs in eager mode."""
+    register: Callable[[], object]
+    """Makes ExecuTorch's runtime in this process know the delegate."""
+    sources: Path
+    """The folder with the runtime's ``CMakeLists.txt``, which builds against the ExecuTorch wheel."""
+    native_name: str
+    """What that CMake project calls itself: ``libNAME_backend``, ``NAME_runner``, ``NAME::backend``."""
+    probes: tuple[Probe, ...]
+    """A small model for each operator, from which the table of operators is found out."""
+    probe_options: Any = None
+    """The options to probe with, where not the default ones."""
+    bundled: str = "Not part of ExecuTorch's pre-built libraries, on any platform: build it from source."
+    """Whether an application gets the runtime without building it."""
+
+    def checked(self, options: Any) -> Any:
+        """The options, the default ones for None; another record is an error."""
+        if options is None:
+            return self.options()
+        if not isinstance(options, self.options):
+            raise TypeError(f"options={options!r}: {self.delegate} takes a {self.options.__name__}")
+        return options
+
+    def build(self, tell: Callable[[str], None] | None = None) -> Runtime:
+        """The C++ runtime, built now if it is not there yet; ``tell`` gets a line for each step."""
+        return build(sources=self.sources, name=self.native_name, tell=tell or (lambda text: None))
+
+
+def _register() -> object:
+    from kernel_pytorch.lowering.runtime import registered
+
+    return registered()
+
+
+def _partitioners(options: PartitionerOptions) -> tuple[Partitioner, ...]:
+    from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
+
+    xnnpack = XnnpackPartitioner()
+    return KernelPartitioner(options, beside=(xnnpack,)), xnnpack
+
+
+CPU = Lowering(
+    delegate=KernelPyTorchBackend.__name__,
+    options=PartitionerOptions,
+    partitioners=_partitioners,
+    recipes=RECIPES,
+    quantize=quantized,
+    register=_register,
+    sources=SOURCES,
+    native_name="kernel_pytorch",
+    probes=PROBES,
+    probe_options=PartitionerOptions(glue_alone=True),
+)
+
+
+def lowering_from(path: str) -> Lowering:
+    """The record that ``"package.module:NAME"`` names."""
+    module, _, attribute = path.partition(":")
+    found = getattr(importlib.import_module(module), attribute, None)
+    if not isinstance(found, Lowering):
+        raise TypeError(f"lowering={path!r} names a {type(found).__name__}, not a Lowering")
+    return found
+
+
+def lowering_of(name: str) -> Lowering:
+    """How a backend lowers; one that does not is an error that says who does."""
+    path = backend(name).lowering
+    if path is None:
+        able = ", ".join(record.name for record in backends() if record.lowering is not None)
+        raise ValueError(f"backend={name!r}: no .pte path for this target yet; programs are lowered for {able}")
+    return lowering_from(path)
+
+
+def register_delegates(program: bytes) -> None:
+    """Register the third parties' delegates that a program names."""
+    for record in backends():
+        if record.lowering is None or record.name == "cpu":
+            continue
+        try:
+            target = lowering_from(record.lowering)
+        except Exception as error:  # a plug-in may fail in any way; programs without it still run
+            warnings.warn(f"backend {record.name!r} cannot be used: {error}", stacklevel=2)
+            continue
+        if target.delegate.encode() in program:
+            target.register()
