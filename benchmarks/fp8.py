@@ -40,6 +40,7 @@ from kernel_pytorch import benchmarking
 from kernel_pytorch.evidence import Measurement, Quantiles, clean_commit, write_record
 from kernel_pytorch.hardware_abstraction.op import registered_op
 from kernel_pytorch.hardware_abstraction.rates import measure_rates
+from kernel_pytorch.hardware_abstraction.registry import backend
 from kernel_pytorch.hardware_abstraction.timing import quantiles
 
 os.environ.setdefault("TORCHAO_FORCE_SKIP_LOADING_SO_FILES", "1")  # its binaries are for one version of torch
@@ -602,7 +603,7 @@ def main() -> None:
             record = benchmarking.record(
                 "fp8",
                 device,
-                (),
+                [kernel for kernel in backend(device.backend).kernels if kernel.op.startswith("fp8_")],
                 bench.measurements[part],
                 command=shlex.join(command),
                 commit=commit,
