@@ -121,7 +121,7 @@ def with_results(results: list[Probed], folder: Path) -> Backend:
 
 def test_rows_say_what_the_results_say(tmp_path: Path) -> None:
     results = [
-        Probed("aten::a", "float32", delegate="Ours"),
+        Probed("aten::a", "float32", delegate="KernelPyTorchBackend"),
         Probed("aten::a", "float16", reason="too small"),
         Probed("aten::a", "bfloat16", reason="too small"),
         Probed("aten::a", "float32", dynamic=True, reason="moves"),
@@ -133,8 +133,9 @@ def test_rows_say_what_the_results_say(tmp_path: Path) -> None:
     ]
     record = with_results(results, tmp_path)
     taken, untaken = operator_rows(record)
-    assert (taken.formats, taken.recipes, taken.delegates) == (("float32",), ("int8",), ("Ours", "Other"))
+    assert (taken.formats, taken.recipes) == (("float32",), ("int8",))
     assert taken.constraints == (
+        "int8 in Other",
         "not float16 or bfloat16: too small",
         "fixed shapes: moves",
         "not with a mask: no masks",

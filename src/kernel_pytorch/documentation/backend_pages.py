@@ -25,7 +25,7 @@ from kernel_pytorch.documentation.op_support import (
 )
 from kernel_pytorch.documentation.reference import declared_fields
 from kernel_pytorch.documentation.support import support_table
-from kernel_pytorch.evidence import Benchmark, evidence_directory, load_evidence
+from kernel_pytorch.evidence import Benchmark, evidence_directory, read_record
 from kernel_pytorch.hardware_abstraction.registry import ENTRY_POINT_GROUP, Backend, backends
 
 __all__ = ["NOTES", "PAGE_SET", "index_page", "read_notes", "render", "write_backend_pages"]
@@ -214,7 +214,7 @@ def _facts(record: Backend) -> dict[str, Any]:
 def _operator_cells(row: OperatorRow, record: Backend) -> list[str]:
     cells = [f"`{row.operator}`", ", ".join(row.formats)]
     if record.lowering is not None:
-        cells += [", ".join(row.recipes) or "-", ", ".join(f"`{name}`" for name in row.delegates) or "-"]
+        cells.append(", ".join(row.recipes) or "-")
     return [*cells, "; ".join(row.constraints) or "-"]
 
 
@@ -327,13 +327,16 @@ def _how_known(record: Backend) -> str:
 
 
 def _measured(record: Backend) -> Iterator[list[str]]:
-    for found in load_evidence(record.evidence):
+    now = {(kernel.op, kernel.name): kernel.source_digest for kernel in record.kernels}
+    for path in sorted(record.evidence.glob("*.json")) if record.evidence is not None else ():
+        found = read_record(path)
         if not isinstance(found, Benchmark) or found.device.backend != record.name:
             continue
         ratios = []
-        groups = {(row.case, row.format, row.phase) for row in found.measurements}
+        timed = [row for row in found.measurements if row.peak_bytes is None]  # the others are about memory
+        groups = {(row.case, row.format, row.phase) for row in timed}
         for group in groups:
-            rows = [row for row in found.measurements if (row.case, row.format, row.phase) == group]
+            rows = [row for row in timed if (row.case, row.format, row.phase) == group]
             ours = [row.seconds.median for row in rows if row.subject.startswith("kernel:")]
             baselines = [row.seconds.median for row in rows if row.subject.startswith("baseline:")]
             if ours and baselines:
@@ -341,7 +344,11 @@ def _measured(record: Backend) -> Iterator[list[str]]:
         ends = (min(ratios), max(ratios)) if ratios else ()
         span = " to ".join(dict.fromkeys(f"{ratio:.2f}x" for ratio in ends)) or "no baseline in the record"
         when = f"{found.recorded[:10]} at `{found.commit[:10]}`"
-        yield [f"`{found.op}`", found.device.name, str(len(groups)), span, when]
+        changed = [name for name, digest in found.sources.items() if now.get((found.op, name), digest) != digest]
+        if changed:
+            when += f"; {', '.join(f'`{name}`' for name in changed)} changed since"
+        if timed:
+            yield [f"`{path.stem.partition('.')[0]}`", found.device.name, str(len(groups)), span, when]
 
 
 def _problems(lowering: dict[str, Any] | None) -> list[list[str]]:

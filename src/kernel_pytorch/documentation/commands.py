@@ -29,7 +29,8 @@ def new(name: str, out: Path | None) -> None:
     from kernel_pytorch.documentation.scaffold import create_project
 
     console = Console()
-    folder = create_project(name, out)
+    with console.status("making the project and rendering its pages"):
+        folder = create_project(name, out)
     console.print(f"made {folder}: a backend that builds, is tested and documents itself", soft_wrap=True)
     console.print("\nNext:", style="bold")
     for line in (f"cd {folder}", "pip install -e '.[test]'", "python -m pytest", "less README.md"):

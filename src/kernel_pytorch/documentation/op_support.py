@@ -223,7 +223,7 @@ class OperatorRow:
     """In which it is taken whole and right; empty where it is not taken at all."""
     recipes: tuple[str, ...]
     constraints: tuple[str, ...]
-    delegates: tuple[str, ...] = ()
+    """What holds of it: who else than the backend's own delegate runs it, and what is refused and why."""
 
 
 def operator_rows(record: Backend, evidence: Path | None = None) -> tuple[OperatorRow, ...]:
@@ -231,18 +231,19 @@ def operator_rows(record: Backend, evidence: Path | None = None) -> tuple[Operat
     if record.lowering is None:
         return tuple(_asked(record))
     found = recorded(record, evidence)
-    if found is None:
-        from kernel_pytorch.lowering.target import lowering_from
+    from kernel_pytorch.lowering.target import lowering_from
 
+    if found is None:
         names = dict.fromkeys(one.operator for one in lowering_from(record.lowering).probes)
         return tuple(OperatorRow(name, ("not probed yet",), ("not probed yet",), ()) for name in names)
+    own = lowering_from(record.lowering).delegate
     return tuple(
-        _row(name, [one for one in found.results if one.operator == name])
+        _row(name, [one for one in found.results if one.operator == name], own)
         for name in dict.fromkeys(one.operator for one in found.results)
     )
 
 
-def _row(name: str, results: list[Probed]) -> OperatorRow:
+def _row(name: str, results: list[Probed], own: str) -> OperatorRow:
     plain = [one for one in results if not (one.variant or one.recipe or one.dynamic)]
     taken = [one for one in plain if one.delegate]
     constraints: list[str] = []
@@ -250,6 +251,11 @@ def _row(name: str, results: list[Probed]) -> OperatorRow:
     for one in plain:
         if not one.delegate:
             refused.setdefault(one.reason, []).append(one.format)
+    beside: dict[str, list[str]] = {}
+    for one in results:
+        if one.delegate not in ("", own) and not (one.variant or one.dynamic):
+            beside.setdefault(one.delegate, []).append(one.recipe or one.format)
+    constraints += [f"{', '.join(which)} in {delegate}" for delegate, which in beside.items()]
     for reason, formats in refused.items():
         constraints.append(f"not {' or '.join(formats)}: {reason}" if taken else reason)
     for one in results if taken else ():
@@ -264,7 +270,6 @@ def _row(name: str, results: list[Probed]) -> OperatorRow:
         tuple(one.format for one in taken),
         tuple(one.recipe for one in results if one.recipe and one.delegate),
         tuple(constraints),
-        tuple(dict.fromkeys(one.delegate for one in results if one.delegate)),
     )
 
 

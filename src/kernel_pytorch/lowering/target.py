@@ -70,9 +70,9 @@ class Lowering:
             raise TypeError(f"options={options!r}: {self.delegate} takes a {self.options.__name__}")
         return options
 
-    def build(self, tell: Callable[[str], None] = lambda text: None) -> Runtime:
-        """The C++ runtime, built now if it is not there yet."""
-        return build(sources=self.sources, name=self.native_name, tell=tell)
+    def build(self, tell: Callable[[str], None] | None = None) -> Runtime:
+        """The C++ runtime, built now if it is not there yet; ``tell`` gets a line for each step."""
+        return build(sources=self.sources, name=self.native_name, tell=tell or (lambda text: None))
 
 
 def _register() -> object:
