@@ -18,6 +18,7 @@ import kernel_pytorch as kp
 PUBLIC = [
     "Backend",
     "Device",
+    "KVCache",
     "Policy",
     "UnsupportedCallError",
     "__version__",

@@ -17,11 +17,11 @@ from torch.fx import Node
 
 from kernel_pytorch.lowering.constants import Constants
 from kernel_pytorch.lowering.emitter import Emitter
-from kernel_pytorch.lowering.payload import MOST_DIMENSIONS, PANEL, OpCode, Reduction, Step
+from kernel_pytorch.lowering.payload import MOST_DIMENSIONS, PANEL, Cache, OpCode, Reduction, Step
 from kernel_pytorch.lowering.rewrite import FLOATS, argument, attention_refusal
 from kernel_pytorch.lowering.strided import Size, Strided, as_size, broadcast, equal, product
 
-__all__ = ["RULES", "Rule", "emit_node", "operator_name", "refusal"]
+__all__ = ["RULES", "Rule", "cache_of", "emit_node", "operator_name", "refusal"]
 
 Kind = Literal["attention", "linear", "norm", "softmax", "activation", "pointwise", "reduction", "view"]
 
@@ -36,6 +36,8 @@ class Rule:
     """Why this node is not taken, beyond what holds for every node; None where it is."""
     constants: tuple[int, ...] = ()
     """The arguments that must be known ahead of time, where they are given."""
+    whole_numbers: tuple[int, ...] = ()
+    """The arguments that are tensors of whole numbers."""
 
 
 RULES: dict[str, Rule] = {}
@@ -63,6 +65,8 @@ def refusal(node: Node, constants: Constants) -> str | None:
             return f"{own.name} is not known ahead of time"
     if rule.kind != "view":
         for source in node.all_input_nodes:
+            if source in [node.args[at] for at in rule.whole_numbers]:
+                continue
             value = source.meta.get("val")
             if not isinstance(value, torch.Tensor) or value.dtype in (*FLOATS, torch.bool):
                 continue
@@ -545,4 +549,23 @@ def _emit_attention(emitter: Emitter, node: Node) -> None:
     emitter.set(node, into)
 
 
+def cache_of(node: Node) -> Cache:
+    """The cache behind a node of attention over one."""
+    name, dtype, shape = node.args[4:7]
+    batch, heads, dim, value_dim, ring, sinks, window = shape  # type: ignore[misc]
+    return Cache(name, dtype, batch, heads, dim, value_dim, ring, sinks, window)  # type: ignore[arg-type]
+
+
+def _emit_cached_attention(emitter: Emitter, node: Node) -> None:
+    q, k, v, position = (emitter.view(source) for source in node.args[:4])
+    cache, scale = emitter.cache(cache_of(node)), node.args[7]
+    into = emitter.new(_dims(node), node.meta["val"].dtype, node)
+    emitter.emit(OpCode.CACHE_WRITE, [k, v, position], [], [cache])
+    emitter.emit(OpCode.CACHED_ATTENTION, [q], [into], [cache], [float(scale)])  # type: ignore[arg-type]
+    emitter.set(node, into)
+
+
+RULES["kernel_pytorch_lowering::cached_attention"] = Rule(
+    "attention", _emit_cached_attention, _check_attention, whole_numbers=(3,)
+)
 RULES["kernel_pytorch_lowering::attention"] = Rule("attention", _emit_attention, _check_attention)

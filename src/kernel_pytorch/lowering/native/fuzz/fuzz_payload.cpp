@@ -185,7 +185,9 @@ int main(int count, char** words) {
     // Exactly as many bytes as there are, at the alignment that ExecuTorch gives.
     std::unique_ptr<uint8_t[]> exact(new uint8_t[data.size() + 1]);
     std::memcpy(exact.get(), data.data(), data.size());
-    auto program = Program::load(exact.get(), data.size(), 2, nullptr, reason);
+    kernel_pytorch::Host host;
+    host.workers = 2;
+    auto program = Program::load(exact.get(), data.size(), host, reason);
     if (program) {
       ++loaded;
       ran += run(*program) ? 1 : 0;

@@ -148,6 +148,13 @@ inline Vec square_root(Vec x) {
   return found;
 }
 
+inline Vec from_int8(const int8_t* p) {
+  typedef int8_t Bytes __attribute__((vector_size(KP_LANES)));
+  typedef int8_t UnalignedBytes __attribute__((vector_size(KP_LANES), aligned(1), may_alias));
+  const Bytes bytes = *reinterpret_cast<const UnalignedBytes*>(p);
+  return __builtin_convertvector(__builtin_convertvector(bytes, IntVec), Vec);
+}
+
 inline Vec from_bfloat16(HalfVec bits) {
   typedef uint32_t Bits __attribute__((vector_size(4 * KP_LANES)));
   return reinterpret_cast<Vec>(__builtin_convertvector(bits, Bits) << 16);
