@@ -252,9 +252,7 @@ def _cached_attention(
     return (shares @ read(values, value_scales)).to(q.dtype)
 
 
-def _cached_attention_fake(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, position: torch.Tensor, *state: object
-) -> torch.Tensor:
+def _cached_attention_fake(q: torch.Tensor, _: torch.Tensor, v: torch.Tensor, *__: object) -> torch.Tensor:
     return q.new_empty((*q.shape[:3], v.shape[3]))
 
 

@@ -3,6 +3,7 @@
 Importing this package registers the delegate with ``executorch.runtime`` in this process.
 """
 
+from kernel_pytorch.lowering.language_model import CachedLanguageModel
 from kernel_pytorch.lowering.partitioner import KernelPartitioner, PartitionerOptions, Refusal
 from kernel_pytorch.lowering.program import Difference, LoweredProgram, lower
 from kernel_pytorch.lowering.recipes import RECIPES, QuantizationRecipe
@@ -10,6 +11,7 @@ from kernel_pytorch.lowering.report import Delegate, Report
 from kernel_pytorch.lowering.runtime import LoadedProgram, load, registered
 
 __all__ = [
+    "CachedLanguageModel",
     "Delegate",
     "Difference",
     "KernelPartitioner",

@@ -78,7 +78,9 @@ class _Emitted:
 class Emitter:
     """Collects ops over strided views; ``finish`` plans the memory and makes the payload."""
 
-    def __init__(self, constants: Constants, ranges: dict[Any, Any], shared: dict[str, bytes] | None = None) -> None:
+    def __init__(
+        self, constants: Constants, ranges: dict[Any, Any], shared: dict[str, bytes] | None = None
+    ) -> None:
         self.constants = constants
         self._shared = shared  # gets large constants by name, which then stand outside the payload
         self._ranges = ranges

@@ -1,6 +1,7 @@
 """The operators that the partitioner puts into a graph before it is decomposed, so that they arrive whole.
 
-Each but the one with a cache runs in eager mode too: the program stays one that can be executed and compared at every stage.
+Each but the one with a cache runs in eager mode too: the program stays one that can be executed and compared at every
+stage.
 """
 
 from __future__ import annotations
@@ -58,11 +59,11 @@ def _attention_fake(
     return q.new_empty((*q.shape[:3], v.shape[3]))
 
 
-def _cached_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: object) -> torch.Tensor:
+def _cached_attention(*_: object) -> torch.Tensor:
     raise NotImplementedError("a cache inside the delegate exists at run time alone: run the lowered program")
 
 
-def _cached_attention_fake(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: object) -> torch.Tensor:
+def _cached_attention_fake(q: torch.Tensor, _: torch.Tensor, v: torch.Tensor, *__: object) -> torch.Tensor:
     return q.new_empty((*q.shape[:3], v.shape[3]))
 
 

@@ -186,7 +186,8 @@ class SharedConstant:
 
 @dataclass(frozen=True)
 class Cache:
-    """u8 dtype | u8 and u16 zero | u32 bytes of the name | u64 batch, heads, dim, value_dim, ring, sinks, window | name.
+    """u8 dtype | u8 and u16 zero | u32 bytes of the name | u64 batch, heads, dim, value_dim, ring, sinks, window |
+    name.
 
     Slots are ``sinks + ring``; where a position lies and what it attends to, ``kernel_pytorch/kv_cache.py`` defines.
     """

@@ -149,9 +149,11 @@ def lower(
         raise ValueError("model is in training mode: call model.eval() first")
     tell = tell or _silent
     chosen = None if recipe is None else find_recipe(recipe)
-    several = isinstance(inputs, Mapping)
-    given = {name: tuple(own) for name, own in inputs.items()} if several else {"forward": tuple(inputs)}
-    shapes = (dynamic_shapes or {}) if several else {"forward": dynamic_shapes}
+    if isinstance(inputs, Mapping):
+        given = {name: tuple(own) for name, own in inputs.items()}
+        shapes = dynamic_shapes or {}
+    else:
+        given, shapes = {"forward": tuple(inputs)}, {"forward": dynamic_shapes}
     unknown = [name for name in shapes if name not in given] if isinstance(shapes, Mapping) else [shapes]
     if not given or unknown:
         raise ValueError(f"inputs has the methods {list(given)}, dynamic_shapes has {unknown}: name each in inputs")
@@ -175,16 +177,16 @@ def lower_exported(
     """The second half of ``lower``, for methods that are exported already."""
     tell = tell or _silent
     xnnpack = XnnpackPartitioner()
-    ours = {
-        method: KernelPartitioner(options or PartitionerOptions(), beside=(xnnpack,)) for method in exported
-    }
+    ours = {method: KernelPartitioner(options or PartitionerOptions(), beside=(xnnpack,)) for method in exported}
     tell("partitioning the graph between our delegate and XNNPACK")
     edge = to_edge_transform_and_lower(
         dict(exported),
         partitioner={method: [own, xnnpack] for method, own in ours.items()},
         compile_config=EdgeCompileConfig(_check_ir_validity=False, _skip_dim_order=False),
     )
-    reports = [report_of(edge.exported_program(name).graph_module, own.refusals, name) for name, own in ours.items()]
+    reports = [
+        report_of(edge.exported_program(name).graph_module, own.refusals, name) for name, own in ours.items()
+    ]
     tell("planning memory and writing the program")
     finished = edge.to_executorch()
     buffer = bytes(finished.buffer)

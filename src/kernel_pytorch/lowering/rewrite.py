@@ -119,6 +119,10 @@ def rewritten(
             found.root.replace_all_uses_with(joined)
     module.graph.eliminate_dead_code()
     _forget_cache_buffers(program)
+    for node in module.graph.nodes:
+        if node.target is torch.ops.kernel_pytorch.cached_attention.default:
+            why = node.meta.get("kernel_pytorch_refusal", "the options leave out attention")
+            raise ValueError(f"{node.name} is not taken, and no other backend has caches: {why}")
     module.recompile()
     return program
 
@@ -230,9 +234,7 @@ def _cached_attention(module: GraphModule, node: Node, constants: Constants, ran
 
 def _forget_cache_buffers(program: ExportedProgram) -> None:
     """Drop the buffers of caches that are in the delegate now."""
-    taken = {
-        node.args[4] for node in program.graph.nodes if node.target is operators.CACHED_ATTENTION
-    }
+    taken = {node.args[4] for node in program.graph.nodes if node.target is operators.CACHED_ATTENTION}
     if not taken:
         return
     signature, kept = program.graph_signature, []

@@ -119,6 +119,13 @@ def _check_pointwise(node: Node) -> str | None:
     return None
 
 
+def _check_cast(node: Node) -> str | None:
+    for name, value in _tensors(node):
+        if value.dtype not in (*FLOATS, torch.bool):
+            return f"{name} is {str(value.dtype).removeprefix('torch.')}; floating numbers alone are taken"
+    return None
+
+
 def _pointwise(step: Step, count: int) -> Callable[[Emitter, Node], None]:
     return lambda emitter, node: emitter.pointwise(node, step, *node.args[:count])
 
@@ -231,7 +238,7 @@ RULES["aten::hardsigmoid"] = RULES["aten::hardswish"] = Rule("activation", _emit
 RULES["aten::log2"] = RULES["aten::log10"] = Rule("pointwise", _emit_logarithm, _check_pointwise)
 RULES["aten::gelu"] = Rule("activation", _emit_gelu, _check_pointwise)
 RULES["aten::pow.Tensor_Scalar"] = Rule("pointwise", _emit_power, _check_pointwise)
-RULES["aten::_to_copy"] = RULES["dim_order_ops::_to_dim_order_copy"] = Rule("view", _emit_cast, _check_pointwise)
+RULES["aten::_to_copy"] = RULES["dim_order_ops::_to_dim_order_copy"] = Rule("view", _emit_cast, _check_cast)
 
 
 # Views
@@ -551,9 +558,9 @@ def _emit_attention(emitter: Emitter, node: Node) -> None:
 
 def cache_of(node: Node) -> Cache:
     """The cache behind a node of attention over one."""
-    name, dtype, shape = node.args[4:7]
-    batch, heads, dim, value_dim, ring, sinks, window = shape  # type: ignore[misc]
-    return Cache(name, dtype, batch, heads, dim, value_dim, ring, sinks, window)  # type: ignore[arg-type]
+    arguments: tuple[Any, ...] = node.args
+    name, dtype, shape = arguments[4:7]
+    return Cache(name, dtype, *shape)
 
 
 def _emit_cached_attention(emitter: Emitter, node: Node) -> None:
