@@ -89,6 +89,28 @@ inline void add_bias(const AttentionTile& tile, int64_t row, float* scores, int6
   }
 }
 
+// sums[row] = sums[row] * rescale[row] + values weighted by scores[row], for Wide vectors of each row: several at once,
+// because each sum has to wait for itself.
+template <typename Format, int Rows, int Wide>
+inline void add_values(const typename Format::Number* values, int64_t value_row, const float* scores, int64_t count,
+                       const float* rescale, float* sums, int64_t value_dim) {
+  Vec yet[Rows][Wide];
+  for (int r = 0; r < Rows; ++r) {
+    for (int x = 0; x < Wide; ++x) yet[r][x] = load(sums + r * value_dim + x * kLanes) * rescale[r];
+  }
+  for (int64_t n = 0; n < count; ++n) {
+    Vec numbers[Wide];
+    for (int x = 0; x < Wide; ++x) numbers[x] = Format::vector(values + n * value_row + x * kLanes);
+    for (int r = 0; r < Rows; ++r) {
+      const Vec share = splat(scores[r * kKeysABlock + n]);
+      for (int x = 0; x < Wide; ++x) yet[r][x] += numbers[x] * share;
+    }
+  }
+  for (int r = 0; r < Rows; ++r) {
+    for (int x = 0; x < Wide; ++x) store(sums + r * value_dim + x * kLanes, yet[r][x]);
+  }
+}
+
 template <typename Format, int Rows>
 void attention_of_few(const AttentionTile& tile, float* scratch) {
   using Number = typename Format::Number;
@@ -159,19 +181,18 @@ void attention_of_few(const AttentionTile& tile, float* scratch) {
         }
       }
       int64_t e = 0;
+      constexpr int kWide = Rows > 2 ? 2 : 4;
+      const Number* const values = v + key * tile.v_row;
+      for (; e + kWide * kLanes <= value_dim; e += kWide * kLanes) {
+        add_values<Format, Rows, kWide>(values + e, tile.v_row, scores, count, rescale, sums + e, value_dim);
+      }
       for (; e + kLanes <= value_dim; e += kLanes) {
-        Vec yet[Rows];
-        for (int r = 0; r < Rows; ++r) yet[r] = load(sums + r * value_dim + e) * rescale[r];
-        for (int64_t n = 0; n < count; ++n) {
-          const Vec numbers = Format::vector(v + (key + n) * tile.v_row + e);
-          for (int r = 0; r < Rows; ++r) yet[r] += numbers * scores[r * kKeysABlock + n];
-        }
-        for (int r = 0; r < Rows; ++r) store(sums + r * value_dim + e, yet[r]);
+        add_values<Format, Rows, 1>(values + e, tile.v_row, scores, count, rescale, sums + e, value_dim);
       }
       for (; e < value_dim; ++e) {
         for (int r = 0; r < Rows; ++r) sums[r * value_dim + e] *= rescale[r];
         for (int64_t n = 0; n < count; ++n) {
-          const float number = Format::number(v + (key + n) * tile.v_row + e);
+          const float number = Format::number(values + n * tile.v_row + e);
           for (int r = 0; r < Rows; ++r) sums[r * value_dim + e] += number * scores[r * kKeysABlock + n];
         }
       }
