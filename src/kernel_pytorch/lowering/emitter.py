@@ -174,12 +174,16 @@ class Emitter:
     ) -> None:
         self._ops.append(_Emitted(code, tuple(inputs), tuple(outputs), tuple(ints), tuple(floats)))
 
+    def cast(self, source: Strided, dtype: torch.dtype) -> Strided:
+        """A contiguous copy in another format."""
+        into = self.new(source.dims, dtype)
+        self.copy(source, into)
+        return into
+
     def contiguous(self, source: Strided) -> Strided:
         if source.contiguous:
             return source
-        into = self.new(source.dims, source.dtype)
-        self.copy(source, into)
-        return into
+        return self.cast(source, source.dtype)
 
     def reshape(self, source: Strided, dims: Sequence[Size]) -> Strided:
         found = reshaped(source, dims)

@@ -107,7 +107,7 @@ class OpCode(enum.IntEnum):
     """x -> y, whose last dimension is 1; ints: the Reduction."""
     LINEAR = 7
     """(x, weights, -bias, -scales) -> y in float32; weights (ceil(outputs / 32), inputs, 32): 32 outputs a panel,
-    zeros after the last one; in float32, or in int8 with a scale for each output."""
+    zeros after the last one; in float32, float16 or bfloat16, or in int8 with a scale for each output."""
     CACHE_WRITE = 8
     """(k, v, position) -> nothing: new rows, (batch, heads, tokens, dim), into a cache; position is an input of one
     int64 number; ints: the cache. Each cache is written by one op, before it is read."""

@@ -445,9 +445,9 @@ def _check_linear(node: Node) -> str | None:
     x, weight, bias = _operands(node)
     if any("quantize" in operator_name(source) for source in (x, weight, bias) if _is_call(source)):
         return "is quantized; XNNPACK runs it"
-    for name, value in ((node.name, node.meta["val"]), *_tensors(node)):
-        if value.dtype != torch.float32:
-            return f"{name} is {str(value.dtype).removeprefix('torch.')}; linears are taken in float32"
+    for name, value in _tensors(node):
+        if value.dtype not in FLOATS or value.dtype != node.meta["val"].dtype:
+            return f"{name} is {str(value.dtype).removeprefix('torch.')}; linears are taken in one floating format"
     if node.meta["val"].shape[-1] == 0 or any(0 in value.shape for _, value in _tensors(node)):
         return "has no number to work on"
     return None
@@ -485,16 +485,21 @@ def _emit_linear(
     emitter: Emitter, node: Node, x: Any, weight: torch.Tensor, bias: Any, scale: torch.Tensor | None = None
 ) -> None:
     source = emitter.view(x)
-    if not equal(source.strides[-1], 1):
+    if source.dtype != torch.float32:  # products are summed in float32, and rounded once
+        source = emitter.cast(source, torch.float32)
+    elif not equal(source.strides[-1], 1):
         source = emitter.contiguous(source)
     into = emitter.new(_dims(node), torch.float32)
-    own = None if bias is None else emitter.constant(emitter.constants.of(bias).contiguous())
+    own = None if bias is None else emitter.constant(emitter.constants.of(bias).float().contiguous())
     scales = None
     if scale is not None:
         scales = emitter.constant(scale.flatten().float().contiguous())
     packed = emitter.packed(weight, packed_weights)
     emitter.emit(OpCode.LINEAR, [source, packed, own, scales], [into])
-    emitter.set(node, into)
+    if node.meta["val"].dtype == torch.float32:
+        emitter.set(node, into)
+    else:
+        emitter.pointwise(node, Step.COPY, into)
 
 
 def _known(emitter: Emitter, node: Any) -> torch.Tensor:

@@ -92,7 +92,7 @@ bool Program::resolve_linear(ReadyOp& ready, Reason& reason) {
   const View &x = ready.views[0], &weights = ready.views[1], &bias = ready.views[2], &scales = ready.views[3],
              &y = ready.views[4];
   const bool quantized = weights.dtype == DType::kInt8;
-  const bool formats = x.dtype == DType::kFloat32 && (quantized || weights.dtype == DType::kFloat32) && y.dtype == DType::kFloat32;
+  const bool formats = x.dtype == DType::kFloat32 && (quantized || is_float(weights.dtype)) && y.dtype == DType::kFloat32;
   if (!formats || x.rank < 1 || y.rank != x.rank || weights.rank != 3 || !std::equal(x.dims, x.dims + x.rank - 1, y.dims)) {
     return reason.set("a linear's operands do not fit each other");
   }
@@ -111,7 +111,7 @@ bool Program::resolve_linear(ReadyOp& ready, Reason& reason) {
     }
   }
   if (quantized != ready.there[3]) return reason.set("a linear has scales without quantized weights, or none with them");
-  ready.scratch = quantized ? static_cast<size_t>(inputs) * kPanel * sizeof(float) : 0;
+  ready.scratch = weights.dtype == DType::kFloat32 ? 0 : static_cast<size_t>(inputs) * kPanel * sizeof(float);
   const int64_t rows = x.numel() / inputs;
   // As many rows as stay in the second cache beside a panel, and few enough that every worker has some.
   int64_t most = std::clamp<int64_t>(65536 / inputs, 12, kMostLinearRows) / 12 * 12;
@@ -303,12 +303,12 @@ void Program::linear_tasks(const ReadyOp& ready, int64_t begin, int64_t end, flo
     }
     task.panel = n % panels;
     const int64_t panel_size = task.inputs * kPanel;
-    if (task.scales) {
-      const int8_t* const packed = reinterpret_cast<const int8_t*>(weights.data) + task.panel * panel_size;
-      kernels_->unpack(packed, scratch, panel_size);
-      task.weights = scratch;
+    const char* const packed = weights.data + task.panel * panel_size * static_cast<int64_t>(size_of(weights.dtype));
+    if (weights.dtype == DType::kFloat32) {
+      task.weights = reinterpret_cast<const float*>(packed);
     } else {
-      task.weights = reinterpret_cast<const float*>(weights.data) + task.panel * panel_size;
+      kernels_->unpack(packed, weights.dtype, scratch, panel_size);
+      task.weights = scratch;
     }
     kernels_->linear(task);
   }

@@ -40,10 +40,8 @@ inline void linear_tile(const float* const* x, int64_t inputs, const float* pane
   }
 }
 
-// Eight-bit weights as numbers, without their scales, which are applied to the sums.
-inline void unpack(const int8_t* from, float* to, int64_t count) {
-  for (int64_t n = 0; n < count; n += kLanes) store(to + n, from_int8(from + n));
-}
+// Narrow weights as float32; those of int8 without their scales, which are applied to the sums.
+inline void unpack(const char* from, DType dtype, float* to, int64_t count) { read_row(to, from, dtype, 1, count); }
 
 inline void linear(const LinearTask& task) {
   float y[kLinearRows * kPanel];

@@ -75,7 +75,7 @@ struct LinearTask {  // some rows of x times one panel of weights
   const float* x[kMostLinearRows];
   float* y[kMostLinearRows];
   const float* weights;  // of this panel
-  const float* scales;   // of each output; null where weights are not quantized
+  const float* scales;   // of each output; null where weights are not int8
   const float* bias;     // null where there is none
 };
 
@@ -87,7 +87,7 @@ struct KernelTable {
   void (*pointwise)(const PointwiseLoop& loop, int64_t begin, int64_t end, float* scratch);  // rows x chunks
   void (*row_op)(const RowOp& op, int64_t begin, int64_t end, float* scratch);
   void (*linear)(const LinearTask& task);
-  void (*unpack)(const int8_t* from, float* to, int64_t count);  // a multiple of kPanel
+  void (*unpack)(const char* from, DType dtype, float* to, int64_t count);
   void (*cache_row)(const CacheRow& row, float* scratch);        // as many floats as the row has numbers
 };
 
