@@ -37,7 +37,7 @@ class _Everything(torch.nn.Module):
 
 
 def payloads() -> list[bytes]:
-    """Good payloads to start from: one of everything, and one whose length is a symbol."""
+    """Good payloads to start from: one of everything, one whose length is a symbol, and one with caches."""
     from executorch.exir import to_edge
 
     from kernel_pytorch.lowering.rewrite import rewritten
@@ -50,7 +50,20 @@ def payloads() -> list[bytes]:
         def forward(self, q: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
             return sdpa(q, q, q * 2, attn_mask=bias) + torch.softmax(q.transpose(2, 3), -1).transpose(2, 3)
 
+    class Cached(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            options = {"window": 3, "sinks": 2, "longest": 4}
+            kinds = (torch.float32, torch.float16, torch.int8)
+            self.caches = torch.nn.ModuleList(kp.KVCache(2, 8, dtype=kind, **options) for kind in kinds)
+
+        def forward(self, q: torch.Tensor, k: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
+            for cache in self.caches:
+                q = cache(q, k, k, position)
+            return q
+
     for model, inputs, shapes in (
+        (Cached(), (torch.randn(1, 4, 4, 8), torch.randn(1, 2, 4, 8), torch.tensor([0])), None),
         (_Everything(), (torch.randn(1, 20, 8),), None),
         (
             Dynamic(),
@@ -60,7 +73,7 @@ def payloads() -> list[bytes]:
     ):
         with torch.no_grad():
             exported = torch.export.export(model.eval(), inputs, dynamic_shapes=shapes)
-        edge = to_edge(rewritten(exported.run_decompositions({}))).exported_program()
+        edge = to_edge(rewritten(exported)).exported_program()
         made.append(build_payload(edge).to_bytes())
     return made
 

@@ -3,6 +3,7 @@
 Importing this package registers the delegate with ``executorch.runtime`` in this process.
 """
 
+from kernel_pytorch.lowering.language_model import CachedLanguageModel
 from kernel_pytorch.lowering.partitioner import KernelPartitioner, PartitionerOptions, Refusal
 from kernel_pytorch.lowering.probes import Probe, probe
 from kernel_pytorch.lowering.program import Difference, LoweredProgram, lower
@@ -12,6 +13,7 @@ from kernel_pytorch.lowering.runtime import LoadedProgram, load, registered
 from kernel_pytorch.lowering.target import Lowering, lowering_of
 
 __all__ = [
+    "CachedLanguageModel",
     "Delegate",
     "Difference",
     "KernelPartitioner",

@@ -30,7 +30,9 @@ class _Tensor(ctypes.Structure):
 def _library() -> Any:
     library = registered()
     library.kernel_pytorch_load.restype = ctypes.c_void_p
-    library.kernel_pytorch_load.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_char_p, ctypes.c_size_t)
+    library.kernel_pytorch_load.argtypes = (
+        *(ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p, ctypes.c_char_p, ctypes.c_size_t),
+    )
     library.kernel_pytorch_run.restype = ctypes.c_bool
     library.kernel_pytorch_run.argtypes = (
         *(ctypes.c_void_p, ctypes.POINTER(_Tensor), ctypes.c_size_t),
@@ -49,9 +51,12 @@ def _tensors(tensors: Sequence[torch.Tensor]) -> Any:
 
 
 class DirectProgram:
-    """A payload, loaded; call it with contiguous tensors and the outputs to fill."""
+    """A payload, loaded; call it with contiguous tensors and the outputs to fill.
 
-    def __init__(self, payload: Payload | bytes) -> None:
+    Programs with the same ``owner``, any number but 0, share their caches.
+    """
+
+    def __init__(self, payload: Payload | bytes, owner: int = 0) -> None:
         self._program = None
         self._library = _library()
         data = payload if isinstance(payload, bytes) else payload.to_bytes()
@@ -61,7 +66,7 @@ class DirectProgram:
         start = -ctypes.addressof(self._bytes) % 64
         ctypes.memmove(ctypes.addressof(self._bytes) + start, data, len(data))
         self._program = self._library.kernel_pytorch_load(
-            ctypes.addressof(self._bytes) + start, len(data), self._reason, len(self._reason)
+            ctypes.addressof(self._bytes) + start, len(data), owner, self._reason, len(self._reason)
         )
         if not self._program:
             raise PayloadError(self._reason.value.decode())

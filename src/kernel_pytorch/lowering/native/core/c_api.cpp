@@ -27,14 +27,15 @@ bool give(const Reason& reason, char* text, size_t size) {
 
 }  // namespace
 
-void* kernel_pytorch_load(const void* bytes, size_t size, char* text, size_t text_size) {
+void* kernel_pytorch_load(const void* bytes, size_t size, const void* owner, char* text, size_t text_size) {
   Reason reason;
+  kernel_pytorch::Host host;
+  host.owner = owner;
 #if defined(KERNEL_PYTORCH_WITH_EXECUTORCH)
-  auto program = Program::load(static_cast<const uint8_t*>(bytes), size, kernel_pytorch::thread_count(),
-                               kernel_pytorch::on_threads, reason);
-#else
-  auto program = Program::load(static_cast<const uint8_t*>(bytes), size, 1, nullptr, reason);
+  host.workers = kernel_pytorch::thread_count();
+  host.parallel = kernel_pytorch::on_threads;
 #endif
+  auto program = Program::load(static_cast<const uint8_t*>(bytes), size, host, reason);
   if (!program) give(reason, text, text_size);
   return program.release();
 }

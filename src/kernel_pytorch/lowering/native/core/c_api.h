@@ -13,8 +13,10 @@ struct KernelPyTorchTensor {  // contiguous
   int64_t dims[8];
 };
 
-// Null, with the reason in `text`, where the payload is refused. `bytes` must outlive the program.
-KERNEL_PYTORCH_API void* kernel_pytorch_load(const void* bytes, size_t size, char* text, size_t text_size);
+// Null, with the reason in `text`, where the payload is refused. `bytes` must outlive the program. Programs of one
+// `owner`, any address, share their caches; with a null owner a program has its own.
+KERNEL_PYTORCH_API void* kernel_pytorch_load(const void* bytes, size_t size, const void* owner, char* text,
+                                             size_t text_size);
 
 // False, with the reason in `text`, where an input or output does not fit.
 KERNEL_PYTORCH_API bool kernel_pytorch_run(void* program, const KernelPyTorchTensor* inputs, size_t input_count,
