@@ -186,3 +186,27 @@ def test_unknown_operators_and_backends_without_lowering_are_refused() -> None:
         probe_backend(backend("cpu"), only=["aten::nothing"])
     with pytest.raises(ValueError, match=r"no \.pte path for this target yet"):
         probe_backend(backend("nvidia"))
+
+
+def test_the_table_is_dated_by_what_decides_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = tmp_path / "dated_backend"
+    files = {
+        "__init__.py": "",
+        "lowering.py": "from dataclasses import replace\nfrom pathlib import Path\n\n"
+        "from dated_backend.rules import RULE  # noqa: F401\nfrom kernel_pytorch.lowering.target import CPU\n\n"
+        "LOWERING = replace(CPU, sources=Path(__file__).parent / 'native')\n",
+        "rules.py": "RULE = 1\n",
+        "measure.py": "TIME = 1\n",
+        "native/delegate.cpp": "// one\n",
+    }
+    for name, text in files.items():
+        (package / name).parent.mkdir(parents=True, exist_ok=True)
+        (package / name).write_text(text)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    record = replace(backend("cpu"), name="dated", catalogue=(), lowering="dated_backend.lowering:LOWERING")
+    seen = [op_support.lowering_digest(record)]
+    for name in ("measure.py", "rules.py", "native/delegate.cpp"):
+        (package / name).write_text("# changed\n")
+        seen.append(op_support.lowering_digest(record))
+    assert seen[0] == seen[1]
+    assert len(set(seen)) == 3

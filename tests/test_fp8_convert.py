@@ -1493,9 +1493,9 @@ def test_auto_computes_what_was_measured_to_be_faster(
         assert (sqnr(found[name], exact[name]) > 60) == (product in high)
     results(model, random(2, 17, 40))
     assert len(asked) == 1  # a size that was seen is not asked about again
-    kind, _, rows, shape, dtype, weight_dtype, bias, recipe, needs_dx, needs_dw = asked[0]
+    kind, _, rows, shape, dtype, weight_dtype, bias, fields, needs_dx, needs_dw = asked[0]
     assert (kind, rows, shape, bias, needs_dx, needs_dw) == ("cpu", 48, (24, 40), True, True, True)
-    assert (dtype, weight_dtype, recipe) == (torch.float32, torch.float32, RECIPES["delayed"])
+    assert (dtype, weight_dtype, Recipe(**dict(fields))) == (torch.float32, torch.float32, RECIPES["delayed"])
 
 
 def test_an_evaluation_does_not_decide_for_training(

@@ -20,7 +20,9 @@ from kernel_pytorch.ops.fp8_cast.definition import FP8_CAST
 from kernel_pytorch.ops.fp8_matmul import KERNEL_SCALED_MM, fp8_matmul
 from kernel_pytorch.ops.fp8_matmul.definition import FP8_MATMUL, OUTPUTS
 
-__all__ = ["Kept", "kept_cast", "product"]
+__all__ = ["Kept", "kept_cast", "linear_backward_op", "linear_forward_op", "product"]
+
+_NAMES = {dtype: name for name, dtype in OUTPUTS.items()}
 
 
 class Kept(NamedTuple):
@@ -160,13 +162,93 @@ def _fake(
     return FP8_CAST.fake(x_RC, number_format, granularity, transposed, None, power_of_two)[:4]
 
 
-# What torch.library.custom_op would put around the call costs more than the cast.
+# For torch.compile: a layer's forward and backward as one operator each.
+
+
+def _linear_forward(
+    x_MK: torch.Tensor,
+    weight: torch.Tensor,
+    dtype: str,
+    number_format: str,
+    input_granularity: str,
+    weight_granularity: str,
+    power_of_two: bool,
+    counts: torch.Tensor | None,
+    history: torch.Tensor | None,
+) -> tuple[torch.Tensor, ...]:
+    """y, and the transposed copies with their scales."""
+    x = _cast(x_MK, number_format, input_granularity, True, power_of_two, counts, 0, history)
+    w = _cast(weight, number_format, weight_granularity, True, power_of_two, counts, 1, None)
+    y = product(x.data, w.data, x.inverse, w.inverse, dtype, "fast", x.direct)
+    return y, x.data_t, x.inverse_t, w.data_t, w.inverse_t
+
+
+def _linear_backward(
+    dy_MN: torch.Tensor,
+    x_8t: torch.Tensor,
+    x_inverse_t: torch.Tensor,
+    weight_8t: torch.Tensor,
+    weight_inverse_t: torch.Tensor,
+    number_format: str,
+    granularity: str,
+    power_of_two: bool,
+    counts: torch.Tensor | None,
+    history: torch.Tensor | None,
+) -> tuple[torch.Tensor, ...]:
+    """dx and dweight, in dy's dtype."""
+    dy = _cast(dy_MN, number_format, granularity, True, power_of_two, counts, 0, history)
+    name = _NAMES[dy_MN.dtype]
+    dx = product(dy.data, weight_8t, dy.inverse, weight_inverse_t, name, "promoted", dy.direct)
+    return dx, product(dy.data_t, x_8t, dy.inverse_t, x_inverse_t, name, "promoted", dy.direct)
+
+
+def _linear_forward_fake(
+    x_MK: torch.Tensor,
+    weight: torch.Tensor,
+    dtype: str,
+    number_format: str,
+    input_granularity: str,
+    weight_granularity: str,
+    power_of_two: bool,
+    *_: Any,
+) -> tuple[torch.Tensor, ...]:
+    found = []
+    for matrix, granularity in ((x_MK, input_granularity), (weight, weight_granularity)):
+        outputs = FP8_CAST.fake(matrix, number_format, granularity, True, None, power_of_two)
+        data_t, inverse, inverse_t = outputs[1:4]
+        found += [data_t, inverse if granularity == "tensor" else inverse_t]
+    return x_MK.new_empty((x_MK.shape[0], weight.shape[0]), dtype=getattr(torch, dtype)), *found
+
+
+def _linear_backward_fake(dy_MN: torch.Tensor, x_8t: torch.Tensor, *_: Any) -> tuple[torch.Tensor, ...]:
+    (m, n), k = dy_MN.shape, x_8t.shape[0]
+    return dy_MN.new_empty((m, k)), dy_MN.new_empty((n, k))
+
+
+# What torch.library.custom_op would put around the calls costs more than a cast.
 _library = torch.library.Library("kernel_pytorch", "FRAGMENT")
 _library.define(
-    "fp8_kept_cast(Tensor x_RC, str number_format, str granularity, bool transposed, bool power_of_two, "
+    "fp8_kept_cast(Tensor x, str number_format, str granularity, bool transposed, bool power_of_two, "
     "Tensor(a!)? counts, int row, Tensor(b!)? history) -> (Tensor, Tensor, Tensor, Tensor)"
 )
-_library.impl("fp8_kept_cast", _apart, "CompositeExplicitAutograd")
-_library.impl("fp8_kept_cast", torch.library.fallthrough_kernel, "Autograd")  # no gradient flows through it
-torch.library.register_fake("kernel_pytorch::fp8_kept_cast", _fake, lib=_library)
+_library.define(
+    "fp8_linear_forward(Tensor x, Tensor weight, str dtype, str number_format, str input_granularity, "
+    "str weight_granularity, bool power_of_two, Tensor(a!)? counts, Tensor(b!)? history) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor)"
+)
+_library.define(
+    "fp8_linear_backward(Tensor dy, Tensor x_8t, Tensor x_inverse_t, Tensor weight_8t, Tensor weight_inverse_t, "
+    "str number_format, str granularity, bool power_of_two, Tensor(a!)? counts, Tensor(b!)? history) "
+    "-> (Tensor, Tensor)"
+)
+for _name, _run, _of_shapes in (
+    ("fp8_kept_cast", _apart, _fake),
+    ("fp8_linear_forward", _linear_forward, _linear_forward_fake),
+    ("fp8_linear_backward", _linear_backward, _linear_backward_fake),
+):
+    _library.impl(_name, _run, "CompositeExplicitAutograd")
+    _library.impl(_name, torch.library.fallthrough_kernel, "Autograd")  # no gradient flows through them
+    torch.library.register_fake(f"kernel_pytorch::{_name}", _of_shapes, lib=_library)
 _op = torch.ops.kernel_pytorch.fp8_kept_cast.default
+linear_forward_op = torch.ops.kernel_pytorch.fp8_linear_forward.default
+linear_backward_op = torch.ops.kernel_pytorch.fp8_linear_backward.default

@@ -69,6 +69,8 @@ class Float8Linear(nn.Linear):
     _forwards: tuple[Any, ...] | None
     """Of the last forward: what the weight was, and its gradient with its version."""
     _accumulates: bool
+    _narrow: bool
+    """Whether autocast would make little difference to what was measured."""
     _calls: dict[tuple[Any, ...], tuple[Recipe, Products] | None]
 
     @staticmethod
@@ -78,7 +80,7 @@ class Float8Linear(nn.Linear):
         layer: Any = linear
         layer.fp8_recipe, layer.fp8_auto, layer.fp8_fallback = recipe, auto, None
         layer._kept_cast, layer._forwards, layer._accumulates = None, None, False
-        layer._calls, layer.fp8_plain_numel = {}, -1
+        layer._calls, layer.fp8_plain_numel, layer._narrow = {}, -1, False
         device = layer.weight.device
         with torch.inference_mode(False):
             for name, (shape, dtype) in BUFFERS.items():
@@ -93,7 +95,7 @@ class Float8Linear(nn.Linear):
             self._non_persistent_buffers_set.discard(name)
         for name in ("fp8_recipe", "fp8_auto", "fp8_fallback", "fp8_plain_numel"):
             delattr(self, name)
-        for name in ("_kept_cast", "_forwards", "_accumulates", "_calls"):
+        for name in ("_kept_cast", "_forwards", "_accumulates", "_calls", "_narrow"):
             delattr(self, name)
         self.__class__ = nn.Linear  # type: ignore[assignment]
         return self
@@ -135,7 +137,7 @@ class Float8Linear(nn.Linear):
             self._calls[key] = found
             if found is None and self.fp8_auto and weight.requires_grad and torch.is_grad_enabled() and not mixed:
                 # Fewer rows gain even less: from now on they cost one comparison.
-                self.fp8_plain_numel = max(self.fp8_plain_numel, x.numel())
+                self.fp8_plain_numel, self._narrow = max(self.fp8_plain_numel, x.numel()), weight.itemsize < 4
         return self._calls[key]
 
     def _new_call_for(self, x: torch.Tensor, own: bool) -> tuple[Recipe, Products] | None:
@@ -160,7 +162,7 @@ class Float8Linear(nn.Linear):
         return measured_for(self.weight, self.bias is not None, self.fp8_recipe)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if x.numel() <= self.fp8_plain_numel and not torch.is_autocast_enabled(x.device.type):
+        if x.numel() <= self.fp8_plain_numel and (self._narrow or not torch.is_autocast_enabled(x.device.type)):
             return nn.functional.linear(x, self.weight, self.bias)
         call = self._call_for(x)
         if call is None:

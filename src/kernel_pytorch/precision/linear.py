@@ -24,12 +24,14 @@ __all__ = [
     "STATE_SHAPE",
     "Memory",
     "Products",
+    "backward_products",
     "cast_of_gradient",
     "cast_of_input",
     "cast_of_weight",
     "check_linear",
     "checked_linear",
     "formats_on",
+    "forward_products",
     "fp8_linear",
     "name_of_dtype",
     "products_of",
@@ -122,6 +124,11 @@ class Products(NamedTuple):
     needs_dx: bool
     needs_dw: bool
 
+    @property
+    def all_in_8(self) -> bool:
+        """Whether all three are computed, in 8 bits."""
+        return self.y_in_8 and self.dx_in_8 and self.dw_in_8 and self.needs_dx and self.needs_dw
+
 
 def products_of(x: torch.Tensor, weight: torch.Tensor, recipe: Recipe) -> Products:
     """For calls with tensors such as these."""
@@ -152,6 +159,10 @@ def checked_linear(
     weight_cast: Kept | None,
 ) -> torch.Tensor:
     """``fp8_linear`` with arguments that were checked before."""
+    if torch.compiler.is_compiling():
+        from kernel_pytorch.precision.traced_linear import traced_linear
+
+        return traced_linear(x, weight, bias, recipe, products, memory)
     turned_x, turned_weight = products.needs_dw and products.dw_in_8, products.needs_dx and products.dx_in_8
     x_MK = x if x.ndim == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
     x_cast = None
@@ -161,20 +172,7 @@ def checked_linear(
         weight_cast = cast_of_weight(
             weight, recipe, products.forward_format, transposed=turned_weight, counts=memory.counts
         )
-    y: torch.Tensor
-    if torch.compiler.is_compiling():
-        y = _Traced.apply(  # type: ignore[no-untyped-call]
-            x_MK,
-            weight,
-            bias,
-            memory.gradient_counts,
-            memory.gradient_history,
-            *_tensors(x_cast),
-            *_tensors(weight_cast),
-            *products,
-        )
-    else:
-        y = _Linear.apply(x_MK, weight, bias, products, memory, x_cast, weight_cast)  # type: ignore[no-untyped-call]
+    y: torch.Tensor = _Linear.apply(x_MK, weight, bias, products, memory, x_cast, weight_cast)  # type: ignore[no-untyped-call]
     return y if x.ndim == 2 else y.view(*x.shape[:-1], weight.shape[0])
 
 
@@ -314,14 +312,7 @@ def name_of_dtype(dtype: torch.dtype) -> str:
     return _NAMES[dtype]
 
 
-def _tensors(cast: Kept | None) -> tuple[torch.Tensor | None, ...]:
-    """Of a cast, each once, as torch.compile wants them: data, inverse, data_t, and inverse_t where it is another."""
-    if cast is None:
-        return (None,) * 4
-    return (cast.data, cast.inverse, cast.data_t, None if cast.inverse_t is cast.inverse else cast.inverse_t)
-
-
-def _forward(
+def forward_products(
     products: Products,
     x_MK: torch.Tensor,
     weight: torch.Tensor,
@@ -349,7 +340,7 @@ def _forward(
     return (y if bias is None else y.add_(bias)), saved
 
 
-def _backward(
+def backward_products(
     products: Products,
     dtypes: tuple[torch.dtype, torch.dtype, torch.dtype | None],
     saved: tuple[torch.Tensor, ...],
@@ -413,7 +404,7 @@ class _Linear(torch.autograd.Function):
         x: Kept | None,
         weight_cast: Kept | None,
     ) -> torch.Tensor:
-        y, saved = _forward(products, x_MK, weight, bias, x, weight_cast)
+        y, saved = forward_products(products, x_MK, weight, bias, x, weight_cast)
         ctx.save_for_backward(*saved)
         ctx.products, ctx.counts, ctx.history = products, memory.gradient_counts, memory.gradient_history
         ctx.dtypes = (x_MK.dtype, weight.dtype, None if bias is None else bias.dtype)
@@ -423,59 +414,10 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, dy_MN: torch.Tensor) -> Any:
         x_dtype, weight_dtype, bias_dtype = ctx.dtypes
         dtypes = (x_dtype, weight_dtype, bias_dtype if ctx.needs_input_grad[2] else None)
-        gradients = _backward(ctx.products, dtypes, ctx.saved_tensors, dy_MN, ctx.counts, ctx.history)
+        gradients = backward_products(ctx.products, dtypes, ctx.saved_tensors, dy_MN, ctx.counts, ctx.history)
         if torch.is_grad_enabled():  # create_graph=True
             gradients = tuple(refuse_second(gradient, dy_MN) for gradient in gradients)
         return (*gradients, None, None, None, None)
-
-
-class _Traced(torch.autograd.Function):
-    """The same as torch.compile takes it: tensors and constants one by one."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x_MK: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        counts: torch.Tensor | None,
-        history: torch.Tensor | None,
-        x_8: torch.Tensor | None,
-        x_inverse: torch.Tensor | None,
-        x_8t: torch.Tensor | None,
-        x_inverse_t: torch.Tensor | None,
-        weight_8: torch.Tensor | None,
-        weight_inverse: torch.Tensor | None,
-        weight_8t: torch.Tensor | None,
-        weight_inverse_t: torch.Tensor | None,
-        *products: Any,
-    ) -> torch.Tensor:
-        x = _kept(x_8, x_inverse, x_8t, x_inverse_t)
-        weight_cast = _kept(weight_8, weight_inverse, weight_8t, weight_inverse_t)
-        y, saved = _forward(Products(*products), x_MK, weight, bias, x, weight_cast)
-        ctx.save_for_backward(*saved)
-        ctx.products, ctx.counts, ctx.history = products, counts, history
-        ctx.dtypes = (x_MK.dtype, weight.dtype, None if bias is None else bias.dtype)
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, dy_MN: torch.Tensor) -> Any:
-        x_dtype, weight_dtype, bias_dtype = ctx.dtypes
-        dtypes = (x_dtype, weight_dtype, bias_dtype if ctx.needs_input_grad[2] else None)
-        gradients = _backward(Products(*ctx.products), dtypes, ctx.saved_tensors, dy_MN, ctx.counts, ctx.history)
-        return (*gradients, *[None] * 21)
-
-
-def _kept(
-    data: torch.Tensor | None,
-    inverse: torch.Tensor | None,
-    data_t: torch.Tensor | None,
-    inverse_t: torch.Tensor | None,
-) -> Kept | None:
-    """The cast that ``_tensors`` took apart."""
-    if data is None or inverse is None or data_t is None:
-        return None
-    return Kept(data, data_t, inverse, inverse if inverse_t is None else inverse_t)
 
 
 def refuse_second(gradient: torch.Tensor | None, dy_MN: torch.Tensor) -> torch.Tensor | None:

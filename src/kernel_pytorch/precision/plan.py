@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -58,10 +59,23 @@ def measured_recipe(x: torch.Tensor, weight: torch.Tensor, bias: bool, recipe: R
     dtype = working_dtype(x)
     training = torch.is_grad_enabled() and (weight.requires_grad or x.requires_grad)
     high = _high_precision(
-        kind, x.device.index, rounded(rows), tuple(weight.shape), dtype, weight.dtype, bias, recipe,
+        kind, x.device.index, rounded(rows), tuple(weight.shape), dtype, weight.dtype, bias, _fields(recipe),
         training and x.requires_grad, training and weight.requires_grad,
     )  # fmt: skip
     return replace(recipe, high_precision=high)
+
+
+def _fields(recipe: Recipe) -> tuple[tuple[str, Any], ...]:
+    return (
+        ("name", recipe.name),
+        ("input", recipe.input),
+        ("weight", recipe.weight),
+        ("gradient", recipe.gradient),
+        ("gradient_format", recipe.gradient_format),
+        ("power_of_two", recipe.power_of_two),
+        ("high_precision", recipe.high_precision),
+        ("delayed", recipe.delayed),
+    )
 
 
 def rounded(rows: int) -> int:
@@ -81,15 +95,17 @@ def _high_precision(
     dtype: torch.dtype,
     weight_dtype: torch.dtype,
     bias: bool,
-    recipe: Recipe,
+    fields: tuple[Any, ...],
     needs_dx: bool,
     needs_dw: bool,
 ) -> tuple[str, ...]:
+    """A constant to torch.compile, which takes no objects as arguments of such a function."""
     if kind not in ("cuda", "xpu"):  # no matrix unit for 8 bits: the exact arithmetic is emulated, and slow
         return PRODUCTS
     if kind == "cuda" and torch.cuda.is_current_stream_capturing():
         return PRODUCTS  # nothing can be timed inside a graph capture
     device = torch.device(kind, 0 if index is None else index)
+    recipe = Recipe(**dict(fields))
     best = measured_choice(device, rows, weight, dtype, weight_dtype, bias, recipe, needs_dx, needs_dw).best
     return tuple(product for product in PRODUCTS if product not in best)
 
