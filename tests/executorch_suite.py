@@ -123,4 +123,6 @@ if __name__ == "__main__":
     told = summary(run(options.files))
     sys.stdout.write(told)
     if options.write:
-        RECORD.write_text(told)
+        head = ["git", "rev-parse", "--short", "HEAD"]
+        commit = subprocess.run(head, cwd=RECORD.parent, capture_output=True, text=True, check=True).stdout.strip()
+        RECORD.write_text(f"commit {commit}\n\n{told}")
