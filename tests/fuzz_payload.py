@@ -1,6 +1,7 @@
 """Feeds damaged payloads to the C++ runtime under AddressSanitizer: ``python tests/fuzz_payload.py --cases 9999``."""
 
 import argparse
+import hashlib
 import subprocess
 import sys
 import tempfile
@@ -11,6 +12,8 @@ import torch
 import kernel_pytorch as kp
 from kernel_pytorch.lowering.backend import build_payload
 from kernel_pytorch.lowering.build import SOURCES, _run, _tool
+
+RECORD = Path(__file__).parents[1] / "benchmarks" / "evidence" / "fuzz_payload.txt"
 
 
 class _Everything(torch.nn.Module):
@@ -104,5 +107,12 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--cases", type=int, default=1_000_000)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--write", action="store_true", help="keep the result in benchmarks/evidence")
     options = parser.parse_args()
-    sys.stdout.write(fuzz(Path(tempfile.mkdtemp(prefix="fuzz-")), options.cases, options.seed))
+    told = fuzz(Path(tempfile.mkdtemp(prefix="fuzz-")), options.cases, options.seed)
+    sys.stdout.write(told)
+    if options.write:
+        digest = hashlib.sha256(b"".join(path.read_bytes() for path in sorted(SOURCES.rglob("*.*")))).hexdigest()[
+            :16
+        ]
+        RECORD.write_text(f"{told}seed {options.seed}, AddressSanitizer and UBSan, C++ sources {digest}\n")

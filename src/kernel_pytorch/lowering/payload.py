@@ -93,7 +93,8 @@ class OpCode(enum.IntEnum):
     """What an op does with its operands; ``-`` stands for one that may be left out."""
 
     ATTENTION = 1
-    """(q, k, v, -bias) -> out, all (batch, heads, length, dim); ints: the mask's code; floats: scale."""
+    """(q, k, v, -bias) -> out, all (batch, heads, length, dim), and where a second output is there, the log-sum-exp
+    of each row in float32, (batch, heads, length); ints: the mask's code; floats: scale."""
     RMS_NORM = 2
     """(x, -weight) -> y along the last dimension; floats: eps."""
     LAYER_NORM = 3

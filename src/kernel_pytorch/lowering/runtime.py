@@ -12,9 +12,8 @@ from typing import Any
 import torch
 
 from kernel_pytorch.lowering.build import build
-from kernel_pytorch.lowering.target import register_delegates
 
-__all__ = ["LoadedProgram", "load", "registered"]
+__all__ = ["LoadedProgram", "load", "native", "registered"]
 
 
 # ExecuTorch's numbers for formats, which are torch's own.
@@ -28,6 +27,12 @@ def registered() -> ctypes.CDLL:
     # ExecuTorch first: its library holds the table that ours registers itself in.
     import executorch.runtime  # noqa: F401
 
+    return native()
+
+
+@cache
+def native() -> ctypes.CDLL:
+    """The library alone, without ExecuTorch's Python, which takes a second to import."""
     ready = build(tell=lambda text: print(f"kernel-pytorch: {text}", file=sys.stderr))
     library = ctypes.CDLL(str(ready.library))
     library.kernel_pytorch_last_error.restype = ctypes.c_char_p
@@ -46,6 +51,8 @@ class LoadedProgram:
 
     def __init__(self, data: bytes, name: str) -> None:
         from executorch.runtime import Runtime, Verification
+
+        from kernel_pytorch.lowering.target import register_delegates
 
         self._library = registered()
         register_delegates(data)

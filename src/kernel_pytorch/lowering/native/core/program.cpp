@@ -27,7 +27,7 @@ bool op_is_well_formed(const Op& op, size_t caches, Reason& reason) {
   bool good = false;
   switch (op.code) {
     case kAttention:
-      good = in == 4 && there(3) && out == 1 && op.floats.size() == 1 && std::isfinite(op.floats[0]);
+      good = in == 4 && there(3) && (out == 1 || out == 2) && op.floats.size() == 1 && std::isfinite(op.floats[0]);
       break;
     case kRmsNorm:
       good = in == 2 && there(1) && out == 1 && eps && op.ints.empty();

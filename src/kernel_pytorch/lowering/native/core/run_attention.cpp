@@ -32,6 +32,11 @@ bool Program::resolve_attention(ReadyOp& ready, Reason& reason) {
       return reason.set("attention's bias has another shape or format than its scores");
     }
   }
+  const View& lse = ready.views[5];
+  if (ready.op->outputs.size() == 2 &&
+      (lse.rank != 3 || lse.dtype != DType::kFloat32 || !std::equal(q.dims, q.dims + 3, lse.dims))) {
+    return reason.set("attention's log-sum-exp has another shape or format than its rows");
+  }
   const MaskLengths lengths = {q.dims[0], q.dims[1], q.dims[2], k.dims[2]};
   if (!ready.mask.fits(lengths, reason)) return false;
   return plan_attention(ready, q, k.dims[1], k.dims[2], v.dims[3], ready.mask.most_runs(), ready.mask.work_runs(),
@@ -130,6 +135,7 @@ void Program::attention_tasks(const ReadyOp& ready, int64_t begin, int64_t end, 
     k = ready.views[1], v = ready.views[2];
   }
   const bool biased = !cache && ready.there[3];
+  const View* const lse = ready.op->outputs.size() == 2 ? &ready.views[5] : nullptr;
   const int64_t group = q.dims[1] / k.dims[1], all_rows = q.dims[2] * group, most = kernels_->attention_rows;
   const int64_t tiles = (all_rows + most - 1) / most, slots = cache ? Cache::kMostRuns : ready.mask.most_runs();
   const int64_t bytes = static_cast<int64_t>(size_of(q.dtype)), kv_bytes = static_cast<int64_t>(size_of(k.dtype));
@@ -188,6 +194,11 @@ void Program::attention_tasks(const ReadyOp& ready, int64_t begin, int64_t end, 
       const int64_t query = (t * most + r) / group, head = kv_head * group + (t * most + r) % group;
       tile.q[r] = q.data + (b * q.strides[0] + head * q.strides[1] + query * q.strides[2]) * bytes;
       tile.out[r] = out.data + (b * out.strides[0] + head * out.strides[1] + query * out.strides[2]) * bytes;
+      tile.lse[r] = nullptr;
+      if (lse) {
+        const int64_t at = b * lse->strides[0] + head * lse->strides[1] + query * lse->strides[2];
+        tile.lse[r] = reinterpret_cast<float*>(lse->data) + at;
+      }
       tile.bias[r] = nullptr;
       if (biased) {
         tile.bias[r] =

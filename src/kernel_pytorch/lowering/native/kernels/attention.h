@@ -190,6 +190,9 @@ void attention_tile(const AttentionTile& tile, float* scratch) {
       store(p, load(p) * inverse[x]);
     }
   }
+  for (int64_t r = 0; tile.lse[0] && r < tile.rows; ++r) {
+    *tile.lse[r] = log_sum_exp(most[r / kLanes][r % kLanes], total[r / kLanes][r % kLanes]);
+  }
   for (int64_t r = 0; r < tile.rows; ++r) {
     // Through a short row, so that narrow formats are written by the vector.
     for (int64_t e = 0; e < value_dim; e += kKeysABlock) {

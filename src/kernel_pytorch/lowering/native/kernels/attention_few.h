@@ -64,6 +64,9 @@ inline float quick_sum(Vec v) {
 #endif
 }
 
+// Of a row's scores, from their largest and the sum of exponentials beside it; -inf where it met no key.
+inline float log_sum_exp(float most, float total) { return total == 0 ? -__builtin_inff() : most + __builtin_logf(total); }
+
 // Whether a row attends to all of these keys, by one of its runs.
 inline bool row_attends(const AttentionTile& tile, int64_t row, int64_t key, int64_t count) {
   for (int64_t slot = 0; slot < tile.slots; ++slot) {
@@ -201,6 +204,7 @@ void attention_of_few(const AttentionTile& tile, float* scratch) {
   for (int64_t r = 0; r < tile.rows; ++r) {
     const float inverse = total[r] == 0 ? 0.0f : 1.0f / total[r];
     for (int64_t e = 0; e < value_dim; ++e) sums[r * value_dim + e] *= inverse;
+    if (tile.lse[r]) *tile.lse[r] = log_sum_exp(most[r], total[r]);
     write_row(tile.out[r], sums + r * value_dim, tile.dtype, tile.out_stride, value_dim);
   }
 }

@@ -18,6 +18,7 @@ struct AttentionTile {
   int64_t rows;
   const char* q[kMostRows];
   char* out[kMostRows];
+  float* lse[kMostRows];        // where the log-sum-exp of each row goes; null where it is not wanted
   const char* bias[kMostRows];  // null where there is none
   int64_t q_stride, out_stride, bias_stride;  // of the last dimension
   DType dtype, kv_dtype, bias_dtype;
