@@ -1,7 +1,7 @@
 # make install   set everything up: a virtual environment in .venv and the project in it
 # make demo      set everything up and take the tour
 # make test      set everything up and run the tests
-# make fuzz      feed damaged programs to the C++ runtime under AddressSanitizer, until stopped
+# make fuzz      feed a million damaged programs to the C++ runtime under AddressSanitizer, and record it
 # make cross     get ExecuTorch for 64-bit Arm, for the tests that run under qemu
 # make suite     run ExecuTorch's own backend test suite with our flow, and record what came of it
 # make check     formatting, lint, types
@@ -42,7 +42,7 @@ check: install
 	$(BIN)/mypy
 
 fuzz: install
-	$(BIN)/python tests/fuzz_payload.py --cases 1000000
+	$(BIN)/python tests/fuzz_payload.py --cases 1000000 --write
 
 cross: install
 	$(BIN)/python -m pip download --quiet --no-deps --only-binary :all: --platform manylinux_2_28_aarch64 \

@@ -1,13 +1,15 @@
-"""Programs for devices against eager PyTorch and against XNNPACK alone, on the CPU: each arm in a process of its own.
+"""Programs for devices against eager PyTorch and against XNNPACK alone, on the CPU: each arm in processes of its own.
 
 Run it with ``python benchmarks/lowering.py``; add ``--record`` in a clean checkout to keep the result. Every program
-is compared with eager before it is timed. ``custom_sdpa`` is ExecuTorch's own attention operator.
+is compared with eager before it is timed. The arms of a case take turns, so that what else the machine does meets all
+of them. ``custom_sdpa`` is ExecuTorch's own attention operator, ``portable`` its kernels without any backend.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import statistics
 import subprocess
 import sys
 import time
@@ -22,14 +24,23 @@ from kernel_pytorch.bench_command import measurement_table
 from kernel_pytorch.evidence import Measurement, Quantiles, clean_commit, evidence_directory, write_record
 from kernel_pytorch.hardware_abstraction.op import registered_op
 from kernel_pytorch.hardware_abstraction.timing import quantiles
+from kernel_pytorch.kv_cache import quantized_rows
 
 THREADS = 2
 ARMS = {
-    "block-512": ("eager", "xnnpack", "ours"),
-    "block-1024": ("eager", "xnnpack", "ours"),
+    "block-512": ("eager", "xnnpack", "custom_sdpa", "ours"),
+    "block-1024": ("eager", "xnnpack", "custom_sdpa", "ours"),
     "attention-8192-window-512": ("eager", "custom_sdpa", "ours"),
-    "smallest-call": ("ours",),
+    "decode-after-4k-tokens": ("ours",),
+    "decode-after-128k-tokens": ("ours",),
+    "smallest-call": ("portable", "ours"),
 }
+# Cases that are held against each other take turns too.
+TOGETHER = (
+    ("block-512",), ("block-1024",), ("attention-8192-window-512",), ("smallest-call",),
+    ("decode-after-4k-tokens", "decode-after-128k-tokens"),
+)  # fmt: skip
+WINDOW, SINKS, PREFILL = 4096, 64, 1024
 FEWEST_DECIBELS = 60.0
 
 
@@ -43,13 +54,34 @@ class Block(torch.nn.Module):
         self.qkv, self.out = torch.nn.Linear(dim, 3 * dim), torch.nn.Linear(dim, dim)
         self.up, self.down = torch.nn.Linear(dim, wide), torch.nn.Linear(wide, dim)
 
+    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """(batch, length, heads, head_dim) each."""
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         batch, length, dim = x.shape
         parts = self.qkv(self.first(x)).split(dim, dim=2)
-        q, k, v = (part.view(batch, length, self.heads, dim // self.heads).transpose(1, 2) for part in parts)
-        y = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.out(y.transpose(1, 2).reshape(batch, length, dim))
+        y = self.attend(*(part.view(batch, length, self.heads, dim // self.heads) for part in parts))
+        x = x + self.out(y.reshape(batch, length, dim))
         return x + self.down(torch.nn.functional.gelu(self.up(self.second(x))))
+
+
+class BlockWithCustomAttention(Block):
+    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return torch.ops.llama.custom_sdpa(q, k, v, 0, None, 0.0, True)  # type: ignore[no-any-return]
+
+
+class Decoder(torch.nn.Module):
+    """Attention over a cache: 8 heads of 64 numbers, in int8."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cache = kp.KVCache(8, 64, window=WINDOW, sinks=SINKS, longest=PREFILL, dtype=torch.int8)
+
+    def forward(self, x: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
+        q, k, v = x
+        return self.cache(q, k, v, position)
 
 
 class Windowed(torch.nn.Module):
@@ -64,31 +96,62 @@ def checked(program: kp.lowering.LoweredProgram) -> Callable[..., object]:
     return program.load()
 
 
-def xnnpack_alone(model: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> Callable[..., object]:
+def without_us(model: torch.nn.Module, inputs: tuple[torch.Tensor, ...], *, xnnpack: bool) -> Callable[..., object]:
     from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
-    from executorch.exir import to_edge_transform_and_lower
+    from executorch.exir import EdgeCompileConfig, to_edge_transform_and_lower
 
-    edge = to_edge_transform_and_lower(torch.export.export(model, inputs), partitioner=[XnnpackPartitioner()])
-    return kp.load(bytes(edge.to_executorch().buffer))
+    edge = to_edge_transform_and_lower(
+        torch.export.export(model, inputs),
+        partitioner=[XnnpackPartitioner()] if xnnpack else [],
+        compile_config=EdgeCompileConfig(_check_ir_validity=False),
+    )
+    program = kp.load(bytes(edge.to_executorch().buffer))
+    torch.testing.assert_close(program(*inputs), model(*inputs), rtol=1e-4, atol=1e-4)
+    return program
+
+
+def after(tokens: int) -> tuple[Callable[..., object], tuple[torch.Tensor, ...]]:
+    """One more token in a chat of so many, all the same prefill again and again."""
+    model, start = Decoder().eval(), torch.tensor([0])
+    some, one = torch.randn(3, 1, 8, PREFILL, 64), torch.randn(3, 1, 8, 1, 64)
+    program = kp.lower(model, {"prefill": (some, start), "decode": (one, start)}).load()
+    for at in range(0, tokens, PREFILL):
+        program.run("prefill", (some, torch.tensor([at])))
+    inputs = (one, torch.tensor([tokens]))
+    # What it attends to: the sinks, where they are out of the window's reach, the window, and itself.
+    sinks = some[:, :, :, : SINKS if tokens > WINDOW else 0]
+    q, k, v = torch.cat([sinks, some.repeat(1, 1, 1, WINDOW // PREFILL, 1), one], dim=3).double()
+    k, v = (rows.double() * scales[..., None] for rows, scales in (quantized_rows(x) for x in (k, v)))
+    exact = torch.nn.functional.scaled_dot_product_attention(q[:, :, -1:], k, v)
+    torch.testing.assert_close(program.run("decode", inputs).double(), exact, rtol=1e-4, atol=1e-5)
+    return lambda *given: program.run("decode", given), inputs
 
 
 def subject(case: str, arm: str) -> tuple[Callable[..., object], tuple[torch.Tensor, ...]]:
     torch.manual_seed(0)
+    if arm == "custom_sdpa":
+        from executorch.extension.llm.custom_ops import custom_ops  # noqa: F401 - registers the operator
     if case == "smallest-call":
-        inputs = (torch.randn(1, 4),)
-        return checked(kp.lower(torch.nn.Softmax(-1).eval(), inputs)), inputs
+        model, inputs = torch.nn.Softmax(-1).eval(), (torch.randn(1, 4),)
+        return (
+            without_us(model, inputs, xnnpack=False) if arm == "portable" else checked(kp.lower(model, inputs))
+        ), inputs
+    if case.startswith("decode"):
+        return after(131072 if "128k" in case else WINDOW)
     if case.startswith("block"):
         model, inputs = Block().eval(), (torch.randn(1, int(case.partition("-")[2]), 256),)
         if arm == "eager":
             return model, inputs
-        return (xnnpack_alone(model, inputs) if arm == "xnnpack" else checked(kp.lower(model, inputs))), inputs
+        if arm == "ours":
+            return checked(kp.lower(model, inputs)), inputs
+        if arm == "custom_sdpa":
+            model = BlockWithCustomAttention().eval()
+        return without_us(model, inputs, xnnpack=True), inputs
     q, k, v = inputs = tuple(torch.randn(1, 8, 8192, 64) for _ in range(3))
     if arm == "eager":
         dense = torch.nn.functional.scaled_dot_product_attention
         return lambda *qkv: dense(*qkv, is_causal=True), inputs
     if arm == "custom_sdpa":
-        from executorch.extension.llm.custom_ops import custom_ops  # noqa: F401 - registers the operator
-
         rows = tuple(x.transpose(1, 2).contiguous() for x in (q, k, v))
         return lambda *qkv: torch.ops.llama.custom_sdpa(*qkv, 0, None, 0.0, True), rows
     return checked(kp.lower(Windowed().eval(), inputs)), inputs
@@ -111,7 +174,8 @@ def time_arm(case: str, arm: str, seconds: float) -> list[float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--record", action="store_true", help="keep the result in benchmarks/evidence")
-    parser.add_argument("--seconds", type=float, default=3.0, help="time to sample each arm for")
+    parser.add_argument("--seconds", type=float, default=3.0, help="time to sample each arm for, in each round")
+    parser.add_argument("--rounds", type=int, default=3, help="how often the arms of a case take turns")
     parser.add_argument("--case", choices=list(ARMS), action="append", help="this case alone; may be repeated")
     parser.add_argument("--arm", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -119,17 +183,21 @@ def main() -> None:
         print(json.dumps(time_arm(arguments.case[0], arguments.arm, arguments.seconds)))
         return
     commit = clean_commit(benchmarking.checkout()) if arguments.record else ""
-    measurements = []
-    for case in arguments.case or ARMS:
-        for arm in ARMS[case]:
+    samples: dict[tuple[str, str], list[float]] = {}
+    for cases in TOGETHER:
+        turns = [(case, arm) for case in cases if case in (arguments.case or ARMS) for arm in ARMS[case]]
+        for case, arm in turns * arguments.rounds:
             command = [sys.executable, __file__, "--case", case, "--arm", arm, "--seconds", str(arguments.seconds)]
             done = subprocess.run(command, capture_output=True, text=True, check=False)
             if done.returncode:
                 raise RuntimeError(f"{case} {arm}: {done.stderr[-2000:]}")
-            samples = json.loads(done.stdout.splitlines()[-1])
-            name = "kernel:delegate" if arm == "ours" else f"baseline:{arm}"
-            seconds = Quantiles(*quantiles(samples))
-            measurements.append(Measurement(case, "forward", "float32", name, seconds, len(samples), 0, 0))
+            samples.setdefault((case, arm), []).extend(json.loads(done.stdout.splitlines()[-1]))
+            print(f"{case} {arm}: median {statistics.median(samples[case, arm]) * 1e3:.3f} ms", file=sys.stderr)
+    measurements = []
+    for (case, arm), taken in samples.items():
+        name = "kernel:delegate" if arm == "ours" else f"baseline:{arm}"
+        seconds = Quantiles(*quantiles(taken))
+        measurements.append(Measurement(case, "forward", "float32", name, seconds, len(taken), 0, 0))
     Console().print(measurement_table(measurements))
     folder = evidence_directory()
     if arguments.record and folder is not None:

@@ -1,6 +1,7 @@
 """Feeds damaged payloads to the C++ runtime under AddressSanitizer: ``python tests/fuzz_payload.py --cases 9999``."""
 
 import argparse
+import hashlib
 import subprocess
 import sys
 import tempfile
@@ -11,6 +12,8 @@ import torch
 import kernel_pytorch as kp
 from kernel_pytorch.lowering.backend import build_payload
 from kernel_pytorch.lowering.build import SOURCES, _run, _tool
+
+RECORD = Path(__file__).parents[1] / "benchmarks" / "evidence" / "fuzz_payload.txt"
 
 
 class _Everything(torch.nn.Module):
@@ -37,7 +40,7 @@ class _Everything(torch.nn.Module):
 
 
 def payloads() -> list[bytes]:
-    """Good payloads to start from: one of everything, and one whose length is a symbol."""
+    """Good payloads to start from: one of everything, one whose length is a symbol, and one with caches."""
     from executorch.exir import to_edge
 
     from kernel_pytorch.lowering.rewrite import rewritten
@@ -50,7 +53,20 @@ def payloads() -> list[bytes]:
         def forward(self, q: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
             return sdpa(q, q, q * 2, attn_mask=bias) + torch.softmax(q.transpose(2, 3), -1).transpose(2, 3)
 
+    class Cached(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            options = {"window": 3, "sinks": 2, "longest": 4}
+            kinds = (torch.float32, torch.float16, torch.int8)
+            self.caches = torch.nn.ModuleList(kp.KVCache(2, 8, dtype=kind, **options) for kind in kinds)
+
+        def forward(self, q: torch.Tensor, k: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
+            for cache in self.caches:
+                q = cache(q, k, k, position)
+            return q
+
     for model, inputs, shapes in (
+        (Cached(), (torch.randn(1, 4, 4, 8), torch.randn(1, 2, 4, 8), torch.tensor([0])), None),
         (_Everything(), (torch.randn(1, 20, 8),), None),
         (
             Dynamic(),
@@ -60,7 +76,7 @@ def payloads() -> list[bytes]:
     ):
         with torch.no_grad():
             exported = torch.export.export(model.eval(), inputs, dynamic_shapes=shapes)
-        edge = to_edge(rewritten(exported.run_decompositions({}))).exported_program()
+        edge = to_edge(rewritten(exported)).exported_program()
         made.append(build_payload(edge).to_bytes())
     return made
 
@@ -91,5 +107,12 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--cases", type=int, default=1_000_000)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--write", action="store_true", help="keep the result in benchmarks/evidence")
     options = parser.parse_args()
-    sys.stdout.write(fuzz(Path(tempfile.mkdtemp(prefix="fuzz-")), options.cases, options.seed))
+    told = fuzz(Path(tempfile.mkdtemp(prefix="fuzz-")), options.cases, options.seed)
+    sys.stdout.write(told)
+    if options.write:
+        digest = hashlib.sha256(b"".join(path.read_bytes() for path in sorted(SOURCES.rglob("*.*")))).hexdigest()[
+            :16
+        ]
+        RECORD.write_text(f"{told}seed {options.seed}, AddressSanitizer and UBSan, C++ sources {digest}\n")

@@ -25,6 +25,7 @@ EVERY = [
     pytest.param(name, dtype, id=f"{name}-{str(dtype).removeprefix('torch.')}", marks=marks)
     for name, dtypes, marks in (
         ("cpu-flash", (torch.float32, torch.bfloat16), ()),
+        ("native", (torch.float32, torch.float16, torch.bfloat16), ()),
         ("tiled", (torch.float32, torch.float16, torch.bfloat16, torch.float64), ()),
         ("triton", (torch.float32, torch.float16), (needs_interpreter,)),
     )
@@ -33,7 +34,7 @@ EVERY = [
 every_kernel = pytest.mark.parametrize(("kernel", "dtype"), EVERY)
 # Those that take every mask.
 any_mask = pytest.mark.parametrize(("kernel", "dtype"), [each for each in EVERY if each.values[0] != "cpu-flash"])
-in_float32 = pytest.mark.parametrize("kernel", ["tiled", pytest.param("triton", marks=needs_interpreter)])
+in_float32 = pytest.mark.parametrize("kernel", ["native", "tiled", pytest.param("triton", marks=needs_interpreter)])
 
 
 @pytest.fixture(autouse=True)
@@ -160,7 +161,7 @@ BAD: dict[str, tuple[tuple[Any, ...], dict[str, Any], type[Exception], str]] = {
         swapped(),
         {"kernel": "flash3"},
         ValueError,
-        "kernel='flash3': attention has no such kernel on cpu; it has cpu-flash, tiled",
+        "kernel='flash3': attention has no such kernel on cpu; it has cpu-flash, native, tiled",
     ),
     "kernel-refuses": (
         swapped(mask=window(3)),
@@ -328,7 +329,7 @@ def test_lse_without_gradients_stays_with_the_fast_kernel() -> None:
     assert kp.explain(kp.attention, Q, K, V, causal(), return_lse=True).kernel.name == "cpu-flash"
     leaf = Q.clone().requires_grad_()
     choice = kp.explain(kp.attention, leaf, K, V, causal(), return_lse=True)
-    assert choice.kernel.name == "tiled"
+    assert choice.kernel.name == "native"
     assert any("no gradient through the log-sum-exp" in verdict.reason for verdict in choice.verdicts)
 
 
@@ -343,7 +344,7 @@ def test_torch_is_not_asked_for_a_scale_it_gets_wrong() -> None:
     """Its causal mask multiplies -inf by the scale: NaN at zero, and infinity below."""
     for scale in (-0.3, 0.0, 1e-60):
         choice = kp.explain(kp.attention, Q, K, V, causal(), scale=scale)
-        assert choice.kernel.name == "tiled"
+        assert choice.kernel.name == "native"
         assert any("takes a positive scale" in verdict.reason for verdict in choice.verdicts)
         assert kp.attention(Q, K, V, causal(), scale=scale).isfinite().all()
 
@@ -566,8 +567,9 @@ def test_fewer_queries_stand_at_the_end(kernel: str) -> None:
         (None, torch.float32, 64, full(), "cpu-flash"),
         (None, torch.bfloat16, 64, causal(), "cpu-flash"),
         (None, torch.float32, 300, causal(), "cpu-flash"),
-        (None, torch.float32, 64, window(5), "tiled"),
-        (None, torch.float32, 64, causal() & full(), "tiled"),
+        (None, torch.float32, 64, window(5), "native"),
+        (None, torch.float32, 64, causal() & full(), "native"),
+        (None, torch.float64, 64, window(5), "tiled"),
         (H200, torch.bfloat16, 128, causal(), "cudnn"),
         (H200, torch.float16, 64, full(), "cudnn"),
         (H200, torch.bfloat16, 256, causal(), "flash"),
@@ -593,7 +595,7 @@ def test_selection(device: str | None, dtype: torch.dtype, dim: int, mask: Mask,
 def test_causal_with_other_lengths_is_not_left_to_torch() -> None:
     """torch aligns causal to the first key; ours is aligned to the last."""
     choice = kp.explain(kp.attention, *heads(q_len=20, kv_len=40), causal())
-    assert choice.kernel.name == "tiled"
+    assert choice.kernel.name == "native"
     assert any("as many queries as keys" in verdict.reason for verdict in choice.verdicts)
     assert kp.explain(kp.attention, *heads(q_len=20, kv_len=40), full()).kernel.name == "cpu-flash"
 

@@ -386,7 +386,7 @@ def test_explanations_say_what_is_sent(pool: Ranks, name: str) -> None:
         assert "pinned" in marked[0]
         if case.schedule == "ring":
             assert f"ring step 0 of {ranks - 1}: " in text
-            assert text.rstrip().endswith(("tiled", "cpu-flash"))
+            assert text.rstrip().endswith(("native", "tiled", "cpu-flash"))
 
 
 # The same through other doors.

@@ -13,10 +13,12 @@ from kernel_pytorch.lowering.direct import DirectProgram, PayloadError
 from kernel_pytorch.lowering.payload import (
     Buffer,
     BufferKind,
+    Cache,
     Op,
     OpCode,
     Parameter,
     Payload,
+    SharedConstant,
     Symbol,
     Token,
     Value,
@@ -71,14 +73,18 @@ def test_every_flipped_bit_is_noticed() -> None:
 
 def test_other_versions_and_targets_are_refused() -> None:
     data = softmax_payload().to_bytes()
-    with pytest.raises(PayloadError, match="version 2 and this runtime reads 1: lower the model again"):
-        DirectProgram(data[:8] + struct.pack("<I", 2) + data[12:])
+    with pytest.raises(PayloadError, match="version 1 and this runtime reads 2: lower the model again"):
+        DirectProgram(data[:8] + struct.pack("<I", 1) + data[12:])
     with pytest.raises(PayloadError, match="is for target 7"):
         DirectProgram(mended(data[:32] + struct.pack("<I", 7) + data[36:]))
 
 
 def number(value: int) -> tuple[tuple[Token, int], ...]:
     return ((Token.CONSTANT, value),)
+
+
+def cache(**changes: object) -> Cache:
+    return replace(Cache("cache", torch.float32, 1, 1, 8, 8, ring=9, sinks=0, window=8), **changes)
 
 
 HOSTILE = {
@@ -123,6 +129,20 @@ HOSTILE = {
     "register that is not there": {"ops": [Op(OpCode.POINTWISE, (0,), (1,), (1, 16, 0, 0, 1))]},
     "immediate that is not there": {"ops": [Op(OpCode.POINTWISE, (0,), (1,), (0, 1, 0, 0, 1))]},
     "output register that is not there": {"ops": [Op(OpCode.POINTWISE, (0,), (1,), (1, 1, 0, 0, -1))]},
+    "cache of nothing": {"caches": [cache(ring=0)]},
+    "cache shorter than its window": {"caches": [cache(window=9)]},
+    "cache too large": {"caches": [cache(batch=1 << 29, heads=1 << 29)]},
+    "cache of bfloat16": {"caches": [cache(dtype=torch.bfloat16)]},
+    "cache that is not there": {"ops": [Op(OpCode.CACHE_WRITE, (0, 0, 0), (), (0,))]},
+    "cache written with another shape": {"caches": [cache()], "ops": [Op(OpCode.CACHE_WRITE, (0, 0, 0), (), (0,))]},
+    "attention over a cache of another shape": {
+        "caches": [cache()],
+        "ops": [Op(OpCode.CACHED_ATTENTION, (0,), (1,), (0,), (1.0,))],
+    },
+    "shared constant that is not there": {"shared": [SharedConstant("weights", 0, 4096)]},
+    "buffer of no shared constant": {
+        "buffers": [Buffer(BufferKind.SHARED, torch.float32, 3), Buffer(BufferKind.OUTPUT, torch.float32)]
+    },
     "linear without packed weights": {"ops": [Op(OpCode.LINEAR, (0, 0, None, None), (1,))]},
 }
 
@@ -185,7 +205,7 @@ def test_wrong_tensors_are_refused_by_name() -> None:
 
 def test_the_fuzzer_finds_nothing(tmp_path) -> None:
     """A short run; ``make fuzz`` does a million cases."""
-    assert len(payloads()) == 2
+    assert len(payloads()) == 3
     try:
         said = fuzz(tmp_path, cases=20_000, seed=1)
     except FileNotFoundError as missing:

@@ -225,9 +225,12 @@ from test_lowering_kernels import run_attention
 torch.manual_seed(0)
 q, k, v = (torch.randn(1, 2, 77, 40) for _ in range(3))
 mask = kp.masks.causal() & (kp.masks.window(20) | kp.masks.sinks(3))
-found = run_attention(q, k, v, mask, 0.2, "out").double()
-exact = kp.attention(q.double(), k.double(), v.double(), mask, scale=0.2)
-print(json.dumps((found - exact).abs().max().item()))
+errors = []
+for some in (q, q[:, :, 74:], q[:, :, 75:], q[:, :, 76:]):  # few rows have kernels of their own
+    found = run_attention(some, k, v, mask, 0.2, "out").double()
+    exact = kp.attention(some.double(), k.double(), v.double(), mask, scale=0.2)
+    errors.append((found - exact).abs().max().item())
+print(json.dumps(max(errors)))
 """
 
 

@@ -20,6 +20,7 @@ from kernel_pytorch.documentation.blocks import docstring_gaps, docstrings
 PUBLIC = [
     "Backend",
     "Device",
+    "KVCache",
     "Policy",
     "UnsupportedCallError",
     "__version__",

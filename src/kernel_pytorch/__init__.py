@@ -9,6 +9,7 @@ from kernel_pytorch.hardware_abstraction.device import Device
 from kernel_pytorch.hardware_abstraction.dispatch import explain, policy
 from kernel_pytorch.hardware_abstraction.registry import Backend, device, devices
 from kernel_pytorch.hardware_abstraction.selection import Policy, UnsupportedCallError
+from kernel_pytorch.kv_cache import KVCache
 from kernel_pytorch.ops.attention import attention
 from kernel_pytorch.ops.rms_norm import rms_norm
 
@@ -24,6 +25,7 @@ def __getattr__(name: str) -> object:
 __all__ = [
     "Backend",
     "Device",
+    "KVCache",
     "Policy",
     "UnsupportedCallError",
     "__version__",

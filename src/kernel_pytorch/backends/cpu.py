@@ -15,6 +15,7 @@ BACKEND = Backend(
     catalogue=tuple(device for device in CATALOGUE.values() if device.backend == "cpu"),
     kernels=(
         attention.KERNEL_CPU_FLASH,
+        attention.KERNEL_NATIVE,
         attention.KERNEL_TILED,
         rms_norm.KERNEL_TORCH,
         fp8_cast.KERNEL_TORCH,

@@ -98,7 +98,8 @@ def _probed(name: str, one: Any, number_format: str, *, recipe: str = "", dynami
                 )
             eager = model
             if recipe:
-                exported, eager = target.quantize(target.recipes[recipe], model, inputs, None)
+                methods, quantized = target.quantize(target.recipes[recipe], model, {"forward": inputs}, {})
+                exported, eager = methods["forward"], quantized["forward"]
                 if not any("quantize" in operator for operator in _operators(exported)):
                     return refused("the recipe leaves it as it is")
             return _lowered(target, exported, eager, inputs, refused, facts, one.operator, number_format)
@@ -120,7 +121,8 @@ def _lowered(
 ) -> Probed:
     from kernel_pytorch.lowering.program import lower_exported
 
-    program = lower_exported(exported, eager, inputs, options=target.probe_options, target=target)
+    method = {"forward": exported}, {"forward": eager}, {"forward": inputs}
+    program = lower_exported(*method, options=target.probe_options, target=target)
     if program.report.left:
         return refused(_why(program.report.left))
     if not program.report.delegates:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import os
 from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from kernel_pytorch.lowering.payload import DTYPES, MOST_DIMENSIONS, Payload
-from kernel_pytorch.lowering.runtime import registered
+from kernel_pytorch.lowering.runtime import native
 
 __all__ = ["DirectProgram", "PayloadError"]
 
@@ -28,9 +32,12 @@ class _Tensor(ctypes.Structure):
 
 
 def _library() -> Any:
-    library = registered()
+    library = native()
     library.kernel_pytorch_load.restype = ctypes.c_void_p
-    library.kernel_pytorch_load.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_char_p, ctypes.c_size_t)
+    library.kernel_pytorch_load.argtypes = (
+        *(ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64),
+        *(ctypes.c_char_p, ctypes.c_size_t),
+    )
     library.kernel_pytorch_run.restype = ctypes.c_bool
     library.kernel_pytorch_run.argtypes = (
         *(ctypes.c_void_p, ctypes.POINTER(_Tensor), ctypes.c_size_t),
@@ -38,6 +45,16 @@ def _library() -> Any:
     )
     library.kernel_pytorch_free.argtypes = (ctypes.c_void_p,)
     return library
+
+
+@cache
+def _openmp() -> int | None:
+    """The address of GOMP_parallel in the OpenMP runtime that torch has loaded, or None."""
+    for path in sorted((Path(torch.__file__).parent / "lib").glob("libgomp*.so*")):
+        with contextlib.suppress(OSError, AttributeError):
+            found = ctypes.CDLL(str(path), mode=os.RTLD_NOLOAD | os.RTLD_NOW).GOMP_parallel
+            return ctypes.cast(found, ctypes.c_void_p).value
+    return None
 
 
 def _tensors(tensors: Sequence[torch.Tensor]) -> Any:
@@ -49,9 +66,13 @@ def _tensors(tensors: Sequence[torch.Tensor]) -> Any:
 
 
 class DirectProgram:
-    """A payload, loaded; call it with contiguous tensors and the outputs to fill."""
+    """A payload, loaded; call it with contiguous tensors and the outputs to fill.
 
-    def __init__(self, payload: Payload | bytes) -> None:
+    Programs with the same ``owner``, any number but 0, share their caches. ``on_torch_threads`` runs it on so many of
+    torch's threads, where torch has GNU's OpenMP; otherwise, and without it, ExecuTorch's threads do the work.
+    """
+
+    def __init__(self, payload: Payload | bytes, owner: int = 0, on_torch_threads: int = 0) -> None:
         self._program = None
         self._library = _library()
         data = payload if isinstance(payload, bytes) else payload.to_bytes()
@@ -61,7 +82,13 @@ class DirectProgram:
         start = -ctypes.addressof(self._bytes) % 64
         ctypes.memmove(ctypes.addressof(self._bytes) + start, data, len(data))
         self._program = self._library.kernel_pytorch_load(
-            ctypes.addressof(self._bytes) + start, len(data), self._reason, len(self._reason)
+            ctypes.addressof(self._bytes) + start,
+            len(data),
+            owner,
+            _openmp() if on_torch_threads else None,
+            on_torch_threads,
+            self._reason,
+            len(self._reason),
         )
         if not self._program:
             raise PayloadError(self._reason.value.decode())

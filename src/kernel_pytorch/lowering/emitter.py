@@ -6,6 +6,8 @@ take it as it is computed, a ``Lazy`` chain of pointwise steps that is not in me
 
 from __future__ import annotations
 
+import hashlib
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -32,6 +34,7 @@ from kernel_pytorch.lowering.strided import (
 
 __all__ = ["Emitter", "Lazy"]
 
+_LEAST_SHARED = 4096  # bytes; smaller constants are repeated in each method
 _MOST_LEAVES = 6  # operands of one pointwise op; the other registers hold what is computed
 
 
@@ -75,8 +78,11 @@ class _Emitted:
 class Emitter:
     """Collects ops over strided views; ``finish`` plans the memory and makes the payload."""
 
-    def __init__(self, constants: Constants, ranges: dict[Any, Any]) -> None:
+    def __init__(
+        self, constants: Constants, ranges: dict[Any, Any], shared: dict[str, bytes] | None = None
+    ) -> None:
         self.constants = constants
+        self._shared = shared  # gets large constants by name, which then stand outside the payload
         self._ranges = ranges
         self._ops: list[_Emitted] = []
         self._inputs: list[_Input] = []
@@ -144,6 +150,11 @@ class Emitter:
             self._packed[key] = pack(tensor)
         return self.constant(self._packed[key])
 
+    def cache(self, cache: tables.Cache) -> int:
+        """The number of a cache, which is new: each is used once."""
+        self._payload.caches.append(cache)
+        return len(self._payload.caches) - 1
+
     # Memory
 
     def new(self, dims: Sequence[Size], dtype: torch.dtype, node: Node | None = None) -> Strided:
@@ -163,12 +174,16 @@ class Emitter:
     ) -> None:
         self._ops.append(_Emitted(code, tuple(inputs), tuple(outputs), tuple(ints), tuple(floats)))
 
+    def cast(self, source: Strided, dtype: torch.dtype) -> Strided:
+        """A contiguous copy in another format."""
+        into = self.new(source.dims, dtype)
+        self.copy(source, into)
+        return into
+
     def contiguous(self, source: Strided) -> Strided:
         if source.contiguous:
             return source
-        into = self.new(source.dims, source.dtype)
-        self.copy(source, into)
-        return into
+        return self.cast(source, source.dtype)
 
     def reshape(self, source: Strided, dims: Sequence[Size]) -> Strided:
         found = reshaped(source, dims)
@@ -342,9 +357,15 @@ class Emitter:
         if storage.output is not None:
             return tables.Buffer(BufferKind.OUTPUT, storage.dtype, index=storage.output)
         if storage.constant is not None:
+            data = storage.constant.flatten().view(torch.uint8).numpy().tobytes()
+            if self._shared is not None and len(data) >= _LEAST_SHARED:
+                name = f"kernel_pytorch_{hashlib.sha256(data).hexdigest()}"
+                self._shared[name] = data
+                self._payload.shared.append(tables.SharedConstant(name, zlib.crc32(data), len(data)))
+                index = len(self._payload.shared) - 1
+                return tables.Buffer(BufferKind.SHARED, storage.dtype, index=index, size=len(data))
             constants = self._payload.constants
             constants.extend(bytes(tables.aligned(len(constants)) - len(constants)))
-            data = storage.constant.flatten().view(torch.uint8).numpy().tobytes()
             offset = len(constants)
             constants.extend(data)
             return tables.Buffer(BufferKind.CONSTANT, storage.dtype, offset=offset, size=len(data))

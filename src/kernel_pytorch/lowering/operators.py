@@ -1,6 +1,7 @@
 """The operators that the partitioner puts into a graph before it is decomposed, so that they arrive whole.
 
-Each runs in eager mode too: the program stays one that can be executed and compared at every stage.
+Each but the one with a cache runs in eager mode too: the program stays one that can be executed and compared at every
+stage.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
-__all__ = ["ATTENTION", "LINEAR_INT8", "RMS_NORM"]
+__all__ = ["ATTENTION", "CACHED_ATTENTION", "LINEAR_INT8", "RMS_NORM"]
 
 _LIBRARY = torch.library.Library("kernel_pytorch_lowering", "DEF")
 _LIBRARY.define(
@@ -18,6 +19,11 @@ _LIBRARY.define(
 )
 _LIBRARY.define(
     "linear_int8(Tensor x, Tensor weight, Tensor scale, Tensor? bias) -> Tensor",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+_LIBRARY.define(
+    "cached_attention(Tensor q, Tensor k, Tensor v, Tensor position, str cache, ScalarType dtype, int[] shape, "
+    "float scale) -> Tensor",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 _LIBRARY.define("rms_norm(Tensor x, Tensor? weight, float eps) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
@@ -53,6 +59,14 @@ def _attention_fake(
     return q.new_empty((*q.shape[:3], v.shape[3]))
 
 
+def _cached_attention(*_: object) -> torch.Tensor:
+    raise NotImplementedError("a cache inside the delegate exists at run time alone: run the lowered program")
+
+
+def _cached_attention_fake(q: torch.Tensor, _: torch.Tensor, v: torch.Tensor, *__: object) -> torch.Tensor:
+    return q.new_empty((*q.shape[:3], v.shape[3]))
+
+
 def _rms_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
     return torch.nn.functional.rms_norm(x, x.shape[-1:], weight, eps)
 
@@ -74,6 +88,8 @@ def _linear_int8_fake(
 
 
 _LIBRARY.impl("attention", _attention, "CompositeExplicitAutograd")
+_LIBRARY.impl("cached_attention", _cached_attention, "CompositeExplicitAutograd")
+torch.library.register_fake("kernel_pytorch_lowering::cached_attention", _cached_attention_fake, lib=_LIBRARY)
 _LIBRARY.impl("rms_norm", _rms_norm, "CompositeExplicitAutograd")
 torch.library.register_fake("kernel_pytorch_lowering::attention", _attention_fake, lib=_LIBRARY)
 _LIBRARY.impl("linear_int8", _linear_int8, "CompositeExplicitAutograd")
@@ -81,5 +97,6 @@ torch.library.register_fake("kernel_pytorch_lowering::linear_int8", _linear_int8
 torch.library.register_fake("kernel_pytorch_lowering::rms_norm", _rms_norm_fake, lib=_LIBRARY)
 
 ATTENTION = torch.ops.kernel_pytorch_lowering.attention.default
+CACHED_ATTENTION = torch.ops.kernel_pytorch_lowering.cached_attention.default
 LINEAR_INT8 = torch.ops.kernel_pytorch_lowering.linear_int8.default
 RMS_NORM = torch.ops.kernel_pytorch_lowering.rms_norm.default

@@ -36,7 +36,7 @@ class PartitionerOptions:
     attention: bool = True
     """Take attention: ``scaled_dot_product_attention`` in all its forms, and ``kp.attention`` with any mask."""
     linears: bool = True
-    """Take linears whose weights are float32 constants: measured, they are faster than XNNPACK's, and nothing has to
+    """Take linears whose weights are floating constants: measured, they are faster than XNNPACK's, and nothing has to
     cross between delegates. Linears with quantized activations stay with XNNPACK."""
     norms: bool = True
     """Take RMS norms and layer norms."""

@@ -4,10 +4,13 @@ All numbers are little-endian. A payload is a header, a body and constants::
 
     header   8 bytes "KPTPLOAD" | u32 version | u32 crc | u64 bytes of the whole payload | u64 zero
     body     u32 target (1: CPU)
-             u32 counts of symbols, expressions, inputs, outputs, buffers, values, ops
+             u32 counts of symbols, expressions, inputs, outputs, shared constants, caches, buffers, values, ops
              u64 bytes of the arena | u64 offset and u64 bytes of the constants
              then the items, one table after the other, as the classes below describe them
     constants  aligned to 64 bytes, as every buffer in them and in the arena is
+
+Constants that several methods of a program use stand outside the payload, once, as the program's named data. Caches
+are memory that outlives a run: payloads of one program whose caches have the same name share them.
 
 The crc is zlib's CRC-32 of everything after itself. Nothing in a payload is machine code or an address. A reader
 must refuse a version it does not know, and every index, length, view and size that is not inside its bounds.
@@ -31,11 +34,13 @@ __all__ = [
     "DTYPES",
     "VERSION",
     "BufferKind",
+    "Cache",
     "OpCode",
     "Op",
     "Parameter",
     "Payload",
     "Reduction",
+    "SharedConstant",
     "Step",
     "Symbol",
     "Token",
@@ -45,7 +50,7 @@ __all__ = [
 ]
 
 MAGIC = b"KPTPLOAD"
-VERSION = 1
+VERSION = 2
 TARGETS = {"cpu": 1}
 NONE = 0xFFFFFFFF
 ALIGNMENT = 64
@@ -81,13 +86,15 @@ class BufferKind(enum.IntEnum):
     OUTPUT = 1
     ARENA = 2
     CONSTANT = 3
+    SHARED = 4
 
 
 class OpCode(enum.IntEnum):
     """What an op does with its operands; ``-`` stands for one that may be left out."""
 
     ATTENTION = 1
-    """(q, k, v, -bias) -> out, all (batch, heads, length, dim); ints: the mask's code; floats: scale."""
+    """(q, k, v, -bias) -> out, all (batch, heads, length, dim), and where a second output is there, the log-sum-exp
+    of each row in float32, (batch, heads, length); ints: the mask's code; floats: scale."""
     RMS_NORM = 2
     """(x, -weight) -> y along the last dimension; floats: eps."""
     LAYER_NORM = 3
@@ -101,7 +108,13 @@ class OpCode(enum.IntEnum):
     """x -> y, whose last dimension is 1; ints: the Reduction."""
     LINEAR = 7
     """(x, weights, -bias, -scales) -> y in float32; weights (ceil(outputs / 32), inputs, 32): 32 outputs a panel,
-    zeros after the last one; in float32, or in int8 with a scale for each output."""
+    zeros after the last one; in float32, float16 or bfloat16, or in int8 with a scale for each output."""
+    CACHE_WRITE = 8
+    """(k, v, position) -> nothing: new rows, (batch, heads, tokens, dim), into a cache; position is an input of one
+    int64 number; ints: the cache. Each cache is written by one op, before it is read."""
+    CACHED_ATTENTION = 9
+    """q -> out over a cache, (batch, heads, tokens, dim), for the tokens that were written last; ints: the cache;
+    floats: scale."""
 
 
 class Reduction(enum.IntEnum):
@@ -164,8 +177,42 @@ class Parameter:
 
 
 @dataclass(frozen=True)
+class SharedConstant:
+    """u32 bytes of the name | u32 crc of the data | u64 bytes of the data | name."""
+
+    name: str
+    crc: int
+    size: int
+
+
+@dataclass(frozen=True)
+class Cache:
+    """u8 dtype | u8 and u16 zero | u32 bytes of the name | u64 batch, heads, dim, value_dim, ring, sinks, window |
+    name.
+
+    Slots are ``sinks + ring``; where a position lies and what it attends to, ``kernel_pytorch/kv_cache.py`` defines.
+    """
+
+    name: str
+    dtype: torch.dtype
+    batch: int
+    heads: int
+    dim: int
+    value_dim: int
+    ring: int
+    sinks: int
+    window: int
+
+    @property
+    def nbytes(self) -> int:
+        slots = self.batch * self.heads * (self.ring + self.sinks)
+        scales = 2 * torch.float32.itemsize if self.dtype == torch.int8 else 0
+        return slots * ((self.dim + self.value_dim) * self.dtype.itemsize + scales)
+
+
+@dataclass(frozen=True)
 class Buffer:
-    """u8 kind | u8 dtype | u16 zero | u32 index of the input or output | u64 offset | u64 bytes."""
+    """u8 kind | u8 dtype | u16 zero | u32 index of the input, output or shared one | u64 offset | u64 bytes."""
 
     kind: BufferKind
     dtype: torch.dtype
@@ -208,6 +255,8 @@ class Payload:
     expressions: list[Expression] = field(default_factory=list)
     inputs: list[Parameter] = field(default_factory=list)
     outputs: list[Parameter] = field(default_factory=list)
+    shared: list[SharedConstant] = field(default_factory=list)
+    caches: list[Cache] = field(default_factory=list)
     buffers: list[Buffer] = field(default_factory=list)
     values: list[Value] = field(default_factory=list)
     ops: list[Op] = field(default_factory=list)
@@ -219,13 +268,15 @@ class Payload:
 
         Example:
             >>> len(Payload().to_bytes())
-            88
+            96
         """
         tables = b"".join(
             [
                 *(struct.pack("<IIqq", s.input, s.dim, s.low, s.high) for s in self.symbols),
                 *(_expression(expression) for expression in self.expressions),
                 *(_parameter(parameter) for parameter in (*self.inputs, *self.outputs)),
+                *(_shared(constant) for constant in self.shared),
+                *(_cache(cache) for cache in self.caches),
                 *(
                     struct.pack("<BBHIQQ", b.kind, DTYPES[b.dtype], 0, b.index, b.offset, b.size)
                     for b in self.buffers
@@ -234,8 +285,11 @@ class Payload:
                 *(_op(op) for op in self.ops),
             ]
         )
-        counts = (self.symbols, self.expressions, self.inputs, self.outputs, self.buffers, self.values, self.ops)
-        head = struct.pack("<8I", TARGETS[self.target], *(len(table) for table in counts))
+        counts = (
+            *(self.symbols, self.expressions, self.inputs, self.outputs, self.shared, self.caches),
+            *(self.buffers, self.values, self.ops),
+        )
+        head = struct.pack("<10I", TARGETS[self.target], *(len(table) for table in counts))
         constants_at = HEADER_BYTES + len(head) + 24 + len(tables)
         if self.constants:
             constants_at = aligned(constants_at)
@@ -258,6 +312,17 @@ def _parameter(parameter: Parameter) -> bytes:
     name = parameter.name.encode()
     head = struct.pack("<BBHI", parameter.integer, DTYPES[parameter.dtype], len(parameter.dims), len(name))
     return head + _indices(parameter.dims) + name
+
+
+def _shared(constant: SharedConstant) -> bytes:
+    name = constant.name.encode()
+    return struct.pack("<IIQ", len(name), constant.crc, constant.size) + name
+
+
+def _cache(cache: Cache) -> bytes:
+    name = cache.name.encode()
+    sizes = (cache.batch, cache.heads, cache.dim, cache.value_dim, cache.ring, cache.sinks, cache.window)
+    return struct.pack("<BBHI7Q", DTYPES[cache.dtype], 0, 0, len(name), *sizes) + name
 
 
 def _value(value: Value) -> bytes:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from executorch.exir import EdgeCompileConfig, to_edge_transform_and_lower
 from torch.export import ExportedProgram
 
 from kernel_pytorch.lowering.recipes import find_recipe
-from kernel_pytorch.lowering.report import Report, report_of
+from kernel_pytorch.lowering.report import Report, joined, report_of
 from kernel_pytorch.lowering.runtime import LoadedProgram
 from kernel_pytorch.lowering.target import CPU, Lowering, lowering_of
 
@@ -65,9 +65,10 @@ class LoweredProgram:
     buffer: bytes
     """The ``.pte`` itself."""
     report: Report
-    eager: Callable[..., Any] = field(repr=False)
-    """What the program was made from: the model, quantized where a recipe says so."""
-    inputs: tuple[Any, ...] = field(repr=False)
+    eager: Mapping[str, Callable[..., Any]] = field(repr=False)
+    """What each method was made from: the model, quantized where a recipe says so."""
+    inputs: Mapping[str, tuple[Any, ...]] = field(repr=False)
+    """An example of each method's inputs."""
 
     def save(self, path: str | Path) -> None:
         """Write the ``.pte``."""
@@ -84,12 +85,18 @@ class LoweredProgram:
     def __call__(self, *inputs: Any) -> Any:
         return self._loaded(*inputs)
 
-    def compare(self, *inputs: Any) -> tuple[Difference, ...]:
-        """Run the program and eager PyTorch on the same inputs (those of ``lower`` when left out)."""
-        given = inputs or self.inputs
+    def compare(self, *inputs: Any, method: str = "forward") -> tuple[Difference, ...]:
+        """Run a method and eager PyTorch on the same inputs (those of ``lower`` when left out).
+
+        Where the model has caches, both go on from the calls before.
+        """
+        if method not in self.inputs:
+            raise ValueError(f"method={method!r}: the program has {', '.join(self.inputs)}")
+        given = inputs or self.inputs[method]
+        leaves = torch.utils._pytree.tree_leaves(given)
+        found = torch.utils._pytree.tree_leaves(self._loaded.run(method, leaves))
         with torch.no_grad():
-            wanted = torch.utils._pytree.tree_leaves(self.eager(*given))
-        found = torch.utils._pytree.tree_leaves(self._loaded(*torch.utils._pytree.tree_leaves(given)))
+            wanted = torch.utils._pytree.tree_leaves(self.eager[method](*given))
         if len(found) != len(wanted):
             raise AssertionError(f"the program has {len(found)} outputs, eager {len(wanted)}")
         return tuple(difference(n, *pair) for n, pair in enumerate(zip(found, wanted, strict=True)))
@@ -97,7 +104,7 @@ class LoweredProgram:
 
 def lower(
     model: torch.nn.Module,
-    inputs: Sequence[Any],
+    inputs: Sequence[Any] | Mapping[str, Sequence[Any]],
     *,
     backend: str = "cpu",
     recipe: str | None = None,
@@ -109,10 +116,12 @@ def lower(
 
     Args:
         model: in eval mode.
-        inputs: an example of its inputs, as a tuple.
+        inputs: an example of its inputs, as a tuple; or one for each method of the program, by the method's name,
+            as ``{"prefill": (tokens, position), "decode": (token, position)}``. Methods share weights and caches.
         backend: where it will run: ``"cpu"``, or a backend elsewhere whose record says how it lowers.
         recipe: how to quantize it: one of the backend's, such as ``"int8-dynamic"``; None for not at all.
         dynamic_shapes: which dimensions may change, as ``torch.export.export`` takes them; each needs a ``max``.
+            With several methods, by the method's name.
         options: what the delegate takes, as the backend's own record (``PartitionerOptions`` for ``"cpu"``);
             everything it can when left out.
         tell: gets a line for each step.
@@ -137,38 +146,48 @@ def lower(
         raise ValueError("model is in training mode: call model.eval() first")
     tell = tell or _silent
     chosen = None if recipe is None else find_recipe(recipe, target.recipes)
-    given = tuple(inputs)
+    if isinstance(inputs, Mapping):
+        given = {name: tuple(own) for name, own in inputs.items()}
+        shapes = dynamic_shapes or {}
+    else:
+        given, shapes = {"forward": tuple(inputs)}, {"forward": dynamic_shapes}
+    unknown = [name for name in shapes if name not in given] if isinstance(shapes, Mapping) else [shapes]
+    if not given or unknown:
+        raise ValueError(f"inputs has the methods {list(given)}, dynamic_shapes has {unknown}: name each in inputs")
     if chosen is not None:
         tell(f"quantizing the model: {chosen.name}")
-        exported, eager = target.quantize(chosen, model, given, dynamic_shapes)
+        exported, eager = target.quantize(chosen, model, given, shapes)
         return lower_exported(exported, eager, given, options=options, tell=tell, target=target)
     tell("exporting the model")
     with torch.no_grad():
-        exported = torch.export.export(model, given, dynamic_shapes=dynamic_shapes)
-    return lower_exported(exported, model, given, options=options, tell=tell, target=target)
+        exported = {n: torch.export.export(model, own, dynamic_shapes=shapes.get(n)) for n, own in given.items()}
+    return lower_exported(exported, dict.fromkeys(given, model), given, options=options, tell=tell, target=target)
 
 
 def lower_exported(
-    exported: ExportedProgram,
-    eager: Callable[..., Any],
-    inputs: tuple[Any, ...],
+    exported: Mapping[str, ExportedProgram],
+    eager: Mapping[str, Callable[..., Any]],
+    inputs: Mapping[str, tuple[Any, ...]],
     *,
     options: Any = None,
     tell: Callable[[str], None] | None = None,
     target: Lowering = CPU,
 ) -> LoweredProgram:
-    """The second half of ``lower``, for a program that is exported already."""
+    """The second half of ``lower``, for methods that are exported already."""
     tell = tell or _silent
-    ours, *others = target.partitioners(target.checked(options))
+    partitioners = {method: target.partitioners(target.checked(options)) for method in exported}
     tell(f"partitioning the graph for {target.delegate}")
     edge = to_edge_transform_and_lower(
-        exported,
-        partitioner=[ours, *others],
+        dict(exported),
+        partitioner={method: list(own) for method, own in partitioners.items()},
         compile_config=EdgeCompileConfig(_check_ir_validity=False, _skip_dim_order=False),
     )
-    found = report_of(edge.exported_program().graph_module, getattr(ours, "refusals", []))
+    reports = [
+        report_of(edge.exported_program(name).graph_module, getattr(own[0], "refusals", []), name)
+        for name, own in partitioners.items()
+    ]
     tell("planning memory and writing the program")
     finished = edge.to_executorch()
     buffer = bytes(finished.buffer)
-    planned = sum(finished.executorch_program.execution_plan[0].non_const_buffer_sizes)
-    return LoweredProgram(buffer, replace(found, program_bytes=len(buffer), planned_bytes=planned), eager, inputs)
+    planned = sum(sum(plan.non_const_buffer_sizes) for plan in finished.executorch_program.execution_plan)
+    return LoweredProgram(buffer, joined(reports, program_bytes=len(buffer), planned_bytes=planned), eager, inputs)

@@ -7,7 +7,7 @@ delegate; norms, attention and everything else of ours stays in float32.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -61,17 +61,25 @@ def find_recipe(name: str, recipes: Mapping[str, QuantizationRecipe] = RECIPES) 
 
 
 def quantized(
-    recipe: QuantizationRecipe, model: torch.nn.Module, inputs: tuple[Any, ...], dynamic_shapes: Any
-) -> tuple[ExportedProgram, torch.nn.Module]:
-    """The quantized model, exported, and as a module that runs in eager mode."""
+    recipe: QuantizationRecipe,
+    model: torch.nn.Module,
+    inputs: Mapping[str, tuple[Any, ...]],
+    dynamic_shapes: Mapping[str, Any],
+) -> tuple[dict[str, ExportedProgram], dict[str, torch.nn.Module]]:
+    """Each method of the quantized model, exported, and as a module that runs in eager mode."""
     if recipe.flow == "quantize_":
-        return _by_quantize(recipe, model, inputs, dynamic_shapes)
-    return _by_pt2e(recipe, model, [inputs], dynamic_shapes)
+        own = _by_quantize(recipe, model)
+        with torch.no_grad():
+            exported = {
+                name: torch.export.export(own, given, dynamic_shapes=dynamic_shapes.get(name))
+                for name, given in inputs.items()
+            }
+        return exported, dict.fromkeys(inputs, own)
+    made = {name: _by_pt2e(recipe, model, given, dynamic_shapes.get(name)) for name, given in inputs.items()}
+    return {name: pair[0] for name, pair in made.items()}, {name: pair[1] for name, pair in made.items()}
 
 
-def _by_quantize(
-    recipe: QuantizationRecipe, model: torch.nn.Module, inputs: tuple[Any, ...], dynamic_shapes: Any
-) -> tuple[ExportedProgram, torch.nn.Module]:
+def _by_quantize(recipe: QuantizationRecipe, model: torch.nn.Module) -> torch.nn.Module:
     from torchao.quantization import Int8DynamicActivationIntxWeightConfig, IntxWeightOnlyConfig, quantize_
     from torchao.quantization.granularity import PerAxis, PerGroup
 
@@ -83,21 +91,16 @@ def _by_quantize(
     ]
     if recipe.activations == "float":
         quantize_(own, IntxWeightOnlyConfig(torch.int8, PerAxis(0)))
-        with torch.no_grad():
-            return torch.export.export(own, inputs, dynamic_shapes=dynamic_shapes), own
+        return own
     if odd:
         raise ValueError(f"recipe='int4-weight': {odd[0]} has inputs that are no multiple of the group of 32")
     four_bits: torch.dtype = torch.int4  # type: ignore[attr-defined]
     quantize_(own, Int8DynamicActivationIntxWeightConfig(four_bits, PerGroup(32)))
-    with torch.no_grad():
-        return torch.export.export(own, inputs, dynamic_shapes=dynamic_shapes), own
+    return own
 
 
 def _by_pt2e(
-    recipe: QuantizationRecipe,
-    model: torch.nn.Module,
-    calibration: Sequence[tuple[Any, ...]],
-    dynamic_shapes: Any,
+    recipe: QuantizationRecipe, model: torch.nn.Module, inputs: tuple[Any, ...], dynamic_shapes: Any
 ) -> tuple[ExportedProgram, torch.nn.Module]:
     from executorch.backends.xnnpack.quantizer.xnnpack_quantizer import (
         XNNPACKQuantizer,
@@ -106,11 +109,9 @@ def _by_pt2e(
     from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e, prepare_pt2e
 
     config = get_symmetric_quantization_config(is_per_channel=True, is_dynamic=recipe.activations == "dynamic")
-    inputs = calibration[0]
     with torch.no_grad():
         captured = torch.export.export(model, inputs, dynamic_shapes=dynamic_shapes).module()
         prepared = prepare_pt2e(captured, XNNPACKQuantizer().set_global(config))
-        for one in calibration:
-            prepared(*one)
+        prepared(*inputs)
         converted = convert_pt2e(prepared)
         return torch.export.export(converted, inputs, dynamic_shapes=dynamic_shapes), converted

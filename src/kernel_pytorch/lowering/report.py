@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,9 +12,12 @@ from torch.fx import GraphModule
 
 from kernel_pytorch.lowering.backend import KernelPyTorchBackend
 from kernel_pytorch.lowering.partitioner import Refusal
-from kernel_pytorch.lowering.rules import operator_name
+from kernel_pytorch.lowering.payload import Cache
+from kernel_pytorch.lowering.rules import cache_of, operator_name
 
-__all__ = ["Delegate", "Report", "report_of"]
+__all__ = ["Delegate", "Report", "joined", "report_of"]
+
+_CACHED = "kernel_pytorch_lowering::cached_attention"
 
 
 @dataclass(frozen=True)
@@ -24,6 +28,7 @@ class Delegate:
     operators: tuple[tuple[str, int], ...]
     """How often each operator stands in it."""
     payload_bytes: int
+    method: str = "forward"
 
 
 @dataclass(frozen=True)
@@ -45,6 +50,8 @@ class Report:
     program_bytes: int = 0
     planned_bytes: int = 0
     """Memory that ExecuTorch plans for tensors between delegates."""
+    caches: tuple[Cache, ...] = ()
+    """The caches inside our delegate, which all methods share."""
 
     def count(self, backend: str, operator: str) -> int:
         """How many nodes of an operator a backend runs."""
@@ -58,9 +65,14 @@ class Report:
 
     def __str__(self) -> str:
         lines = [f"program of {self.program_bytes:,} bytes, {self.planned_bytes:,} bytes planned for tensors"]
+        several = len({delegate.method for delegate in self.delegates}) > 1
+        if self.caches:
+            held = sum(cache.nbytes for cache in self.caches)
+            lines.append(f"{len(self.caches)} caches of {held:,} bytes in all, shared by the methods")
         for delegate in self.delegates:
             inside = ", ".join(f"{name} x{count}" if count > 1 else name for name, count in delegate.operators)
-            lines.append(f"{delegate.backend} ({delegate.payload_bytes:,} bytes): {inside}")
+            of_method = f"{delegate.method}: " if several else ""
+            lines.append(f"{of_method}{delegate.backend} ({delegate.payload_bytes:,} bytes): {inside}")
         for title, refusals in (
             ("left to portable kernels", self.left),
             ("taken by another backend", self.passed_on),
@@ -72,12 +84,26 @@ class Report:
         return "\n".join(lines)
 
 
-def report_of(module: GraphModule, refusals: list[Refusal]) -> Report:
+def joined(reports: Sequence[Report], *, program_bytes: int, planned_bytes: int) -> Report:
+    """One report of a program's methods."""
+    return Report(
+        tuple(delegate for report in reports for delegate in report.delegates),
+        tuple(refusal for report in reports for refusal in report.left),
+        tuple(refusal for report in reports for refusal in report.passed_on),
+        program_bytes,
+        planned_bytes,
+        tuple(dict.fromkeys(cache for report in reports for cache in report.caches)),
+    )
+
+
+def report_of(module: GraphModule, refusals: list[Refusal], method: str = "forward") -> Report:
     """The report of a lowered graph, before ExecuTorch plans its memory in place."""
-    delegates = []
+    delegates, caches = [], []
     for name, child in module.named_children():
         if isinstance(child, LoweredBackendModule) and name.startswith("lowered_module"):
-            delegates.append(_delegate(child))
+            delegates.append(_delegate(child, method))
+            nodes = child.original_module.graph.nodes
+            caches += [cache_of(node) for node in nodes if operator_name(node) == _CACHED]
     nodes = [
         node for node in module.graph.nodes if node.op == "call_function" and not _is_plumbing(operator_name(node))
     ]
@@ -95,14 +121,14 @@ def report_of(module: GraphModule, refusals: list[Refusal]) -> Report:
             own.remove(same)
         left.append(same)
     passed_on = [refusal for own in waiting.values() for refusal in own if not _is_plumbing(refusal.operator)]
-    return Report(tuple(delegates), tuple(left), tuple(passed_on))
+    return Report(tuple(delegates), tuple(left), tuple(passed_on), caches=tuple(caches))
 
 
-def _delegate(lowered: Any) -> Delegate:
+def _delegate(lowered: Any, method: str) -> Delegate:
     nodes = lowered.original_module.graph.nodes
     counted = Counter(operator_name(node) for node in nodes if node.op == "call_function")
     counted = Counter({name: count for name, count in counted.items() if not _is_plumbing(name)})
-    return Delegate(lowered.backend_id, tuple(counted.most_common()), len(lowered.processed_bytes))
+    return Delegate(lowered.backend_id, tuple(counted.most_common()), len(lowered.processed_bytes), method)
 
 
 def _is_plumbing(name: str) -> bool:

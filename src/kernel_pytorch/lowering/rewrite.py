@@ -14,6 +14,7 @@ import torchao  # noqa: F401 - defines torch.ops.torchao
 from torch.export import ExportedProgram
 from torch.fx import GraphModule, Node
 
+from kernel_pytorch import kv_cache as _cache  # noqa: F401 - defines torch.ops.kernel_pytorch.cached_attention
 from kernel_pytorch import masks
 from kernel_pytorch.lowering import operators
 from kernel_pytorch.lowering.constants import Constants
@@ -95,6 +96,7 @@ def rewritten(
     """The same program with our operators in it; what is not supported stays as it is."""
     constants = Constants(program)
     module = program.graph_module
+    module.meta["kernel_pytorch_buffers"] = dict(program.graph_signature.inputs_to_buffers)
     for node in list(module.graph.nodes):
         if node.target is torch.ops.aten._assert_tensor_metadata.default:
             module.graph.erase_node(node)  # ExecuTorch drops them too, later, and they hide who uses a value
@@ -116,6 +118,11 @@ def rewritten(
                 continue
             found.root.replace_all_uses_with(joined)
     module.graph.eliminate_dead_code()
+    _forget_cache_buffers(program)
+    for node in module.graph.nodes:
+        if node.target is torch.ops.kernel_pytorch.cached_attention.default:
+            why = node.meta.get("kernel_pytorch_refusal", "the options leave out attention")
+            raise ValueError(f"{node.name} is not taken, and no other backend has caches: {why}")
     module.recompile()
     return program
 
@@ -205,6 +212,47 @@ def _kp_attention(module: GraphModule, node: Node, constants: Constants, ranges:
     module.graph.erase_node(node)
 
 
+def _cached_attention(module: GraphModule, node: Node, constants: Constants, ranges: Mapping[Any, Any]) -> None:
+    """A cache's buffers become memory of the delegate, which only their name and shape are left of."""
+    q, k, v, position, keys, values = node.args[:6]
+    window, sinks, scale = node.args[9:12]
+    refusal = attention_refusal(tensor_of(q), tensor_of(k), tensor_of(v))
+    if refusal:
+        raise RefusedError(refusal)
+    if any(user is not node for user in keys.users):  # type: ignore[union-attr]
+        raise RefusedError("its cache is used more than once in a method")
+    if constants.of(position) is not None:  # type: ignore[arg-type]
+        raise RefusedError("its position is a constant; make it an input of the model, one int64 number")
+    name = module.meta["kernel_pytorch_buffers"][keys.name].removesuffix("keys").rstrip(".")  # type: ignore[union-attr]
+    batch, heads, slots, dim = tensor_of(keys).shape
+    shape = [batch, heads, dim, tensor_of(values).shape[3], slots - sinks, sinks, window]  # type: ignore[operator]
+    dtype = tensor_of(keys).dtype
+    found = _insert(module, node, operators.CACHED_ATTENTION, q, k, v, position, name, dtype, shape, scale)
+    node.replace_all_uses_with(found)
+    module.graph.erase_node(node)
+
+
+def _forget_cache_buffers(program: ExportedProgram) -> None:
+    """Drop the buffers of caches that are in the delegate now."""
+    taken = {node.args[4] for node in program.graph.nodes if node.target is operators.CACHED_ATTENTION}
+    if not taken:
+        return
+    signature, kept = program.graph_signature, []
+    buffers = signature.inputs_to_buffers
+    placeholders = {node.name: node for node in program.graph.nodes if node.op == "placeholder"}
+    for spec in signature.input_specs:
+        target = buffers.get(getattr(spec.arg, "name", ""))
+        placeholder = placeholders.get(getattr(spec.arg, "name", ""))
+        owner = None if target is None else target.rpartition(".")[0]
+        if owner in taken and placeholder is not None and not placeholder.users:
+            program.graph.erase_node(placeholder)
+            program.state_dict.pop(target, None)
+            program.constants.pop(target, None)
+        else:
+            kept.append(spec)
+    signature.input_specs[:] = kept
+
+
 def _norm(module: GraphModule, node: Node, x: Any, weight: Any, eps: float) -> Node:
     if tensor_of(x).dtype not in FLOATS:
         raise RefusedError(f"x is {tensor_of(x).dtype}; norms take float32, float16 and bfloat16")
@@ -261,6 +309,7 @@ Change = Callable[[GraphModule, Node, Constants, Mapping[Any, Any]], None]
 _ATTENTION: dict[Any, Change] = {
     _SDPA: _sdpa,
     torch.ops.kernel_pytorch.attention.default: _kp_attention,
+    torch.ops.kernel_pytorch.cached_attention.default: _cached_attention,
 }
 _LINEARS: dict[Any, Change] = {torch.ops.aten.linear.default: _linear}
 _NORMS: dict[Any, Change] = {

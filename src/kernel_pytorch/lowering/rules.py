@@ -17,11 +17,11 @@ from torch.fx import Node
 
 from kernel_pytorch.lowering.constants import Constants
 from kernel_pytorch.lowering.emitter import Emitter
-from kernel_pytorch.lowering.payload import MOST_DIMENSIONS, PANEL, OpCode, Reduction, Step
+from kernel_pytorch.lowering.payload import MOST_DIMENSIONS, PANEL, Cache, OpCode, Reduction, Step
 from kernel_pytorch.lowering.rewrite import FLOATS, argument, attention_refusal
 from kernel_pytorch.lowering.strided import Size, Strided, as_size, broadcast, equal, product
 
-__all__ = ["RULES", "Rule", "emit_node", "operator_name", "refusal"]
+__all__ = ["RULES", "Rule", "cache_of", "emit_node", "operator_name", "refusal"]
 
 Kind = Literal["attention", "linear", "norm", "softmax", "activation", "pointwise", "reduction", "view"]
 
@@ -36,6 +36,8 @@ class Rule:
     """Why this node is not taken, beyond what holds for every node; None where it is."""
     constants: tuple[int, ...] = ()
     """The arguments that must be known ahead of time, where they are given."""
+    whole_numbers: tuple[int, ...] = ()
+    """The arguments that are tensors of whole numbers."""
 
 
 RULES: dict[str, Rule] = {}
@@ -63,6 +65,8 @@ def refusal(node: Node, constants: Constants) -> str | None:
             return f"{own.name} is not known ahead of time"
     if rule.kind != "view":
         for source in node.all_input_nodes:
+            if source in [node.args[at] for at in rule.whole_numbers]:
+                continue
             value = source.meta.get("val")
             if not isinstance(value, torch.Tensor) or value.dtype in (*FLOATS, torch.bool):
                 continue
@@ -112,6 +116,13 @@ def _check_pointwise(node: Node) -> str | None:
             return f"{name} is {str(value.dtype).removeprefix('torch.')}; floating numbers alone are taken"
     if operator_name(node) == "aten::div.Tensor_mode" and node.kwargs.get("rounding_mode"):
         return "rounds its quotient"
+    return None
+
+
+def _check_cast(node: Node) -> str | None:
+    for name, value in _tensors(node):
+        if value.dtype not in (*FLOATS, torch.bool):
+            return f"{name} is {str(value.dtype).removeprefix('torch.')}; floating numbers alone are taken"
     return None
 
 
@@ -227,7 +238,7 @@ RULES["aten::hardsigmoid"] = RULES["aten::hardswish"] = Rule("activation", _emit
 RULES["aten::log2"] = RULES["aten::log10"] = Rule("pointwise", _emit_logarithm, _check_pointwise)
 RULES["aten::gelu"] = Rule("activation", _emit_gelu, _check_pointwise)
 RULES["aten::pow.Tensor_Scalar"] = Rule("pointwise", _emit_power, _check_pointwise)
-RULES["aten::_to_copy"] = RULES["dim_order_ops::_to_dim_order_copy"] = Rule("view", _emit_cast, _check_pointwise)
+RULES["aten::_to_copy"] = RULES["dim_order_ops::_to_dim_order_copy"] = Rule("view", _emit_cast, _check_cast)
 
 
 # Views
@@ -434,9 +445,9 @@ def _check_linear(node: Node) -> str | None:
     x, weight, bias = _operands(node)
     if any("quantize" in operator_name(source) for source in (x, weight, bias) if _is_call(source)):
         return "is quantized; XNNPACK runs it"
-    for name, value in ((node.name, node.meta["val"]), *_tensors(node)):
-        if value.dtype != torch.float32:
-            return f"{name} is {str(value.dtype).removeprefix('torch.')}; linears are taken in float32"
+    for name, value in _tensors(node):
+        if value.dtype not in FLOATS or value.dtype != node.meta["val"].dtype:
+            return f"{name} is {str(value.dtype).removeprefix('torch.')}; linears are taken in one floating format"
     if node.meta["val"].shape[-1] == 0 or any(0 in value.shape for _, value in _tensors(node)):
         return "has no number to work on"
     return None
@@ -474,16 +485,21 @@ def _emit_linear(
     emitter: Emitter, node: Node, x: Any, weight: torch.Tensor, bias: Any, scale: torch.Tensor | None = None
 ) -> None:
     source = emitter.view(x)
-    if not equal(source.strides[-1], 1):
+    if source.dtype != torch.float32:  # products are summed in float32, and rounded once
+        source = emitter.cast(source, torch.float32)
+    elif not equal(source.strides[-1], 1):
         source = emitter.contiguous(source)
     into = emitter.new(_dims(node), torch.float32)
-    own = None if bias is None else emitter.constant(emitter.constants.of(bias).contiguous())
+    own = None if bias is None else emitter.constant(emitter.constants.of(bias).float().contiguous())
     scales = None
     if scale is not None:
         scales = emitter.constant(scale.flatten().float().contiguous())
     packed = emitter.packed(weight, packed_weights)
     emitter.emit(OpCode.LINEAR, [source, packed, own, scales], [into])
-    emitter.set(node, into)
+    if node.meta["val"].dtype == torch.float32:
+        emitter.set(node, into)
+    else:
+        emitter.pointwise(node, Step.COPY, into)
 
 
 def _known(emitter: Emitter, node: Any) -> torch.Tensor:
@@ -545,4 +561,23 @@ def _emit_attention(emitter: Emitter, node: Node) -> None:
     emitter.set(node, into)
 
 
+def cache_of(node: Node) -> Cache:
+    """The cache behind a node of attention over one."""
+    arguments: tuple[Any, ...] = node.args
+    name, dtype, shape = arguments[4:7]
+    return Cache(name, dtype, *shape)
+
+
+def _emit_cached_attention(emitter: Emitter, node: Node) -> None:
+    q, k, v, position = (emitter.view(source) for source in node.args[:4])
+    cache, scale = emitter.cache(cache_of(node)), node.args[7]
+    into = emitter.new(_dims(node), node.meta["val"].dtype, node)
+    emitter.emit(OpCode.CACHE_WRITE, [k, v, position], [], [cache])
+    emitter.emit(OpCode.CACHED_ATTENTION, [q], [into], [cache], [float(scale)])  # type: ignore[arg-type]
+    emitter.set(node, into)
+
+
+RULES["kernel_pytorch_lowering::cached_attention"] = Rule(
+    "attention", _emit_cached_attention, _check_attention, whole_numbers=(3,)
+)
 RULES["kernel_pytorch_lowering::attention"] = Rule("attention", _emit_attention, _check_attention)

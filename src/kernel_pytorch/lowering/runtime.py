@@ -12,9 +12,8 @@ from typing import Any
 import torch
 
 from kernel_pytorch.lowering.build import build
-from kernel_pytorch.lowering.target import register_delegates
 
-__all__ = ["LoadedProgram", "load", "registered"]
+__all__ = ["LoadedProgram", "load", "native", "registered"]
 
 
 # ExecuTorch's numbers for formats, which are torch's own.
@@ -28,6 +27,12 @@ def registered() -> ctypes.CDLL:
     # ExecuTorch first: its library holds the table that ours registers itself in.
     import executorch.runtime  # noqa: F401
 
+    return native()
+
+
+@cache
+def native() -> ctypes.CDLL:
+    """The library alone, without ExecuTorch's Python, which takes a second to import."""
     ready = build(tell=lambda text: print(f"kernel-pytorch: {text}", file=sys.stderr))
     library = ctypes.CDLL(str(ready.library))
     library.kernel_pytorch_last_error.restype = ctypes.c_char_p
@@ -46,6 +51,8 @@ class LoadedProgram:
 
     def __init__(self, data: bytes, name: str) -> None:
         from executorch.runtime import Runtime, Verification
+
+        from kernel_pytorch.lowering.target import register_delegates
 
         self._library = registered()
         register_delegates(data)
@@ -74,7 +81,9 @@ class LoadedProgram:
         if len(given) != wanted:
             raise ValueError(f"{self._name}: {method} takes {wanted} inputs, and {len(given)} were given")
         try:
-            outputs = loaded.execute(given)
+            # ExecuTorch's own Method.execute lets torch clone the outputs, whose threads then spin for milliseconds
+            # beside those of ExecuTorch.
+            outputs = [_copied(output) for output in loaded._method.call(given, clone_outputs=False)]
         except RuntimeError as error:
             reason = "; ".join(filter(None, (self._mismatch(method, given), self._reason(error))))
             raise ValueError(f"{self._name}: {method} refused its inputs: {reason}") from error
@@ -104,6 +113,15 @@ class LoadedProgram:
     def _reason(self, error: RuntimeError) -> str:
         own = self._library.kernel_pytorch_last_error().decode()
         return own or " ".join(str(error).split())
+
+
+def _copied(output: Any) -> Any:
+    """An output in memory of its own: the next call writes to where it is now."""
+    if not isinstance(output, torch.Tensor):
+        return output
+    copy = torch.empty_strided(output.shape, output.stride(), dtype=output.dtype)
+    ctypes.memmove(copy.data_ptr(), output.data_ptr(), output.nbytes)
+    return copy
 
 
 def _shown(value: Any) -> str:

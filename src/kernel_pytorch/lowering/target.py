@@ -26,7 +26,8 @@ from kernel_pytorch.lowering.recipes import RECIPES, QuantizationRecipe, quantiz
 __all__ = ["CPU", "Lowering", "lowering_from", "lowering_of", "register_delegates"]
 
 Quantize = Callable[
-    [QuantizationRecipe, torch.nn.Module, tuple[Any, ...], Any], tuple[ExportedProgram, torch.nn.Module]
+    [QuantizationRecipe, torch.nn.Module, Mapping[str, tuple[Any, ...]], Mapping[str, Any]],
+    tuple[dict[str, ExportedProgram], dict[str, torch.nn.Module]],
 ]
 
 
@@ -48,7 +49,8 @@ class Lowering:
     recipes: Mapping[str, QuantizationRecipe]
     """Quantization recipes by name; empty where nothing is quantized."""
     quantize: Quantize
-    """(recipe, model, inputs, dynamic shapes) to the quantized model, exported and as one that runs in eager mode."""
+    """(recipe, model, inputs, dynamic shapes) to the quantized model, exported and as one that runs in eager mode;
+    inputs, shapes and both results by the names of the program's methods."""
     register: Callable[[], object]
     """Makes ExecuTorch's runtime in this process know the delegate."""
     sources: Path

@@ -140,4 +140,6 @@ if __name__ == "__main__":
         folder = backend_of(options.backend).evidence
         if folder is None:
             parser.error(f"backend {options.backend!r} names no folder for evidence")
-        (folder / "executorch_suite.txt").write_text(told)
+        head = ["git", "rev-parse", "--short", "HEAD"]
+        commit = subprocess.run(head, cwd=folder, capture_output=True, text=True, check=True).stdout.strip()
+        (folder / "executorch_suite.txt").write_text(f"commit {commit}\n\n{told}")

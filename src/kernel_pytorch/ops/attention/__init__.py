@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from kernel_pytorch.hardware_abstraction.device import Device
 from kernel_pytorch.hardware_abstraction.dispatch import Function
 from kernel_pytorch.hardware_abstraction.op import Call, Kernel
 from kernel_pytorch.masks import Mask, full
+from kernel_pytorch.masks.code import PART
 from kernel_pytorch.ops.attention.definition import ATTENTION, lse_dtype, lse_flows
 
 __all__ = ["KERNEL_CPU_FLASH", "KERNEL_CUDNN", "KERNEL_FLASH", "KERNEL_TILED", "KERNEL_TRITON", "attention"]
@@ -123,6 +125,29 @@ def _cpu_flash_supports(call: Call, device: Device) -> str | None:
     return _torch_mask(call)
 
 
+def _native_supports(call: Call, device: Device) -> str | None:
+    q = call["q"]
+    if q.format not in ("float32", "float16", "bfloat16"):
+        return f"computes in float32, and q is {q.format}; use float32 or the tiled kernel"
+    if call["wanted"] == "parts" and q.dtype != lse_dtype(q.dtype):
+        return f"rounds its results to {q.format}, and parts are merged unrounded"
+    if call["mask"].node.uses(PART):
+        return "takes whole masks, and this is a part of one"
+    return _runtime_missing()
+
+
+@cache
+def _runtime_missing() -> str | None:
+    """Asked once: a runtime that is built later serves the next process."""
+    from kernel_pytorch.lowering.build import BuildError, Runtime, runtime_prefix
+
+    try:
+        there = Runtime(runtime_prefix()).present
+    except BuildError as error:
+        return f"needs the C++ runtime: {error}"
+    return None if there else "needs the C++ runtime, which is not built: run kernel-pytorch build-runtime"
+
+
 def _cudnn_supports(call: Call, device: Device) -> str | None:
     q, v = call["q"], call["v"]
     if q.dtype not in (torch.float16, torch.bfloat16):
@@ -159,5 +184,6 @@ def _kernel(name: str, module: str, supports: object, language: str, *, determin
 KERNEL_TILED = _kernel("tiled", "tiled_kernel", _tiled_supports, "torch")
 KERNEL_TRITON = _kernel("triton", "triton_kernel", _triton_supports, "triton")
 KERNEL_CPU_FLASH = _kernel("cpu-flash", "cpu_flash_kernel", _cpu_flash_supports, "torch")
+KERNEL_NATIVE = _kernel("native", "native_kernel", _native_supports, "native")
 KERNEL_FLASH = _kernel("flash", "flash_kernel", _flash_supports, "native", deterministic=False)
 KERNEL_CUDNN = _kernel("cudnn", "cudnn_kernel", _cudnn_supports, "native", deterministic=False)

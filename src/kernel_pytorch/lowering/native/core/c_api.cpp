@@ -1,4 +1,5 @@
 // The core without ExecuTorch, for Python: tests and eager mode run payloads through it.
+#include <atomic>
 #include <cstring>
 #include <memory>
 
@@ -25,16 +26,46 @@ bool give(const Reason& reason, char* text, size_t size) {
   return false;
 }
 
+// Two pools of threads in one process spin against each other, so eager mode works on the one that torch has.
+using GompParallel = void (*)(void (*)(void*), void*, unsigned threads, unsigned flags);
+std::atomic<GompParallel> gomp_parallel{nullptr};
+
+struct Team {
+  void (*work)(void*, int64_t);
+  void* context;
+  int64_t workers;
+  std::atomic<int64_t> next{0};
+};
+
+void on_openmp(int64_t workers, void (*work)(void*, int64_t), void* context) {
+  Team team{work, context, workers};
+  const auto member = [](void* opaque) {
+    // A team may be smaller than asked for: whoever is there takes the next worker's part.
+    Team& own = *static_cast<Team*>(opaque);
+    for (int64_t n = own.next++; n < own.workers; n = own.next++) own.work(own.context, n);
+  };
+  gomp_parallel.load()(member, &team, static_cast<unsigned>(workers), 0);
+}
+
 }  // namespace
 
-void* kernel_pytorch_load(const void* bytes, size_t size, char* text, size_t text_size) {
+void* kernel_pytorch_load(const void* bytes, size_t size, const void* owner, void* openmp, int64_t workers, char* text,
+                          size_t text_size) {
   Reason reason;
+  kernel_pytorch::Host host;
+  host.owner = owner;
+  if (openmp != nullptr) {
+    gomp_parallel = reinterpret_cast<GompParallel>(openmp);
+    host.workers = workers;
+    host.parallel = on_openmp;
+  }
 #if defined(KERNEL_PYTORCH_WITH_EXECUTORCH)
-  auto program = Program::load(static_cast<const uint8_t*>(bytes), size, kernel_pytorch::thread_count(),
-                               kernel_pytorch::on_threads, reason);
-#else
-  auto program = Program::load(static_cast<const uint8_t*>(bytes), size, 1, nullptr, reason);
+  else {  // asking for ExecuTorch's threads makes them
+    host.workers = kernel_pytorch::thread_count();
+    host.parallel = kernel_pytorch::on_threads;
+  }
 #endif
+  auto program = Program::load(static_cast<const uint8_t*>(bytes), size, host, reason);
   if (!program) give(reason, text, text_size);
   return program.release();
 }

@@ -13,8 +13,11 @@ struct KernelPyTorchTensor {  // contiguous
   int64_t dims[8];
 };
 
-// Null, with the reason in `text`, where the payload is refused. `bytes` must outlive the program.
-KERNEL_PYTORCH_API void* kernel_pytorch_load(const void* bytes, size_t size, char* text, size_t text_size);
+// Null, with the reason in `text`, where the payload is refused. `bytes` must outlive the program. Programs of one
+// `owner`, any address, share their caches; with a null owner a program has its own. `openmp` is the GOMP_parallel of
+// the OpenMP runtime whose threads the process uses already, to work on `workers` of them; null: ExecuTorch's threads.
+KERNEL_PYTORCH_API void* kernel_pytorch_load(const void* bytes, size_t size, const void* owner, void* openmp,
+                                             int64_t workers, char* text, size_t text_size);
 
 // False, with the reason in `text`, where an input or output does not fit.
 KERNEL_PYTORCH_API bool kernel_pytorch_run(void* program, const KernelPyTorchTensor* inputs, size_t input_count,

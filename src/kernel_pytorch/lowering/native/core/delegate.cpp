@@ -27,6 +27,7 @@ using executorch::runtime::DelegateHandle;
 using executorch::runtime::Error;
 using executorch::runtime::EValue;
 using executorch::runtime::FreeableBuffer;
+using executorch::runtime::NamedDataMap;
 using executorch::runtime::register_backend;
 using executorch::runtime::Result;
 using executorch::runtime::Span;
@@ -66,6 +67,8 @@ bool dtype_of(ScalarType type, DType& dtype) {
 
 // A loaded program with the lists that each call fills, so that a call allocates nothing.
 struct Handle {
+  const NamedDataMap* named = nullptr;
+  std::vector<FreeableBuffer> shared;  // constants of the whole .pte, which the program reads where they are
   std::unique_ptr<Program> program;
   std::vector<Argument> inputs;
   std::vector<void*> outputs;
@@ -96,6 +99,15 @@ bool read_argument(const EValue& value, const Parameter& wanted, Argument& given
   return true;
 }
 
+const uint8_t* find_shared(void* context, const std::string& name, uint64_t bytes) {
+  Handle& handle = *static_cast<Handle*>(context);
+  if (handle.named == nullptr) return nullptr;
+  auto found = handle.named->get_data(name);
+  if (!found.ok() || found->size() != bytes) return nullptr;
+  handle.shared.push_back(std::move(found.get()));
+  return static_cast<const uint8_t*>(handle.shared.back().data());
+}
+
 class KernelPyTorchBackend final : public BackendInterface {
  public:
   bool is_available() const override {
@@ -103,16 +115,28 @@ class KernelPyTorchBackend final : public BackendInterface {
     return kernels(reason) != nullptr;
   }
 
-  Result<DelegateHandle*> init(BackendInitContext&, FreeableBuffer* processed, ArrayRef<CompileSpec>) const override {
+  Result<DelegateHandle*> init(BackendInitContext& context, FreeableBuffer* processed,
+                               ArrayRef<CompileSpec>) const override {
     Reason reason;
-    auto program = Program::load(static_cast<const uint8_t*>(processed->data()), processed->size(), thread_count(),
-                                 on_threads, reason);
+    auto handle = std::make_unique<Handle>();
+    handle->named = context.get_named_data_map();
+    Host host;
+    host.workers = thread_count();
+    host.parallel = on_threads;
+    // The named data belong to the loaded program: all its methods have the same, and no other program has.
+    host.owner = handle->named;
+    host.find = find_shared;
+    host.context = handle.get();
+    auto program = Program::load(static_cast<const uint8_t*>(processed->data()), processed->size(), host, reason);
+    if (program && program->has_caches() && host.owner == nullptr) {
+      reason.set("the program has caches, and this runtime passes no named data by which its methods could share them");
+      program = nullptr;
+    }
     last_error = reason;
     if (!program) {
       ET_LOG(Error, "%s: %s", kName, reason.text);
       return Error::DelegateInvalidCompatibility;
     }
-    auto handle = std::make_unique<Handle>();
     handle->inputs.resize(program->input_count());
     handle->outputs.resize(program->output_count());
     handle->program = std::move(program);

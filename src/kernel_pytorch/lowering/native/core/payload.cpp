@@ -122,6 +122,42 @@ bool read_parameters(Reader& in, std::vector<Parameter>& parameters, size_t expr
   return true;
 }
 
+bool read_shared(Reader& in, Payload& payload, Reason& reason) {
+  for (SharedConstant& constant : payload.shared) {
+    const uint32_t name_bytes = in.u32();
+    constant.crc = in.u32();
+    constant.bytes = in.u64();
+    if (in.failed() || !in.fits(name_bytes, 1)) return cut_short(reason, "shared constants");
+    constant.name = in.text(name_bytes);
+  }
+  return true;
+}
+
+bool read_caches(Reader& in, Payload& payload, Reason& reason) {
+  for (CacheShape& cache : payload.caches) {
+    const uint8_t dtype = in.u8();
+    in.bits(3);
+    const uint32_t name_bytes = in.u32();
+    for (int64_t* size : {&cache.batch, &cache.heads, &cache.dim, &cache.value_dim, &cache.ring, &cache.sinks,
+                          &cache.window}) {
+      *size = in.i64();
+      const bool may_be_zero = size == &cache.sinks || size == &cache.window;
+      if (*size < (may_be_zero ? 0 : 1) || *size > kMostCacheSize) {
+        return in.failed() ? cut_short(reason, "caches") : reason.set("a cache has a size of %lld", (long long)*size);
+      }
+    }
+    if (!in.fits(name_bytes, 1)) return cut_short(reason, "caches");
+    cache.name = in.text(name_bytes);
+    if (!read_dtype(dtype, cache.dtype, reason)) return false;
+    if (cache.dtype != DType::kFloat32 && cache.dtype != DType::kFloat16 && cache.dtype != DType::kInt8) {
+      return reason.set("cache '%.64s' holds %s; float32, float16 and int8 are known", cache.name.c_str(),
+                        name_of(cache.dtype));
+    }
+    if (cache.window >= cache.ring) return reason.set("cache '%.64s' is shorter than its window", cache.name.c_str());
+  }
+  return true;
+}
+
 bool read_buffers(Reader& in, Payload& payload, Reason& reason) {
   for (Buffer& buffer : payload.buffers) {
     const uint8_t kind = in.u8(), dtype = in.u8();
@@ -139,6 +175,13 @@ bool read_buffers(Reader& in, Payload& payload, Reason& reason) {
       const Parameter& parameter = parameters[buffer.index];
       if (parameter.kind != kTensor || parameter.dtype != buffer.dtype) {
         return reason.set("a buffer's number format differs from that of '%.64s'", parameter.name.c_str());
+      }
+      continue;
+    }
+    if (buffer.kind == kShared) {
+      if (buffer.index >= payload.shared.size()) return reason.set("a buffer names a constant that is not there");
+      if (buffer.offset != 0 || buffer.bytes != payload.shared[buffer.index].bytes) {
+        return reason.set("a buffer has another size than its shared constant");
       }
       continue;
     }
@@ -206,7 +249,7 @@ bool read_payload(const uint8_t* data, size_t size, Payload& payload, Reason& re
 
   Reader in(data + kHeaderBytes, whole - kHeaderBytes);
   const uint32_t target = in.u32();
-  uint32_t counts[7];
+  uint32_t counts[9];
   for (uint32_t& count : counts) count = in.u32();
   payload.arena_bytes = in.u64();
   const uint64_t constants_at = in.u64();
@@ -218,17 +261,19 @@ bool read_payload(const uint8_t* data, size_t size, Payload& payload, Reason& re
   if (payload.constants_bytes > 0 && constants_at % kConstantAlignment) return reason.set("the constants are not aligned");
   payload.constants = data + constants_at;
 
-  constexpr size_t kSmallest[7] = {24, 16, 8, 8, 24, 12, 20};
-  for (int n = 0; n < 7; ++n) {
+  constexpr size_t kSmallest[9] = {24, 16, 8, 8, 16, 64, 24, 12, 20};
+  for (int n = 0; n < 9; ++n) {
     if (!in.fits(counts[n], kSmallest[n])) return cut_short(reason, "head");
   }
   payload.symbols.resize(counts[0]);
   payload.expressions.resize(counts[1]);
   payload.inputs.resize(counts[2]);
   payload.outputs.resize(counts[3]);
-  payload.buffers.resize(counts[4]);
-  payload.values.resize(counts[5]);
-  payload.ops.resize(counts[6]);
+  payload.shared.resize(counts[4]);
+  payload.caches.resize(counts[5]);
+  payload.buffers.resize(counts[6]);
+  payload.values.resize(counts[7]);
+  payload.ops.resize(counts[8]);
 
   for (Symbol& symbol : payload.symbols) {
     symbol.input = in.u32();
@@ -241,6 +286,7 @@ bool read_payload(const uint8_t* data, size_t size, Payload& payload, Reason& re
   if (!read_expressions(in, payload, reason)) return false;
   if (!read_parameters(in, payload.inputs, counts[1], reason)) return false;
   if (!read_parameters(in, payload.outputs, counts[1], reason)) return false;
+  if (!read_shared(in, payload, reason) || !read_caches(in, payload, reason)) return false;
   if (!read_buffers(in, payload, reason)) return false;
   if (!read_values(in, payload, reason)) return false;
   if (!read_ops(in, payload, reason)) return false;

@@ -30,10 +30,22 @@ struct Parameter {  // an input or an output of the whole payload
   std::string name;
 };
 
+struct SharedConstant {  // found by its name, outside the payload
+  std::string name;
+  uint32_t crc;
+  uint64_t bytes;
+};
+
+struct CacheShape {
+  std::string name;
+  DType dtype;
+  int64_t batch, heads, dim, value_dim, ring, sinks, window;
+};
+
 struct Buffer {
   format::BufferKind kind;
   DType dtype;
-  uint32_t index;   // of the input or output
+  uint32_t index;   // of the input, output or shared constant
   uint64_t offset;  // in the arena, or in the constants
   uint64_t bytes;   // capacity; of inputs and outputs, the shape says it
 };
@@ -58,6 +70,8 @@ struct Payload {
   std::vector<Expression> expressions;
   std::vector<Parameter> inputs;
   std::vector<Parameter> outputs;
+  std::vector<SharedConstant> shared;
+  std::vector<CacheShape> caches;
   std::vector<Buffer> buffers;
   std::vector<Value> values;
   std::vector<Op> ops;

@@ -5,6 +5,9 @@
 #include <cstring>
 #include <new>
 
+#include "core/crc32.h"
+#include "core/shared.h"
+
 namespace kernel_pytorch {
 namespace {
 
@@ -13,17 +16,18 @@ using namespace format;
 constexpr size_t kAlignment = 64;
 constexpr int64_t kMostElements = int64_t{1} << 40;
 
-bool op_is_well_formed(const Op& op, Reason& reason) {
+bool op_is_well_formed(const Op& op, size_t caches, Reason& reason) {
   const size_t in = op.inputs.size(), out = op.outputs.size();
   const auto there = [&](size_t count) {
     return std::all_of(op.inputs.begin(), op.inputs.begin() + static_cast<int64_t>(count),
                        [](uint32_t value) { return value != kNone; });
   };
   const bool eps = op.floats.size() == 1 && std::isfinite(op.floats[0]) && op.floats[0] >= 0;
+  const bool of_a_cache = op.ints.size() == 1 && op.ints[0] >= 0 && static_cast<size_t>(op.ints[0]) < caches;
   bool good = false;
   switch (op.code) {
     case kAttention:
-      good = in == 4 && there(3) && out == 1 && op.floats.size() == 1 && std::isfinite(op.floats[0]);
+      good = in == 4 && there(3) && (out == 1 || out == 2) && op.floats.size() == 1 && std::isfinite(op.floats[0]);
       break;
     case kRmsNorm:
       good = in == 2 && there(1) && out == 1 && eps && op.ints.empty();
@@ -33,6 +37,12 @@ bool op_is_well_formed(const Op& op, Reason& reason) {
       break;
     case kLinear:
       good = in == 4 && there(2) && out == 1 && op.floats.empty() && op.ints.empty();
+      break;
+    case kCacheWrite:
+      good = in == 3 && there(3) && out == 0 && op.floats.empty() && of_a_cache;
+      break;
+    case kCachedAttention:
+      good = in == 1 && there(1) && out == 1 && op.floats.size() == 1 && std::isfinite(op.floats[0]) && of_a_cache;
       break;
     case kSoftmax:
       good = in == 1 && there(1) && out == 1 && op.floats.empty() && op.ints.empty();
@@ -65,15 +75,14 @@ bool op_is_well_formed(const Op& op, Reason& reason) {
 
 }  // namespace
 
-std::unique_ptr<Program> Program::load(const uint8_t* bytes, size_t size, int64_t workers, Parallel parallel,
-                                       Reason& reason) {
+std::unique_ptr<Program> Program::load(const uint8_t* bytes, size_t size, const Host& host, Reason& reason) {
   std::unique_ptr<Program> program(new (std::nothrow) Program());
   if (!program) {
     reason.set("no memory for the program");
     return nullptr;
   }
-  program->workers_ = std::clamp<int64_t>(workers, 1, 256);
-  program->parallel_ = parallel;
+  program->workers_ = std::clamp<int64_t>(host.workers, 1, 256);
+  program->parallel_ = host.parallel;
   program->kernels_ = kernels(reason);
   if (program->kernels_ == nullptr) return nullptr;
   if (!read_payload(bytes, size, program->payload_, reason)) return nullptr;
@@ -81,7 +90,35 @@ std::unique_ptr<Program> Program::load(const uint8_t* bytes, size_t size, int64_
     reason.set("the payload lies at an address that is not a multiple of 8");
     return nullptr;
   }
-  return program->prepare(reason) ? std::move(program) : nullptr;
+  return program->take_shared(host, reason) && program->prepare(reason) ? std::move(program) : nullptr;
+}
+
+bool Program::take_shared(const Host& host, Reason& reason) {
+  for (const SharedConstant& constant : payload_.shared) {
+    const uint8_t* const data = host.find ? host.find(host.context, constant.name, constant.bytes) : nullptr;
+    const char* const name = constant.name.c_str();
+    if (data == nullptr) return reason.set("the program's constant '%.80s' is not there", name);
+    if (crc32(data, constant.bytes) != constant.crc) {
+      return reason.set("the program's constant '%.80s' is damaged: its checksum is wrong", name);
+    }
+    shared_.push_back(reinterpret_cast<const char*>(data));
+    if (reinterpret_cast<uintptr_t>(data) % kAlignment == 0) continue;
+    copies_.push_back(shared_copy(host.owner, constant.name, data, constant.bytes, reason));
+    if (!copies_.back()) return false;
+    shared_.back() = copies_.back().get();
+  }
+  for (const CacheShape& shape : payload_.caches) {
+    caches_.push_back(shared_cache(host.owner, shape, reason));
+    if (!caches_.back()) return false;
+  }
+  std::vector<int> writers(payload_.caches.size());
+  for (const Op& op : payload_.ops) {
+    const bool writes = op.code == kCacheWrite && op.ints.size() == 1 && op.ints[0] >= 0;
+    if (writes && static_cast<size_t>(op.ints[0]) < writers.size() && ++writers[static_cast<size_t>(op.ints[0])] > 1) {
+      return reason.set("a cache is written twice in one run");
+    }
+  }
+  return true;
 }
 
 bool Program::prepare(Reason& reason) {
@@ -89,10 +126,12 @@ bool Program::prepare(Reason& reason) {
   for (size_t n = 0; n < ops_.size(); ++n) {
     ReadyOp& ready = ops_[n];
     ready.op = &payload_.ops[n];
-    if (!op_is_well_formed(*ready.op, reason)) return false;
+    if (!op_is_well_formed(*ready.op, caches_.size(), reason)) return false;
     if (ready.op->code == kAttention && !ready.mask.read(ready.op->ints.data(), ready.op->ints.size(), reason)) {
       return false;
     }
+    const bool cached = ready.op->code == kCacheWrite || ready.op->code == kCachedAttention;
+    if (cached) ready.cache = caches_[static_cast<size_t>(ready.op->ints[0])].get();
     if (ready.op->code == kPointwise) {
       for (double number : ready.op->floats) ready.immediates.push_back(static_cast<float>(number));
     }
@@ -173,6 +212,8 @@ char* Program::buffer_data(const Buffer& buffer) const {
       return static_cast<char*>(output_data_[buffer.index]);
     case kArena:
       return arena_ + buffer.offset;
+    case kShared:
+      return const_cast<char*>(shared_[buffer.index]);
     default:
       return const_cast<char*>(reinterpret_cast<const char*>(payload_.constants)) + buffer.offset;
   }

@@ -1,6 +1,5 @@
 // Shapes of each op, and its work cut into tasks for the workers.
 #include <algorithm>
-#include <climits>
 #include <cstring>
 
 #include "core/program.h"
@@ -10,9 +9,9 @@ namespace {
 
 using namespace format;
 
-constexpr int64_t kWorthAThread = 16384;  // numbers; below, waking a thread costs more than it saves
-
-int64_t share(int64_t tasks, int64_t workers) { return std::max<int64_t>(1, tasks / (workers * 4)); }
+bool is_row_op(uint32_t code) {
+  return code == kRmsNorm || code == kLayerNorm || code == kSoftmax || code == kReduce;
+}
 
 bool same_shape(const View& a, const View& b) {
   return a.rank == b.rank && std::equal(a.dims, a.dims + a.rank, b.dims);
@@ -47,49 +46,18 @@ bool Program::resolve_op(ReadyOp& ready, Reason& reason) {
     case kLinear:
       good = resolve_linear(ready, reason);
       break;
+    case kCacheWrite:
+      good = resolve_cache_write(ready, reason);
+      break;
+    case kCachedAttention:
+      good = resolve_cached_attention(ready, reason);
+      break;
     default:
       good = resolve_row_op(ready, reason);
   }
   // Memory was set aside for the largest lengths; shapes that need more are a fault of the payload.
   if (good && memory_ && ready.scratch > scratch_bytes_) return reason.set("an op needs more memory than was planned");
   return good;
-}
-
-bool Program::resolve_attention(ReadyOp& ready, Reason& reason) {
-  const View &q = ready.views[0], &k = ready.views[1], &v = ready.views[2], &bias = ready.views[3],
-             &out = ready.views[4];
-  for (const View* view : {&q, &k, &v, &out}) {
-    if (view->rank != 4 || view->dtype != q.dtype || !is_float(q.dtype)) {
-      return reason.set("attention takes q, k, v and out of four dimensions and one floating format");
-    }
-  }
-  const bool good = k.dims[0] == q.dims[0] && v.dims[0] == q.dims[0] && out.dims[0] == q.dims[0] && k.dims[1] > 0 &&
-                    k.dims[1] == v.dims[1] && q.dims[1] % k.dims[1] == 0 && out.dims[1] == q.dims[1] &&
-                    out.dims[2] == q.dims[2] && k.dims[2] == v.dims[2] && k.dims[3] == q.dims[3] && q.dims[3] > 0 &&
-                    out.dims[3] == v.dims[3] && v.dims[3] > 0;
-  if (!good) return reason.set("attention's shapes do not fit each other");
-  if (k.dims[2] >= (int64_t{1} << 30) || q.dims[2] >= (int64_t{1} << 30) || q.dims[3] > 65536 || v.dims[3] > 65536) {
-    return reason.set("attention's lengths are too large");
-  }
-  if (ready.there[3]) {
-    const int64_t wanted[4] = {q.dims[0], q.dims[1], q.dims[2], k.dims[2]};
-    if (bias.rank != 4 || !std::equal(wanted, wanted + 4, bias.dims) ||
-        !(is_float(bias.dtype) || bias.dtype == DType::kBool)) {
-      return reason.set("attention's bias has another shape or format than its scores");
-    }
-  }
-  const MaskLengths lengths = {q.dims[0], q.dims[1], q.dims[2], k.dims[2]};
-  if (!ready.mask.fits(lengths, reason)) return false;
-  const int64_t rows = q.dims[2] * (q.dims[1] / k.dims[1]);
-  const int64_t tiles = (rows + kernels_->attention_rows - 1) / kernels_->attention_rows;
-  if (__builtin_mul_overflow(q.dims[0] * k.dims[1], tiles, &ready.tasks)) return reason.set("attention is too large");
-  const size_t slots = static_cast<size_t>(ready.mask.most_runs());
-  ready.scratch = kernels_->attention_scratch(q.dims[3], v.dims[3]) +
-                  slots * (2 * sizeof(int32_t) * kMostRows + sizeof(Run) * (kMostRows + 1)) +
-                  static_cast<size_t>(ready.mask.work_runs()) * sizeof(Run) + 256;
-  ready.tasks_at_once = 1;
-  ready.workers = q.numel() * std::min<int64_t>(k.dims[2], 64) > kWorthAThread * 4 ? workers_ : 1;
-  return true;
 }
 
 bool Program::resolve_row_op(ReadyOp& ready, Reason& reason) {
@@ -124,7 +92,7 @@ bool Program::resolve_linear(ReadyOp& ready, Reason& reason) {
   const View &x = ready.views[0], &weights = ready.views[1], &bias = ready.views[2], &scales = ready.views[3],
              &y = ready.views[4];
   const bool quantized = weights.dtype == DType::kInt8;
-  const bool formats = x.dtype == DType::kFloat32 && (quantized || weights.dtype == DType::kFloat32) && y.dtype == DType::kFloat32;
+  const bool formats = x.dtype == DType::kFloat32 && (quantized || is_float(weights.dtype)) && y.dtype == DType::kFloat32;
   if (!formats || x.rank < 1 || y.rank != x.rank || weights.rank != 3 || !std::equal(x.dims, x.dims + x.rank - 1, y.dims)) {
     return reason.set("a linear's operands do not fit each other");
   }
@@ -143,7 +111,7 @@ bool Program::resolve_linear(ReadyOp& ready, Reason& reason) {
     }
   }
   if (quantized != ready.there[3]) return reason.set("a linear has scales without quantized weights, or none with them");
-  ready.scratch = quantized ? static_cast<size_t>(inputs) * kPanel * sizeof(float) : 0;
+  ready.scratch = weights.dtype == DType::kFloat32 ? 0 : static_cast<size_t>(inputs) * kPanel * sizeof(float);
   const int64_t rows = x.numel() / inputs;
   // As many rows as stay in the second cache beside a panel, and few enough that every worker has some.
   int64_t most = std::clamp<int64_t>(65536 / inputs, 12, kMostLinearRows) / 12 * 12;
@@ -208,6 +176,9 @@ double Program::cost() const {
     if (ready.op->code == kAttention) {
       own *= static_cast<double>(kernels_->attention_rows) * static_cast<double>(ready.views[1].dims[2]) *
              static_cast<double>(in.dims[3] + ready.views[2].dims[3]);
+    } else if (ready.op->code == kCachedAttention) {
+      own *= static_cast<double>(kernels_->attention_rows) * static_cast<double>(ready.cache->slots()) *
+             static_cast<double>(in.dims[3] + ready.views[1].dims[3]);
     } else if (ready.op->code == kLinear) {
       own *= static_cast<double>(ready.rows_a_task * kPanel) * static_cast<double>(in.dims[in.rank - 1]);
     } else if (ready.op->code != kPointwise) {
@@ -240,7 +211,15 @@ void Program::point(ReadyOp& ready) {
 bool Program::run(void* const* outputs, Reason& reason) {
   if (!resolved_) return reason.set("inputs must be bound before the program runs");
   for (size_t n = 0; n < output_data_.size(); ++n) output_data_[n] = outputs[n];
+  // Every position before any op: a call that is refused leaves the caches as they were.
   for (ReadyOp& ready : ops_) {
+    if (ready.op->code != kCacheWrite) continue;
+    point(ready);
+    std::memcpy(&ready.position, ready.views[2].data, sizeof(ready.position));
+    if (!ready.cache->accepts(ready.position, ready.views[0].dims[2], reason)) return false;
+  }
+  for (ReadyOp& ready : ops_) {
+    if (ready.op->code == kCacheWrite) ready.cache->advance(ready.position, ready.views[0].dims[2]);
     if (ready.tasks == 0) continue;
     point(ready);
     running_ = &ready;
@@ -261,7 +240,7 @@ void Program::work(void* context, int64_t worker) {
   char* const scratch = self.scratch_ + static_cast<size_t>(worker) * self.scratch_bytes_;
   float* const floats = reinterpret_cast<float*>(scratch);
   RowOp row = {};
-  if (ready.op->code != kPointwise && ready.op->code != kAttention && ready.op->code != kLinear) {
+  if (is_row_op(ready.op->code)) {
     const size_t inputs = ready.op->inputs.size();
     row.code = ready.op->code;
     row.reduction = ready.op->ints.empty() ? 0 : ready.op->ints[0];
@@ -275,10 +254,12 @@ void Program::work(void* context, int64_t worker) {
     const int64_t begin = self.next_.fetch_add(ready.tasks_at_once, std::memory_order_relaxed);
     if (begin >= ready.tasks) return;
     const int64_t end = std::min(ready.tasks, begin + ready.tasks_at_once);
-    if (ready.op->code == kAttention) {
+    if (ready.op->code == kAttention || ready.op->code == kCachedAttention) {
       self.attention_tasks(ready, begin, end, scratch);
     } else if (ready.op->code == kLinear) {
       self.linear_tasks(ready, begin, end, floats);
+    } else if (ready.op->code == kCacheWrite) {
+      self.cache_tasks(ready, begin, end, floats);
     } else if (ready.op->code == kPointwise) {
       self.kernels_->pointwise(ready.loop, begin, end, floats);
     } else {
@@ -322,98 +303,14 @@ void Program::linear_tasks(const ReadyOp& ready, int64_t begin, int64_t end, flo
     }
     task.panel = n % panels;
     const int64_t panel_size = task.inputs * kPanel;
-    if (task.scales) {
-      const int8_t* const packed = reinterpret_cast<const int8_t*>(weights.data) + task.panel * panel_size;
-      kernels_->unpack(packed, scratch, panel_size);
-      task.weights = scratch;
+    const char* const packed = weights.data + task.panel * panel_size * static_cast<int64_t>(size_of(weights.dtype));
+    if (weights.dtype == DType::kFloat32) {
+      task.weights = reinterpret_cast<const float*>(packed);
     } else {
-      task.weights = reinterpret_cast<const float*>(weights.data) + task.panel * panel_size;
+      kernels_->unpack(packed, weights.dtype, scratch, panel_size);
+      task.weights = scratch;
     }
     kernels_->linear(task);
-  }
-}
-
-void Program::attention_tasks(const ReadyOp& ready, int64_t begin, int64_t end, char* scratch) const {
-  const View &q = ready.views[0], &k = ready.views[1], &v = ready.views[2], &bias = ready.views[3],
-             &out = ready.views[4];
-  const int64_t group = q.dims[1] / k.dims[1], all_rows = q.dims[2] * group, most = kernels_->attention_rows;
-  const int64_t tiles = (all_rows + most - 1) / most, slots = ready.mask.most_runs();
-  const int64_t bytes = static_cast<int64_t>(size_of(q.dtype));
-  const int64_t bias_bytes = ready.there[3] ? static_cast<int64_t>(size_of(bias.dtype)) : 0;
-  const MaskLengths lengths = {q.dims[0], q.dims[1], q.dims[2], k.dims[2]};
-
-  Run* const runs = reinterpret_cast<Run*>(scratch);  // of every row, sorted and merged
-  Run* const own = runs + slots * kMostRows;
-  Run* const work = own + slots;
-  int32_t* const first = reinterpret_cast<int32_t*>(work + ready.mask.work_runs());
-  int32_t* const last = first + slots * kMostRows;
-  char* const floats = reinterpret_cast<char*>(last + slots * kMostRows);
-  float* const kernel_scratch =
-      reinterpret_cast<float*>((reinterpret_cast<uintptr_t>(floats) + 63) / 64 * 64);
-
-  AttentionTile tile = {};
-  tile.dtype = q.dtype;
-  tile.bias_dtype = bias.dtype;
-  tile.q_stride = q.strides[3];
-  tile.out_stride = out.strides[3];
-  tile.bias_stride = ready.there[3] ? bias.strides[3] : 0;
-  tile.k_row = k.strides[2];
-  tile.k_stride = k.strides[3];
-  tile.v_row = v.strides[2];
-  tile.v_stride = v.strides[3];
-  tile.dim = q.dims[3];
-  tile.value_dim = v.dims[3];
-  tile.scale = static_cast<float>(ready.op->floats[0]);
-  tile.first = first;
-  tile.last = last;
-  tile.slots = slots;
-  tile.runs = runs;
-
-  for (int64_t task = begin; task < end; ++task) {
-    // The last tiles first: under a causal mask they have the most keys, and long tasks should not come last.
-    const int64_t t = tiles - 1 - task % tiles, kv_head = task / tiles % k.dims[1], b = task / tiles / k.dims[1];
-    tile.rows = std::min(most, all_rows - t * most);
-    tile.k = k.data + (b * k.strides[0] + kv_head * k.strides[1]) * bytes;
-    tile.v = v.data + (b * v.strides[0] + kv_head * v.strides[1]) * bytes;
-    tile.run_count = 0;
-    int64_t before = -1;
-    for (int64_t r = 0; r < kMostRows; ++r) {
-      if (r >= tile.rows) {  // rows that are not there attend to all, so that they never make a block partial
-        for (int64_t slot = 0; slot < slots; ++slot) {
-          first[slot * kMostRows + r] = 0;
-          last[slot * kMostRows + r] = INT_MAX;
-        }
-        continue;
-      }
-      const int64_t query = (t * most + r) / group, head = kv_head * group + (t * most + r) % group;
-      tile.q[r] = q.data + (b * q.strides[0] + head * q.strides[1] + query * q.strides[2]) * bytes;
-      tile.out[r] = out.data + (b * out.strides[0] + head * out.strides[1] + query * out.strides[2]) * bytes;
-      tile.bias[r] = nullptr;
-      if (ready.there[3]) {
-        tile.bias[r] =
-            bias.data + (b * bias.strides[0] + head * bias.strides[1] + query * bias.strides[2]) * bias_bytes;
-      }
-      const int64_t count = ready.mask.runs(lengths, b, head, query, own, work);
-      for (int64_t slot = 0; slot < slots; ++slot) {
-        first[slot * kMostRows + r] = slot < count ? static_cast<int32_t>(own[slot].first) : 0;
-        last[slot * kMostRows + r] = slot < count ? static_cast<int32_t>(own[slot].last) : 0;
-      }
-      if (count == before && std::memcmp(own, runs + tile.run_count - count, sizeof(Run) * count) == 0) continue;
-      std::copy(own, own + count, runs + tile.run_count);
-      tile.run_count += count;
-      before = count;
-    }
-    std::sort(runs, runs + tile.run_count, [](const Run& a, const Run& c) { return a.first < c.first; });
-    int64_t merged = 0;
-    for (int64_t n = 0; n < tile.run_count; ++n) {
-      if (merged > 0 && runs[n].first <= runs[merged - 1].last) {
-        runs[merged - 1].last = std::max(runs[merged - 1].last, runs[n].last);
-      } else {
-        runs[merged++] = runs[n];
-      }
-    }
-    tile.run_count = merged;
-    kernels_->attention(tile, kernel_scratch);
   }
 }
 

@@ -4,6 +4,7 @@
 // values are read where they are, one number at a time for all rows, and no maximum or sum runs across a vector.
 #pragma once
 
+#include "kernels/attention_few.h"
 #include "kernels/rows.h"
 #include "kernels/table.h"
 
@@ -24,7 +25,8 @@ constexpr int64_t kTileRows = kVectors * kLanes;
 
 inline size_t attention_scratch_bytes(int64_t dim, int64_t value_dim) {
   const int64_t floats = (dim + kKeysABlock + value_dim + 3) * kTileRows + kKeysABlock * (dim + value_dim);
-  return static_cast<size_t>(floats) * sizeof(float);
+  const size_t few = few_scratch_floats(dim, value_dim);
+  return (static_cast<size_t>(floats) > few ? static_cast<size_t>(floats) : few) * sizeof(float);
 }
 
 // into[m][row] (+)= sum over n of left[m * left_m + n * left_n] * right[n][row], for Tall rows of m.
@@ -78,25 +80,6 @@ inline bool block_is_whole(const AttentionTile& tile, int64_t key, int64_t count
 }
 
 template <int Vectors>
-inline void add_bias(const AttentionTile& tile, float* scores, int64_t key, int64_t count) {
-  const float never = -__builtin_inff();
-  for (int64_t r = 0; r < tile.rows; ++r) {
-    const char* own = tile.bias[r];
-    for (int64_t n = 0; n < count; ++n) {
-      float& score = scores[n * Vectors * kLanes + r];
-      const int64_t at = (key + n) * tile.bias_stride;
-      if (tile.bias_dtype == DType::kBool) {
-        score = own[at] ? score : never;
-      } else if (tile.bias_dtype == DType::kFloat32) {
-        score += reinterpret_cast<const float*>(own)[at];
-      } else {
-        score += half_at(reinterpret_cast<const uint16_t*>(own) + at, tile.bias_dtype == DType::kBFloat16);
-      }
-    }
-  }
-}
-
-template <int Vectors>
 inline void leave_out(const AttentionTile& tile, float* scores, int64_t key, int64_t count) {
   const Vec never = splat(-__builtin_inff());
   for (int64_t n = 0; n < count; ++n) {
@@ -122,12 +105,13 @@ void attention_tile(const AttentionTile& tile, float* scratch) {
   float* const sums = scores + kKeysABlock * kWide;   // [value][row]
   float* const keys = sums + value_dim * kWide;       // [key][dim], where they are not float32 in memory
   float* const values = keys + kKeysABlock * dim;
-  const bool plain = tile.dtype == DType::kFloat32;
+  const bool plain = tile.kv_dtype == DType::kFloat32;
   // Rows that stand far apart, as those of a fused projection do, fall into few sets of the first cache and push each
   // other out: they are copied together. A tile of few rows reads them too seldom for that to pay.
   const bool k_in_place = plain && tile.k_stride == 1 && (tile.k_row == dim || Vectors == 1);
   const bool v_in_place = plain && tile.v_stride == 1 && (tile.v_row == value_dim || Vectors == 1);
   const int64_t bytes = static_cast<int64_t>(kernel_pytorch::size_of(tile.dtype));
+  const int64_t kv_bytes = static_cast<int64_t>(kernel_pytorch::size_of(tile.kv_dtype));
 
   for (int64_t n = 0; n < dim * kWide; ++n) q[n] = 0;
   for (int64_t r = 0; r < tile.rows; ++r) {
@@ -154,7 +138,8 @@ void attention_tile(const AttentionTile& tile, float* scratch) {
         k_at = reinterpret_cast<const float*>(tile.k) + key * k_row;
       } else {
         for (int64_t n = 0; n < count; ++n) {
-          read_row(keys + n * dim, tile.k + (key + n) * tile.k_row * bytes, tile.dtype, tile.k_stride, dim);
+          read_row(keys + n * dim, tile.k + (key + n) * tile.k_row * kv_bytes, tile.kv_dtype, tile.k_stride, dim);
+          if (tile.k_scales) scale_row(keys + n * dim, tile.k_scales[key + n], dim);
         }
         k_at = keys, k_row = dim;
       }
@@ -162,13 +147,14 @@ void attention_tile(const AttentionTile& tile, float* scratch) {
         v_at = reinterpret_cast<const float*>(tile.v) + key * v_row;
       } else {
         for (int64_t n = 0; n < count; ++n) {
-          read_row(values + n * value_dim, tile.v + (key + n) * tile.v_row * bytes, tile.dtype, tile.v_stride,
+          read_row(values + n * value_dim, tile.v + (key + n) * tile.v_row * kv_bytes, tile.kv_dtype, tile.v_stride,
                    value_dim);
+          if (tile.v_scales) scale_row(values + n * value_dim, tile.v_scales[key + n], value_dim);
         }
         v_at = values, v_row = value_dim;
       }
       all_products<Vectors>(scores, count, k_at, k_row, 1, q, dim, nullptr);
-      if (tile.bias[0]) add_bias<Vectors>(tile, scores, key, count);
+      for (int64_t r = 0; tile.bias[0] && r < tile.rows; ++r) add_bias(tile, r, scores + r, kWide, key, count);
       if (!block_is_whole<Vectors>(tile, key, count)) leave_out<Vectors>(tile, scores, key, count);
 
       Vec block_most[Vectors];
@@ -204,6 +190,9 @@ void attention_tile(const AttentionTile& tile, float* scratch) {
       store(p, load(p) * inverse[x]);
     }
   }
+  for (int64_t r = 0; tile.lse[0] && r < tile.rows; ++r) {
+    *tile.lse[r] = log_sum_exp(most[r / kLanes][r % kLanes], total[r / kLanes][r % kLanes]);
+  }
   for (int64_t r = 0; r < tile.rows; ++r) {
     // Through a short row, so that narrow formats are written by the vector.
     for (int64_t e = 0; e < value_dim; e += kKeysABlock) {
@@ -215,6 +204,7 @@ void attention_tile(const AttentionTile& tile, float* scratch) {
 }
 
 inline void attention(const AttentionTile& tile, float* scratch) {
+  if (attention_was_of_few(tile, scratch)) return;
   if (tile.rows <= kLanes) {
     attention_tile<1>(tile, scratch);
   } else {

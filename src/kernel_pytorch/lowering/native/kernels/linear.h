@@ -40,15 +40,8 @@ inline void linear_tile(const float* const* x, int64_t inputs, const float* pane
   }
 }
 
-// Eight-bit weights as numbers, without their scales, which are applied to the sums.
-inline void unpack(const int8_t* from, float* to, int64_t count) {
-  typedef int8_t Bytes __attribute__((vector_size(KP_LANES)));
-  typedef int8_t UnalignedBytes __attribute__((vector_size(KP_LANES), aligned(1), may_alias));
-  for (int64_t n = 0; n < count; n += kLanes) {
-    const Bytes bytes = *reinterpret_cast<const UnalignedBytes*>(from + n);
-    store(to + n, __builtin_convertvector(__builtin_convertvector(bytes, IntVec), Vec));
-  }
-}
+// Narrow weights as float32; those of int8 without their scales, which are applied to the sums.
+inline void unpack(const char* from, DType dtype, float* to, int64_t count) { read_row(to, from, dtype, 1, count); }
 
 inline void linear(const LinearTask& task) {
   float y[kLinearRows * kPanel];

@@ -24,6 +24,13 @@ inline void read_row(float* to, const char* from, DType dtype, int64_t stride, i
     } else {
       for (int64_t n = 0; n < count; ++n) to[n] = p[n * stride];
     }
+  } else if (dtype == DType::kInt8) {
+    const int8_t* p = reinterpret_cast<const int8_t*>(from);
+    int64_t n = 0;
+    if (stride == 1) {
+      for (; n + kLanes <= count; n += kLanes) store(to + n, from_int8(p + n));
+    }
+    for (; n < count; ++n) to[n] = p[n * stride];
   } else if (dtype == DType::kBool) {
     for (int64_t n = 0; n < count; ++n) to[n] = from[n * stride] ? 1.0f : 0.0f;
   } else {
@@ -38,6 +45,10 @@ inline void read_row(float* to, const char* from, DType dtype, int64_t stride, i
     }
     for (; n < count; ++n) to[n] = half_at(p + n * stride, bfloat);
   }
+}
+
+inline void scale_row(float* row, float scale, int64_t count) {
+  for (int64_t n = 0; n < count; ++n) row[n] *= scale;
 }
 
 inline void write_row(char* to, const float* from, DType dtype, int64_t stride, int64_t count) {

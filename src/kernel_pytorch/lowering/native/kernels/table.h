@@ -18,12 +18,15 @@ struct AttentionTile {
   int64_t rows;
   const char* q[kMostRows];
   char* out[kMostRows];
+  float* lse[kMostRows];        // where the log-sum-exp of each row goes; null where it is not wanted
   const char* bias[kMostRows];  // null where there is none
   int64_t q_stride, out_stride, bias_stride;  // of the last dimension
-  DType dtype, bias_dtype;
+  DType dtype, kv_dtype, bias_dtype;
   const char* k;
   const char* v;
   int64_t k_row, k_stride, v_row, v_stride;
+  const float* k_scales;  // of each key, where they are int8
+  const float* v_scales;
   int64_t dim, value_dim;
   float scale;
   // Row r attends to the keys in [first, last) of each of its slots, which stand kMostRows apart.
@@ -48,6 +51,14 @@ struct PointwiseLoop {  // operands over one index space, dimensions merged wher
   const float* immediates;
 };
 
+struct CacheRow {  // one key or value, into a cache
+  const char* from;
+  DType from_dtype, to_dtype;
+  int64_t stride, count;
+  char* to;
+  float* scale;  // of int8 alone
+};
+
 struct RowOp {  // norms, softmax and reductions: one row at a time
   uint32_t code;
   int64_t reduction;
@@ -65,7 +76,7 @@ struct LinearTask {  // some rows of x times one panel of weights
   const float* x[kMostLinearRows];
   float* y[kMostLinearRows];
   const float* weights;  // of this panel
-  const float* scales;   // of each output; null where weights are not quantized
+  const float* scales;   // of each output; null where weights are not int8
   const float* bias;     // null where there is none
 };
 
@@ -77,7 +88,8 @@ struct KernelTable {
   void (*pointwise)(const PointwiseLoop& loop, int64_t begin, int64_t end, float* scratch);  // rows x chunks
   void (*row_op)(const RowOp& op, int64_t begin, int64_t end, float* scratch);
   void (*linear)(const LinearTask& task);
-  void (*unpack)(const int8_t* from, float* to, int64_t count);  // a multiple of kPanel
+  void (*unpack)(const char* from, DType dtype, float* to, int64_t count);
+  void (*cache_row)(const CacheRow& row, float* scratch);        // as many floats as the row has numbers
 };
 
 // The best table for this processor, or the one that KERNEL_PYTORCH_TARGET names; null where it has no such one.

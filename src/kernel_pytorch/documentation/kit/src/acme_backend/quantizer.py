@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -53,12 +54,20 @@ class AcmeQuantizer(Quantizer):
 
 
 def quantize(
-    recipe: QuantizationRecipe, model: torch.nn.Module, inputs: tuple[Any, ...], dynamic_shapes: Any
-) -> tuple[ExportedProgram, torch.nn.Module]:
-    """The quantized model, exported, and as a module that runs in eager mode."""
+    recipe: QuantizationRecipe,
+    model: torch.nn.Module,
+    inputs: Mapping[str, tuple[Any, ...]],
+    dynamic_shapes: Mapping[str, Any],
+) -> tuple[dict[str, ExportedProgram], dict[str, torch.nn.Module]]:
+    """Each method of the quantized model, exported, and as a module that runs in eager mode."""
+    exported, eager = {}, {}
     with torch.no_grad():
-        captured = torch.export.export(model, inputs, dynamic_shapes=dynamic_shapes).module()
-        prepared = prepare_pt2e(captured, AcmeQuantizer())
-        prepared(*inputs)
-        converted = convert_pt2e(prepared)
-        return torch.export.export(converted, inputs, dynamic_shapes=dynamic_shapes), converted
+        for name, given in inputs.items():
+            shapes = dynamic_shapes.get(name)
+            prepared = prepare_pt2e(
+                torch.export.export(model, given, dynamic_shapes=shapes).module(), AcmeQuantizer()
+            )
+            prepared(*given)
+            eager[name] = convert_pt2e(prepared)
+            exported[name] = torch.export.export(eager[name], given, dynamic_shapes=shapes)
+    return exported, eager

@@ -1,0 +1,86 @@
+#include "core/cache.h"
+
+#include <algorithm>
+#include <cstdlib>
+#include <new>
+
+namespace kernel_pytorch {
+namespace {
+
+constexpr size_t kLine = 64;
+constexpr int64_t kLastPosition = int64_t{1} << 40;
+constexpr size_t kMostBytes = size_t{1} << 40;
+
+bool times(size_t& bytes, int64_t factor) {
+  return !__builtin_mul_overflow(bytes, static_cast<size_t>(factor), &bytes) && bytes <= kMostBytes;
+}
+
+}  // namespace
+
+std::shared_ptr<Cache> Cache::make(const CacheShape& shape, Reason& reason) {
+  std::shared_ptr<Cache> cache(new (std::nothrow) Cache());
+  size_t rows = 1;
+  const bool small = times(rows, shape.batch) && times(rows, shape.heads) && times(rows, shape.sinks + shape.ring);
+  size_t keys = rows * size_of(shape.dtype), values = keys;
+  if (!cache || !small || !times(keys, shape.dim) || !times(values, shape.value_dim)) {
+    reason.set("cache '%.64s' is too large", shape.name.c_str());
+    return nullptr;
+  }
+  cache->shape_ = shape;
+  cache->low_ = shape.sinks;
+  cache->rows_ = static_cast<int64_t>(rows);
+  cache->keys_bytes_ = (keys + kLine - 1) / kLine * kLine;
+  cache->values_bytes_ = (values + kLine - 1) / kLine * kLine;
+  const size_t all = cache->keys_bytes_ + cache->values_bytes_ + 2 * rows * sizeof(float) + kLine;
+  cache->memory_ = {static_cast<char*>(std::aligned_alloc(kLine, all / kLine * kLine)), std::free};
+  if (!cache->memory_) {
+    reason.set("no memory: cache '%.64s' needs %zu bytes", shape.name.c_str(), all);
+    return nullptr;
+  }
+  return cache;
+}
+
+bool Cache::accepts(int64_t position, int64_t tokens, Reason& reason) const {
+  const char* const name = shape_.name.c_str();
+  if (position < 0 || position > seen_ || position > kLastPosition) {
+    return reason.set("cache '%.64s': position %lld was given, and %lld tokens have been seen; pass 0 to %lld", name,
+                      (long long)position, (long long)seen_, (long long)seen_);
+  }
+  if (tokens > shape_.ring - shape_.window) {
+    return reason.set("cache '%.64s': %lld new tokens at once; it was made for at most %lld", name, (long long)tokens,
+                      (long long)(shape_.ring - shape_.window));
+  }
+  const int64_t first = std::max(shape_.sinks, position - shape_.window);
+  if (position > shape_.sinks && first < low_) {
+    return reason.set("cache '%.64s': position %lld needs tokens from %lld on, and those before %lld have been "
+                      "overwritten; start anew at 0",
+                      name, (long long)position, (long long)first, (long long)low_);
+  }
+  return true;
+}
+
+void Cache::advance(int64_t position, int64_t tokens) {
+  if (position <= shape_.sinks) low_ = shape_.sinks;
+  position_ = position;
+  seen_ = position + tokens;
+  low_ = std::max(low_, seen_ - shape_.ring);
+}
+
+int64_t Cache::runs(int64_t position, Run* out) const {
+  int64_t count = 0;
+  const int64_t last = std::min(position + 1, seen_);  // one past the newest key
+  if (shape_.sinks > 0 && last > 0) out[count++] = {0, std::min(shape_.sinks, last)};
+  const int64_t first = std::max(low_, position - shape_.window);
+  if (first >= last) return count;
+  // At most `ring` positions, so at most two runs of slots; the later positions may lie in the earlier slots.
+  const Run from = {slot(first), slot(last - 1) + 1};
+  if (from.first < from.last) {
+    out[count++] = from;
+  } else {
+    out[count++] = {shape_.sinks, from.last};
+    out[count++] = {from.first, slots()};
+  }
+  return count;
+}
+
+}  // namespace kernel_pytorch
