@@ -5,15 +5,19 @@
 # make cross     get ExecuTorch for 64-bit Arm, for the tests that run under qemu
 # make suite     run ExecuTorch's own backend test suite with our flow, and record what came of it
 # make check     formatting, lint, types
+# make docs      build the site in docs/_build/html; anything doubtful fails the build
+# make docs-gpu  run every block of the documentation on the GPU that is here, and record which passed
 # make evidence  make the records and pages that need no hardware anew
+# make evidence-check  say which recorded numbers are older than the code they measure
 
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-CHECKED := src tests benchmarks demos conftest.py
+CHECKED := src tests benchmarks demos docs conftest.py
+SITE := docs/_build/html
 RECORDED := rms_norm attention fp8_cast fp8_swiglu fp8_swiglu_grad
 
-.PHONY: install demo test check fuzz cross suite evidence clean
+.PHONY: install demo test check fuzz cross suite docs docs-gpu evidence evidence-check clean
 
 # The stamp is older than what it depends on exactly when there is something to install.
 $(VENV)/.installed: pyproject.toml constraints.txt
@@ -46,9 +50,19 @@ cross: install
 suite: install
 	$(BIN)/python tests/executorch_suite.py --write
 
+docs: install
+	$(BIN)/sphinx-build --fresh-env --fail-on-warning --keep-going --nitpicky --quiet --builder html --conf-dir docs . $(SITE)
+	@echo 'open $(SITE)/index.html'
+
+docs-gpu: install
+	$(BIN)/python benchmarks/documentation.py --record
+
 evidence: install
 	for op in $(RECORDED); do $(BIN)/python -m kernel_pytorch.testing.checks $$op --write || exit 1; done
 	$(BIN)/python -m kernel_pytorch.documentation --write
 
+evidence-check: install
+	$(BIN)/python -m kernel_pytorch.documentation.freshness
+
 clean:
-	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(SITE) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

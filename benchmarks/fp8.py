@@ -10,7 +10,7 @@ tensor, as in training with one batch for each step of the optimizer: no cast is
 
 Compiled peers need torchao (0.17 is what was measured); without it they are left out. ``--small --device cpu`` runs a
 tiny version of everything eager to check the program itself. ``--workloads`` cuts a run that is too long in pieces:
-linears, blocks, memory and grid have a record each.
+linears, blocks, small-block, memory and grid have a record each.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ from kernel_pytorch import benchmarking
 from kernel_pytorch.evidence import Measurement, Quantiles, clean_commit, write_record
 from kernel_pytorch.hardware_abstraction.op import registered_op
 from kernel_pytorch.hardware_abstraction.rates import measure_rates
+from kernel_pytorch.hardware_abstraction.registry import backend
 from kernel_pytorch.hardware_abstraction.timing import quantiles
 
 os.environ.setdefault("TORCHAO_FORCE_SKIP_LOADING_SO_FILES", "1")  # its binaries are for one version of torch
@@ -101,7 +102,7 @@ WORKLOADS = (
     Workload("mlp", "blocks", "SwiGLU MLP 4096/14336, 16384 tokens", "mlp", (16384,), 4096, 14336),
     Workload("block-4096", "blocks", "Llama block 4096/14336, 4 x 4096", "block", (4, 4096), 4096, 14336, (32, 8),
              memory=True),
-    Workload("block-2048", "blocks", "Llama block 2048/5632, 8 x 2048", "block", (8, 2048), 2048, 5632, (16, 8)),
+    Workload("block-2048", "small-block", "Llama block 2048/5632, 8 x 2048", "block", (8, 2048), 2048, 5632, (16, 8)),
 )  # fmt: skip
 
 
@@ -489,7 +490,7 @@ def gain(row: Measurement, rows: list[Measurement]) -> str:
 
 def summary(measurements: dict[str, list[Measurement]]) -> Iterator[str]:
     for part, rows in measurements.items():
-        if part in ("linears", "blocks"):
+        if part in ("linears", "blocks", "small-block"):
             for case, phase in dict.fromkeys((row.case, row.phase) for row in rows):
                 members = [row for row in rows if (row.case, row.phase) == (case, phase)]
                 others = [row for row in members if not arm_of(row).startswith("bf16 ")]
@@ -602,7 +603,7 @@ def main() -> None:
             record = benchmarking.record(
                 "fp8",
                 device,
-                (),
+                [kernel for kernel in backend(device.backend).kernels if kernel.op.startswith("fp8_")],
                 bench.measurements[part],
                 command=shlex.join(command),
                 commit=commit,

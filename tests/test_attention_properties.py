@@ -195,9 +195,10 @@ def test_triton_on_a_gpu(number_format: str, dim: int) -> None:
 @pytest.mark.parametrize("kernel", ["cudnn", "flash", "tiled"])
 def test_other_kernels_on_a_gpu(kernel: str) -> None:
     formats, dims = tuple(HALF), (64, 80, 96, 128)
+    fewest = 2 if kernel == "cudnn" else 1  # it takes no single key
 
     @settings(max_examples=40, deadline=None, derandomize=True, phases=[Phase.generate])
-    @given(shapes(formats, 300, dense=kernel != "tiled", dims=dims))
+    @given(shapes(formats, 300, dense=kernel != "tiled", dims=dims).filter(lambda shape: shape.kv_len >= fewest))
     def run(shape: Shape) -> None:
         within_budget(kernel, shape, "cuda")
 

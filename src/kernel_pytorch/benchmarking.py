@@ -18,7 +18,7 @@ from kernel_pytorch.hardware_abstraction.registry import backend
 from kernel_pytorch.hardware_abstraction.timing import quantiles, sample_seconds
 from kernel_pytorch.testing.budget import Comparison, compare, exceeded
 
-__all__ = ["GateError", "Plan", "Step", "checkout", "plan", "record", "record_name", "run"]
+__all__ = ["GateError", "Plan", "Step", "checkout", "plan", "record", "record_name", "run", "source_name"]
 
 _MOST_CPU_FLOPS = 10**11  # about a second a run
 _REFERENCE_COPIES = 12  # float64 tensors alive at once while a gate runs, counted in copies of the inputs
@@ -163,9 +163,15 @@ def checkout() -> Path:
     return Path(__file__).parents[2]
 
 
-def record_name(op: Op, device: Device) -> str:
+def record_name(op: Op | str, device: Device) -> str:
+    name = op if isinstance(op, str) else op.name
     slug = "-".join("".join(c if c.isalnum() else " " for c in device.name.lower()).split())
-    return f"{op.name}.{slug}.json"
+    return f"{name}.{slug}.json"
+
+
+def source_name(op: str, kernel: Kernel) -> str:
+    """How a record about an op names a kernel: with its own op before it where that is another."""
+    return kernel.name if kernel.op == op else f"{kernel.op}/{kernel.name}"
 
 
 def record(
@@ -187,6 +193,6 @@ def record(
         command=command,
         recorded=now(),
         copy_bandwidth=measure_rates(device).bandwidth if copy_bandwidth is None else copy_bandwidth,
-        sources={kernel.name: kernel.source_digest for kernel in kernels},
+        sources={source_name(op, kernel): kernel.source_digest for kernel in kernels},
         measurements=measurements,
     )

@@ -1,7 +1,8 @@
 """Evidence: recorded measurements and checks, the only source of numbers and claims in the documentation.
 
 A record is one JSON file. ``Benchmark`` says how fast, against which baseline and with which error;
-``Checks`` says for which architectures a kernel compiles and which of its cases pass in the interpreter.
+``Checks`` says for which architectures a kernel compiles and which of its cases pass in the interpreter;
+``Execution`` says which blocks of the documentation ran on a device.
 ``python -m kernel_pytorch.evidence`` prints the JSON schema.
 """
 
@@ -22,15 +23,18 @@ from kernel_pytorch.hardware_abstraction.device import Device
 
 __all__ = [
     "Benchmark",
+    "Block",
     "Checks",
     "Compilation",
     "EvidenceError",
+    "Execution",
     "Interpretation",
     "Measurement",
     "Quantiles",
     "clean_commit",
     "evidence_directory",
     "load_evidence",
+    "named_evidence",
     "read_record",
     "schema",
     "versions",
@@ -137,7 +141,31 @@ class Checks(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="check
     interpreted: list[Interpretation]
 
 
-Record = Benchmark | Checks
+class Block(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A block of code in the documentation that ran to its end on a device."""
+
+    page: str
+    line: int
+    digest: str
+    """Of its text: a block that was edited since has not run."""
+
+
+class Execution(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="execution", tag_field="kind"):
+    """The documentation as it ran on a device: which blocks passed, and why others did not run there."""
+
+    op: str
+    device: Facts
+    versions: dict[str, str]
+    commit: str
+    command: str
+    recorded: str
+    passed: list[Block]
+    skipped: dict[str, str]
+    """``"page:line"`` to the reason."""
+    sources: dict[str, str] = {}
+
+
+Record = Benchmark | Checks | Execution
 
 
 def evidence_directory() -> Path | None:
@@ -153,8 +181,8 @@ def schema() -> dict[str, Any]:
     """The JSON schema of a record.
 
     Example:
-        >>> sorted(schema()["$defs"])[:2]
-        ['Benchmark', 'Checks']
+        >>> sorted(schema()["$defs"])[:3]
+        ['Benchmark', 'Block', 'Checks']
     """
     return msgspec.json.schema(Record)
 
@@ -170,9 +198,14 @@ def read_record(path: Path) -> Record:
 
 def load_evidence(directory: Path | None) -> tuple[Record, ...]:
     """Every record of a folder, in the order of the file names."""
+    return tuple(named_evidence(directory).values())
+
+
+def named_evidence(directory: Path | None) -> dict[str, Record]:
+    """Every record of a folder by the name of its file, without the suffix; in that order."""
     if directory is None or not directory.is_dir():
-        return ()
-    return tuple(read_record(path) for path in sorted(directory.glob("*.json")))
+        return {}
+    return {path.stem: read_record(path) for path in sorted(directory.glob("*.json"))}
 
 
 def write_record(record: Record, path: Path) -> None:

@@ -6,6 +6,7 @@ import ast
 import dataclasses
 import importlib
 import inspect
+import itertools
 import re
 import textwrap
 from collections.abc import Callable, Mapping
@@ -22,6 +23,22 @@ _MODULES = {
     "kernel_pytorch.masks": (
         "What attention attends to: reach it as `kp.masks`. [docs/attention.md](docs/attention.md) is the guide.",
         "",
+    ),
+    "kernel_pytorch.context_parallel": (
+        "Sequences over several devices: reach it as `kp.context_parallel`. "
+        "[docs/context_parallel.md](docs/context_parallel.md) is the guide.",
+        "",
+    ),
+    "kernel_pytorch.fp8": (
+        "Training in 8 bits: reach it as `kp.fp8`. [docs/fp8.md](docs/fp8.md) is the guide.",
+        "from kernel_pytorch.fp8 import RECIPES, Format, Recipe, convert, linear, report, revert\n"
+        "from kernel_pytorch.precision.formats import E4M3FN, E4M3FNUZ, E5M2\n"
+        "from kernel_pytorch.precision.linear import COUNTS_SHAPE, fp8_linear",
+    ),
+    "kernel_pytorch.lowering": (
+        "Programs for devices, with the extra `lowering`. [docs/lowering.md](docs/lowering.md) is the guide.",
+        "from kernel_pytorch.lowering import KernelPartitioner, PartitionerOptions, load, lower\n"
+        "from kernel_pytorch.lowering.recipes import find_recipe",
     ),
     "kernel_pytorch.hardware_abstraction": (
         "What a backend or a tool is made of: the table's records, the catalogue, and selection.",
@@ -43,9 +60,14 @@ def reference_page() -> str:
     for module_name, (opening, imports) in _MODULES.items():
         module = importlib.import_module(module_name)
         names = sorted(module.__all__, key=lambda name: (name.strip("_").lower(), name))
+        modules = [name for name in names if inspect.ismodule(getattr(module, name))]
+        names = [name for name in names if name not in modules]
         lines += ["", f"## {module_name}", "", opening, "", "```python"]
         lines += imports.splitlines() or [f"from {module_name} import (", *(f"    {n}," for n in names), ")"]
         lines += ["```"]
+        if modules:
+            links = ", ".join(f"[{name}](#{module_name}{name})" for name in modules)
+            lines += ["", f"Modules with sections of their own: {links}."]
         for name in names:
             value = getattr(module, name)
             lines += ["", f"### {module_name.removeprefix('kernel_pytorch.')}.{name}"]
@@ -58,9 +80,6 @@ def reference_page() -> str:
 
 
 def _entry(name: str, value: Any) -> list[str]:
-    if inspect.ismodule(value):
-        anchor = value.__name__.replace(".", "")
-        return ["", f"A module, with a section of its own: [{value.__name__}](#{anchor})."]
     if inspect.isclass(value):
         return _class(name, value)
     if callable(value):
@@ -182,4 +201,13 @@ def _section(name: str, body: str) -> list[str]:
         return [*(f"- `{item.partition(':')[0]}`:{item.partition(':')[2]}" for item in items), ""]
     if name:
         return [f"{name}: {' '.join(body.split())}", ""]
-    return [*body.splitlines(), ""]
+    return [*_fenced(body.splitlines()), ""]
+
+
+def _fenced(lines: list[str]) -> list[str]:
+    """Prose with its indented lines, equations for one, as blocks of text."""
+    out: list[str] = []
+    for inside, found in itertools.groupby(lines, lambda line: line.startswith("    ")):
+        group = [line.removeprefix("    ") for line in found]
+        out += ["```text", *group, "```"] if inside else group
+    return out

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import importlib
 import importlib.util
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -137,11 +138,21 @@ class Kernel:
 
     @cached_property
     def source_digest(self) -> str:
-        """A fingerprint of the kernel's source text; a record about another text proves nothing about this one."""
-        spec = importlib.util.find_spec(self.module)
-        if spec is None or spec.origin is None:
-            raise ModuleNotFoundError(f"kernel {self.name!r} of {self.op!r}: no module {self.module!r}")
-        return hashlib.sha256(Path(spec.origin).read_bytes()).hexdigest()[:16]
+        """A fingerprint of the kernel's source text and of the Triton functions that it imports.
+
+        A record about another text proves nothing about this one.
+        """
+        texts: dict[str, bytes] = {}
+        wanted = [self.module]
+        while wanted:
+            module = wanted.pop()
+            spec = importlib.util.find_spec(module)
+            if spec is None or spec.origin is None:
+                raise ModuleNotFoundError(f"kernel {self.name!r} of {self.op!r}: no module {module!r}")
+            texts[module] = Path(spec.origin).read_bytes()
+            found = re.findall(rb"^from (\S+\.\w*triton_\w+) import", texts[module], re.MULTILINE)
+            wanted += [name.decode() for name in found if name.decode() not in texts]
+        return hashlib.sha256(b"".join(texts[module] for module in sorted(texts))).hexdigest()[:16]
 
     def function(self, phase: Phase) -> Callable[..., Any]:
         function: Callable[..., Any] = getattr(self.implementation, phase)
@@ -195,15 +206,14 @@ class Op:
     """The fewest bytes the call must move: each input read once, each output written once."""
     flops: Callable[[Call], int]
     low_precision: Callable[[torch.dtype], Callable[..., Any]] | None = None
-    """For tensors of a narrow dtype, the reference with the roundings that every kernel on matrix units makes;
-    where it is None, the reference in float32 is the yardstick of the error budget."""
+    """For tensors of a dtype, the plainest program that computes as every kernel must, with its roundings and in its
+    order: the yardstick of the error budget. Where it is None, the reference in float32 is."""
     without_gradients: Mapping[str, Any] = field(default_factory=dict)
     """What the public function changes in the arguments where no gradient is asked for, as a forward is timed."""
     exact: bool = False
     """Whether the reference defines every byte of the outputs, in the arguments' own precision: no error budget."""
     meaning: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]] | None = None
-    """What the outputs mean, by name, for comparison, as ``data * inverse``; ``low_precision``, which then is there,
-    is the yardstick in every dtype."""
+    """What the outputs mean, by name, for comparison, as ``data * inverse``; ``low_precision`` then is there."""
     cancelling: tuple[str, ...] = ()
     """Results, as ``"dq"``, whose rows can be the small difference of larger terms."""
     codecs: Mapping[str, Codec] = field(default_factory=dict)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from kernel_pytorch.precision.layer import Float8Linear
+from kernel_pytorch.precision.layer import BUFFERS, Float8Linear
 from kernel_pytorch.precision.monitor import Losses, layers_of, losses_of, unwatch, watch
 from kernel_pytorch.precision.plan import Measured
 from kernel_pytorch.precision.recipe import PRODUCTS, RECIPES, Recipe, recipe_named
@@ -84,7 +84,7 @@ def convert(
         fuse(model)
     # Every rank keeps its own counts and histories.
     ignored = list(getattr(model, _IGNORED_BY_DDP, []))
-    own = [f"{name}.{buffer}".lstrip(".") for name, _ in found for buffer in ("fp8_counts", "fp8_state")]
+    own = [f"{name}.{buffer}".lstrip(".") for name, _ in found for buffer in BUFFERS]
     setattr(model, _IGNORED_BY_DDP, ignored + [name for name in own if name not in ignored])
     if monitor is not None and found:
         watch(model, monitor)
@@ -102,9 +102,7 @@ def revert(model: nn.Module) -> nn.Module:
     """
     unwatch(model)
     unfuse(model)
-    ignored = [
-        name for name in getattr(model, _IGNORED_BY_DDP, []) if not name.endswith(("fp8_counts", "fp8_state"))
-    ]
+    ignored = [name for name in getattr(model, _IGNORED_BY_DDP, []) if not name.endswith(tuple(BUFFERS))]
     if ignored:
         setattr(model, _IGNORED_BY_DDP, ignored)
     elif hasattr(model, _IGNORED_BY_DDP):

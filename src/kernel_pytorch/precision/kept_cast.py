@@ -1,13 +1,14 @@
-"""A cast whose losses are counted and whose history is kept, in one call: what a layer does three times a step.
+"""What a layer does three times a step, with little work for the CPU: a cast, and a product of casts.
 
 ``fp8_cast`` gives counts and the next history as results, which a layer would then add and copy: more work for the
-CPU than the cast itself. Here they are brought up to date in place, by the kernel itself where Triton's serves.
+CPU than the cast itself. Here they are brought up to date in place, by the kernel itself where Triton's serves. The
+kernels are those that the dispatcher would choose, called without asking it wherever nothing watches the call.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -16,11 +17,12 @@ from kernel_pytorch.hardware_abstraction import dispatch
 from kernel_pytorch.hardware_abstraction.registry import backend, device_of
 from kernel_pytorch.ops.fp8_cast import KERNEL_TRITON, fp8_cast
 from kernel_pytorch.ops.fp8_cast.definition import FP8_CAST
+from kernel_pytorch.ops.fp8_matmul import KERNEL_SCALED_MM, fp8_matmul
+from kernel_pytorch.ops.fp8_matmul.definition import FP8_MATMUL, OUTPUTS
 
-__all__ = ["Kept", "kept_cast"]
+__all__ = ["Kept", "kept_cast", "linear_backward_op", "linear_forward_op", "product"]
 
-_HISTORY_OF = {0: 0, 2: 1}
-"""The row of the state for a tensor of the counts: the input's and the gradient's; a weight has none."""
+_NAMES = {dtype: name for name, dtype in OUTPUTS.items()}
 
 
 class Kept(NamedTuple):
@@ -30,6 +32,8 @@ class Kept(NamedTuple):
     data_t: torch.Tensor
     inverse: torch.Tensor
     inverse_t: torch.Tensor
+    direct: bool = False
+    """Whether it was made without asking the dispatcher: nothing watched the call."""
 
 
 def kept_cast(
@@ -39,20 +43,20 @@ def kept_cast(
     transposed: bool,
     power_of_two: bool,
     counts: torch.Tensor | None,
-    state: torch.Tensor | None,
-    tensor: int,
+    row: int,
+    history: torch.Tensor | None,
 ) -> Kept:
-    """``fp8_cast``, with what it lost added to ``counts[tensor]``, by the history in ``state`` where there is one.
+    """``fp8_cast``, with what it lost added to ``counts[row]``, and by the history, where there is one.
 
     Args:
-        counts: of shape ``COUNTS_SHAPE``, or None.
-        state: of shape ``STATE_SHAPE`` for delayed scaling, or None.
-        tensor: 0 for an input, 1 for a weight, 2 for a gradient.
+        counts: (rows, 2, 4), contiguous, or None.
+        history: for delayed scaling, contiguous, or None.
     """
-    arguments = (x_RC, number_format, granularity, transposed, power_of_two, counts, state, tensor)
-    found = _op(*arguments) if torch.compiler.is_compiling() else _cast(*arguments)
-    data, data_t, inverse, inverse_t = found
-    return Kept(data, data_t, inverse, inverse if transposed and granularity == "tensor" else inverse_t)
+    arguments = (x_RC, number_format, granularity, transposed, power_of_two, counts, row, history)
+    if torch.compiler.is_compiling():
+        data, data_t, inverse, inverse_t = _op(*arguments)
+        return Kept(data, data_t, inverse, inverse if transposed and granularity == "tensor" else inverse_t)
+    return _cast(*arguments)
 
 
 def _cast(
@@ -62,65 +66,189 @@ def _cast(
     transposed: bool,
     power_of_two: bool,
     counts: torch.Tensor | None,
-    state: torch.Tensor | None,
-    tensor: int,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    history = None if state is None or tensor not in _HISTORY_OF else state[_HISTORY_OF[tensor]]
-    direct = _served_by_triton(x_RC)
-    if direct is not None:
-        into = x_RC.new_zeros((2, 4), dtype=torch.int64) if counts is None else counts[tensor]
-        data, data_t, inverse, inverse_t, _ = direct(
-            x_RC.detach(), number_format, granularity, transposed, history, power_of_two, into
+    row: int,
+    history: torch.Tensor | None,
+) -> Kept:
+    on_gpu = x_RC.is_cuda or x_RC.is_xpu
+    if on_gpu and counts is not None and x_RC.numel() > 0 and dispatch.plain_call(x_RC):
+        length = 0 if history is None else history.shape[0]
+        kind = (
+            x_RC.device,
+            x_RC.shape,
+            x_RC.stride(),
+            number_format,
+            granularity,
+            transposed,
+            length,
+            power_of_two,
         )
-        return data, data_t, inverse, inverse_t
-    cast = fp8_cast(
-        x_RC, number_format, granularity, transposed=transposed, history=history, power_of_two=power_of_two
+        if kind not in _direct:
+            if len(_direct) >= 4096:
+                _direct.clear()
+            _direct[kind] = _prepared(*kind)
+        cast = _direct[kind]
+        if cast is not None:
+            place, run = cast
+            remembered = None if history is None else place(history, torch.float32)
+            data, data_t, inverse, inverse_t = run(x_RC, place(counts, torch.int64, 64 * row), remembered)
+            return Kept(data, data_t, inverse, inverse_t, True)
+    found = fp8_cast(
+        x_RC.detach(), number_format, granularity, transposed=transposed, history=history, power_of_two=power_of_two
     )
     if counts is not None:
-        counts[tensor].add_(cast.counts)
+        counts[row].add_(found.counts)
     if history is not None:
-        history.copy_(cast.next_history)
-    # Results of a custom op must not be the same memory.
-    inverse_t = cast.inverse.new_empty(0) if cast.inverse_t is cast.inverse else cast.inverse_t
-    return cast.data, cast.data_t, cast.inverse, inverse_t
+        history.copy_(found.next_history)
+    return Kept(found.data, found.data_t, found.inverse, found.inverse_t)
 
 
-def _served_by_triton(x_RC: torch.Tensor) -> Callable[..., Any] | None:
-    """Triton's cast, where its kernel would be chosen and nothing watches the call."""
-    if x_RC.device.type not in ("cuda", "xpu") or not dispatch.plain_call(x_RC):
-        return None
-    return _triton_cast(x_RC.device)
+_direct: dict[tuple[Any, ...], tuple[Any, Callable[..., Any]] | None] = {}
 
 
-@lru_cache
-def _triton_cast(where: torch.device) -> Callable[..., Any] | None:
+def _prepared(where: torch.device, *kind: Any) -> tuple[Any, Callable[..., Any]] | None:
+    """Triton's cast of matrices of one kind, where its kernel would be chosen, and what it takes memory as."""
     device = device_of(where)
     kernels = [kernel for kernel in backend(device.backend).kernels if kernel.op == FP8_CAST.name]
     if kernels[0] is not KERNEL_TRITON or not device.supports("float64"):
         return None
-    from kernel_pytorch.ops.fp8_cast import triton_kernel
+    from kernel_pytorch.ops.fp8_cast.triton_kernel import PreparedCast
+    from kernel_pytorch.ops.triton_launch import Place
 
-    return dispatch.placed(where, partial(triton_kernel.cast, device))
-
-
-_op = torch.library.custom_op(
-    "kernel_pytorch::fp8_kept_cast",
-    _cast,
-    mutates_args=("counts", "state"),
-    schema="(Tensor x_RC, str number_format, str granularity, bool transposed, bool power_of_two, "
-    "Tensor(a!)? counts, Tensor(b!)? state, int tensor) -> (Tensor, Tensor, Tensor, Tensor)",
-)
+    run: Callable[..., Any] = PreparedCast(device, *kind)
+    several = torch.get_device_module(where.type).device_count() > 1
+    return Place, (dispatch.placed(where, run) if several else run)
 
 
-@_op.register_fake
+def product(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    inverse_a: torch.Tensor,
+    inverse_b: torch.Tensor,
+    dtype: str,
+    sums: str,
+    direct: bool = False,
+) -> torch.Tensor:
+    """``fp8_matmul`` of casts; ``direct`` where one of them was made without asking the dispatcher in this call."""
+    if direct and a.is_cuda and inverse_a.ndim == 0:
+        (m, k), n = a.shape, b.shape[0]
+        if m > 0 and n > 0 and k > 0 and n % 16 == 0 and k % 16 == 0 and _scaled_mm_first(a.device):
+            fast = sums == "fast"
+            return torch._scaled_mm(a, b.t(), inverse_a, inverse_b, out_dtype=OUTPUTS[dtype], use_fast_accum=fast)
+    return fp8_matmul(a, b, inverse_a, inverse_b, dtype, sums)
+
+
+@lru_cache
+def _scaled_mm_first(where: torch.device) -> bool:
+    """Whether torch's own product would be chosen for scales of tensors."""
+    device = device_of(where)
+    kernels = [kernel for kernel in backend(device.backend).kernels if kernel.op == FP8_MATMUL.name]
+    return kernels[0] is KERNEL_SCALED_MM and {"float8_e4m3fn", "float8_e5m2"} <= set(device.matrix_formats)
+
+
+def _apart(*arguments: Any) -> tuple[torch.Tensor, ...]:
+    data, data_t, inverse, inverse_t, _ = _cast(*arguments)
+    # Results of a custom op must not be the same memory.
+    return data, data_t, inverse, inverse.new_empty(0) if inverse_t is inverse else inverse_t
+
+
 def _fake(
     x_RC: torch.Tensor,
     number_format: str,
     granularity: str,
     transposed: bool,
     power_of_two: bool,
-    counts: torch.Tensor | None,  # noqa: ARG001
-    state: torch.Tensor | None,  # noqa: ARG001
-    tensor: int,  # noqa: ARG001
+    *_: Any,
 ) -> tuple[torch.Tensor, ...]:
     return FP8_CAST.fake(x_RC, number_format, granularity, transposed, None, power_of_two)[:4]
+
+
+# For torch.compile: a layer's forward and backward as one operator each.
+
+
+def _linear_forward(
+    x_MK: torch.Tensor,
+    weight: torch.Tensor,
+    dtype: str,
+    number_format: str,
+    input_granularity: str,
+    weight_granularity: str,
+    power_of_two: bool,
+    counts: torch.Tensor | None,
+    history: torch.Tensor | None,
+) -> tuple[torch.Tensor, ...]:
+    """y, and the transposed copies with their scales."""
+    x = _cast(x_MK, number_format, input_granularity, True, power_of_two, counts, 0, history)
+    w = _cast(weight, number_format, weight_granularity, True, power_of_two, counts, 1, None)
+    y = product(x.data, w.data, x.inverse, w.inverse, dtype, "fast", x.direct)
+    return y, x.data_t, x.inverse_t, w.data_t, w.inverse_t
+
+
+def _linear_backward(
+    dy_MN: torch.Tensor,
+    x_8t: torch.Tensor,
+    x_inverse_t: torch.Tensor,
+    weight_8t: torch.Tensor,
+    weight_inverse_t: torch.Tensor,
+    number_format: str,
+    granularity: str,
+    power_of_two: bool,
+    counts: torch.Tensor | None,
+    history: torch.Tensor | None,
+) -> tuple[torch.Tensor, ...]:
+    """dx and dweight, in dy's dtype."""
+    dy = _cast(dy_MN, number_format, granularity, True, power_of_two, counts, 0, history)
+    name = _NAMES[dy_MN.dtype]
+    dx = product(dy.data, weight_8t, dy.inverse, weight_inverse_t, name, "promoted", dy.direct)
+    return dx, product(dy.data_t, x_8t, dy.inverse_t, x_inverse_t, name, "promoted", dy.direct)
+
+
+def _linear_forward_fake(
+    x_MK: torch.Tensor,
+    weight: torch.Tensor,
+    dtype: str,
+    number_format: str,
+    input_granularity: str,
+    weight_granularity: str,
+    power_of_two: bool,
+    *_: Any,
+) -> tuple[torch.Tensor, ...]:
+    found = []
+    for matrix, granularity in ((x_MK, input_granularity), (weight, weight_granularity)):
+        outputs = FP8_CAST.fake(matrix, number_format, granularity, True, None, power_of_two)
+        data_t, inverse, inverse_t = outputs[1:4]
+        found += [data_t, inverse if granularity == "tensor" else inverse_t]
+    return x_MK.new_empty((x_MK.shape[0], weight.shape[0]), dtype=getattr(torch, dtype)), *found
+
+
+def _linear_backward_fake(dy_MN: torch.Tensor, x_8t: torch.Tensor, *_: Any) -> tuple[torch.Tensor, ...]:
+    (m, n), k = dy_MN.shape, x_8t.shape[0]
+    return dy_MN.new_empty((m, k)), dy_MN.new_empty((n, k))
+
+
+# What torch.library.custom_op would put around the calls costs more than a cast.
+_library = torch.library.Library("kernel_pytorch", "FRAGMENT")
+_library.define(
+    "fp8_kept_cast(Tensor x, str number_format, str granularity, bool transposed, bool power_of_two, "
+    "Tensor(a!)? counts, int row, Tensor(b!)? history) -> (Tensor, Tensor, Tensor, Tensor)"
+)
+_library.define(
+    "fp8_linear_forward(Tensor x, Tensor weight, str dtype, str number_format, str input_granularity, "
+    "str weight_granularity, bool power_of_two, Tensor(a!)? counts, Tensor(b!)? history) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor)"
+)
+_library.define(
+    "fp8_linear_backward(Tensor dy, Tensor x_8t, Tensor x_inverse_t, Tensor weight_8t, Tensor weight_inverse_t, "
+    "str number_format, str granularity, bool power_of_two, Tensor(a!)? counts, Tensor(b!)? history) "
+    "-> (Tensor, Tensor)"
+)
+for _name, _run, _of_shapes in (
+    ("fp8_kept_cast", _apart, _fake),
+    ("fp8_linear_forward", _linear_forward, _linear_forward_fake),
+    ("fp8_linear_backward", _linear_backward, _linear_backward_fake),
+):
+    _library.impl(_name, _run, "CompositeExplicitAutograd")
+    _library.impl(_name, torch.library.fallthrough_kernel, "Autograd")  # no gradient flows through them
+    torch.library.register_fake(f"kernel_pytorch::{_name}", _of_shapes, lib=_library)
+_op = torch.ops.kernel_pytorch.fp8_kept_cast.default
+linear_forward_op = torch.ops.kernel_pytorch.fp8_linear_forward.default
+linear_backward_op = torch.ops.kernel_pytorch.fp8_linear_backward.default

@@ -16,13 +16,29 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from kernel_pytorch.precision.kept_cast import Kept
-from kernel_pytorch.precision.linear import COUNTS_SHAPE, STATE_SHAPE, cast_of_weight, fp8_linear
+from kernel_pytorch.precision.linear import (
+    COUNTS_SHAPE,
+    STATE_SHAPE,
+    Memory,
+    Products,
+    cast_of_weight,
+    check_linear,
+    checked_linear,
+    products_of,
+)
 from kernel_pytorch.precision.plan import Measured, measured_for, measured_recipe
 from kernel_pytorch.precision.recipe import Recipe
 
-__all__ = ["Float8Linear"]
+__all__ = ["BUFFERS", "Float8Linear"]
 
 _STATE_KEY = "fp8_state"
+BUFFERS = {
+    "fp8_forward_counts": ((COUNTS_SHAPE[0] - 1, *COUNTS_SHAPE[1:]), torch.int64),
+    "fp8_history": (STATE_SHAPE[1:], torch.float32),
+    "fp8_gradient_counts": ((1, *COUNTS_SHAPE[1:]), torch.int64),
+    "fp8_gradient_history": (STATE_SHAPE[1:], torch.float32),
+}
+"""What a layer adds: ``Memory`` has their meaning."""
 _steps = 0
 """How many steps optimizers have made in this process: weights may differ after each."""
 
@@ -45,13 +61,17 @@ class Float8Linear(nn.Linear):
     """Why the layer computes in its own precision from now on, or None."""
     fp8_plain_numel: int
     """Inputs of at most so many numbers are known to gain nothing."""
-    fp8_counts: torch.Tensor
-    fp8_state: torch.Tensor
+    fp8_forward_counts: torch.Tensor
+    fp8_history: torch.Tensor
+    fp8_gradient_counts: torch.Tensor
+    fp8_gradient_history: torch.Tensor
     _kept_cast: Kept | None
     _forwards: tuple[Any, ...] | None
     """Of the last forward: what the weight was, and its gradient with its version."""
     _accumulates: bool
-    _recipes: dict[tuple[Any, ...], Recipe | None]
+    _narrow: bool
+    """Whether autocast would make little difference to what was measured."""
+    _calls: dict[tuple[Any, ...], tuple[Recipe, Products] | None]
 
     @staticmethod
     def made_from(linear: nn.Linear, recipe: Recipe, auto: bool) -> Float8Linear:
@@ -60,52 +80,73 @@ class Float8Linear(nn.Linear):
         layer: Any = linear
         layer.fp8_recipe, layer.fp8_auto, layer.fp8_fallback = recipe, auto, None
         layer._kept_cast, layer._forwards, layer._accumulates = None, None, False
-        layer._recipes, layer.fp8_plain_numel = {}, -1
+        layer._calls, layer.fp8_plain_numel, layer._narrow = {}, -1, False
         device = layer.weight.device
         with torch.inference_mode(False):
-            layer.register_buffer("fp8_counts", torch.zeros(COUNTS_SHAPE, dtype=torch.int64, device=device), False)
-            layer.register_buffer("fp8_state", torch.zeros(STATE_SHAPE, device=device), False)
+            for name, (shape, dtype) in BUFFERS.items():
+                layer.register_buffer(name, torch.zeros(shape, dtype=dtype, device=device), False)
         converted: Float8Linear = layer
         return converted
 
     def plain(self) -> nn.Linear:
         """The same object as the ``nn.Linear`` that it was."""
-        for name in ("fp8_counts", "fp8_state"):
+        for name in BUFFERS:
             del self._buffers[name]
             self._non_persistent_buffers_set.discard(name)
         for name in ("fp8_recipe", "fp8_auto", "fp8_fallback", "fp8_plain_numel"):
             delattr(self, name)
-        for name in ("_kept_cast", "_forwards", "_accumulates", "_recipes"):
+        for name in ("_kept_cast", "_forwards", "_accumulates", "_calls", "_narrow"):
             delattr(self, name)
         self.__class__ = nn.Linear  # type: ignore[assignment]
         return self
 
     def recipe_for(self, x: torch.Tensor) -> Recipe | None:
         """The recipe of a call, with the products that are in 8 bits; None for plain arithmetic."""
+        call = self._call_for(x, False)
+        return None if call is None else call[0]
+
+    def _call_for(self, x: torch.Tensor, own: bool = True) -> tuple[Recipe, Products] | None:
+        """How calls with such inputs are computed, worked out and checked once; None for plain arithmetic.
+
+        Where x is not the layer's own input but that of the module around it, only what they have in common counts.
+        """
         if self.fp8_fallback is not None:
             return None
-        kind = x.device.type
+        if torch.compiler.is_compiling():
+            return self._new_call_for(x, own)
+        weight, bias, kind = self.weight, self.bias, x.device.type
         mixed = torch.is_autocast_enabled(kind) if kind != "meta" else False
-        weight = self.weight
         key = (
-            x.numel(),
+            own,
+            x.shape,
             x.dtype,
+            x.device,
             x.requires_grad,
             weight.requires_grad,
+            weight.dtype,
+            weight.device,
+            None if bias is None else bias.dtype,
             torch.is_grad_enabled(),
-            mixed,
+            torch.get_autocast_dtype(kind) if mixed else None,
             self.training,
         )
-        if torch.compiler.is_compiling():
-            return self._recipe_for(x)
-        if key not in self._recipes:
-            if len(self._recipes) > 4096:
-                self._recipes.clear()
-            self._recipes[key] = found = self._recipe_for(x)
+        if key not in self._calls:
+            if len(self._calls) > 4096:
+                self._calls.clear()
+            found = self._new_call_for(x, own)
+            self._calls[key] = found
             if found is None and self.fp8_auto and weight.requires_grad and torch.is_grad_enabled() and not mixed:
                 # Fewer rows gain even less: from now on they cost one comparison.
-                self.fp8_plain_numel = max(self.fp8_plain_numel, x.numel())
-        return self._recipes[key]
+                self.fp8_plain_numel, self._narrow = max(self.fp8_plain_numel, x.numel()), weight.itemsize < 4
+        return self._calls[key]
+
+    def _new_call_for(self, x: torch.Tensor, own: bool) -> tuple[Recipe, Products] | None:
+        recipe = self._recipe_for(x)
+        if recipe is None:
+            return None
+        if own:
+            check_linear(x, self.weight, self.bias)
+        return recipe, products_of(x, self.weight, recipe)
 
     def _recipe_for(self, x: torch.Tensor) -> Recipe | None:
         recipe = self.fp8_recipe
@@ -121,23 +162,34 @@ class Float8Linear(nn.Linear):
         return measured_for(self.weight, self.bias is not None, self.fp8_recipe)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if x.numel() <= self.fp8_plain_numel and not torch.is_autocast_enabled(x.device.type):
+        if x.numel() <= self.fp8_plain_numel and (self._narrow or not torch.is_autocast_enabled(x.device.type)):
             return nn.functional.linear(x, self.weight, self.bias)
-        recipe = self.recipe_for(x)
-        if recipe is None:
+        call = self._call_for(x)
+        if call is None:
             return nn.functional.linear(x, self.weight, self.bias)
-        needs_dx = torch.is_grad_enabled() and x.requires_grad and "dx" not in recipe.high_precision
-        return fp8_linear(
-            x,
-            self.weight,
-            self.bias,
-            recipe,
-            counts=self.fp8_counts,
-            state=self.fp8_state if recipe.delayed else None,
-            weight_cast=self.weight_cast(recipe, needs_dx),
+        recipe, products = call
+        cast = self.weight_cast(recipe, products.forward_format, products.needs_dx and products.dx_in_8)
+        return checked_linear(x, self.weight, self.bias, recipe, products, self.fp8_memory(recipe), cast)
+
+    def fp8_memory(self, recipe: Recipe) -> Memory:
+        """What a call brings up to date."""
+        if not recipe.delayed:
+            return Memory(counts=self.fp8_forward_counts, gradient_counts=self.fp8_gradient_counts)
+        return Memory(
+            self.fp8_forward_counts, self.fp8_history, self.fp8_gradient_counts, self.fp8_gradient_history
         )
 
-    def weight_cast(self, recipe: Recipe, transposed: bool) -> Kept | None:
+    @property
+    def fp8_counts(self) -> torch.Tensor:
+        """A copy, of shape ``COUNTS_SHAPE``."""
+        return torch.cat([self.fp8_forward_counts, self.fp8_gradient_counts])
+
+    @property
+    def fp8_state(self) -> torch.Tensor:
+        """A copy, of shape ``STATE_SHAPE``."""
+        return torch.stack([self.fp8_history, self.fp8_gradient_history])
+
+    def weight_cast(self, recipe: Recipe, number_format: str, transposed: bool) -> Kept | None:
         """The cast of the weight since it last changed, kept where gradients are accumulated over several forwards.
 
         None where the call should make one of its own. A weight counts as unchanged where its version and its place
@@ -169,12 +221,14 @@ class Float8Linear(nn.Linear):
             return None
         cast = self._kept_cast
         if cast is None or (transposed and cast.data_t.numel() != weight.numel()):
-            cast = self._kept_cast = cast_of_weight(weight, recipe, transposed=transposed, counts=self.fp8_counts)
+            cast = self._kept_cast = cast_of_weight(
+                weight, recipe, number_format, transposed=transposed, counts=self.fp8_forward_counts
+            )
         return cast
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         """Moving or converting a model moves counts and state along, and leaves their formats alone."""
-        kept = {name: self._buffers[name] for name in ("fp8_counts", "fp8_state")}
+        kept = {name: self._buffers[name] for name in BUFFERS}
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         device = self.weight.device
         for name, before in kept.items():
@@ -185,21 +239,23 @@ class Float8Linear(nn.Linear):
 
     def __getstate__(self) -> dict[str, Any]:
         # Copies and pickles work these out anew.
-        return {**self.__dict__, "_kept_cast": None, "_forwards": None, "_recipes": {}}
+        return {**self.__dict__, "_kept_cast": None, "_forwards": None, "_calls": {}}
 
     # Checkpoints.
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         if self.fp8_recipe.delayed or self.fp8_fallback is not None:
-            flag = self.fp8_state.new_full((1, self.fp8_state.shape[1]), float(self.fp8_fallback is not None))
-            destination[prefix + _STATE_KEY] = torch.cat([self.fp8_state.detach(), flag])
+            state = self.fp8_state
+            flag = state.new_full((1, state.shape[1]), float(self.fp8_fallback is not None))
+            destination[prefix + _STATE_KEY] = torch.cat([state, flag])
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
         found = state_dict.pop(prefix + _STATE_KEY, None)
         errors: list[str] = rest[-1]
         if found is None:
-            self.fp8_state.zero_()  # the histories of other weights say nothing
+            self.fp8_history.zero_()  # the histories of other weights say nothing
+            self.fp8_gradient_history.zero_()
             self.fp8_fallback = None
         elif tuple(found.shape) != (STATE_SHAPE[0] + 1, STATE_SHAPE[1]) or not bool((found >= 0).all()):
             errors.append(
@@ -208,7 +264,8 @@ class Float8Linear(nn.Linear):
             )
         else:
             with torch.no_grad():
-                self.fp8_state.copy_(found[:-1])
+                self.fp8_history.copy_(found[0])
+                self.fp8_gradient_history.copy_(found[1])
             self.fp8_fallback = "it had when the checkpoint was saved" if bool(found[-1, 0]) else None
         super()._load_from_state_dict(state_dict, prefix, *rest)
 

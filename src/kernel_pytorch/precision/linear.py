@@ -8,27 +8,33 @@ computed in high precision); nothing for a gradient that nobody asked for.
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from kernel_pytorch.hardware_abstraction.registry import device_of
 from kernel_pytorch.ops.fp8_cast import fp8_cast
 from kernel_pytorch.ops.fp8_cast.definition import HISTORY
-from kernel_pytorch.ops.fp8_matmul import fp8_matmul
 from kernel_pytorch.precision.formats import E4M3FN, E5M2, FormatPair, for_device
-from kernel_pytorch.precision.kept_cast import Kept, kept_cast
-from kernel_pytorch.precision.recipe import PRODUCTS, Recipe, recipe_named
+from kernel_pytorch.precision.kept_cast import Kept, kept_cast, product
+from kernel_pytorch.precision.recipe import Recipe, recipe_named
 
 __all__ = [
     "COUNTS_SHAPE",
     "STATE_SHAPE",
+    "Memory",
+    "Products",
+    "backward_products",
     "cast_of_gradient",
     "cast_of_input",
     "cast_of_weight",
+    "check_linear",
+    "checked_linear",
     "formats_on",
+    "forward_products",
     "fp8_linear",
     "name_of_dtype",
+    "products_of",
     "refuse_second",
     "working_dtype",
 ]
@@ -79,49 +85,103 @@ def fp8_linear(
         (torch.Size([6, 4, 16]), torch.Size([16, 32]), 0)
     """
     chosen = recipe_named(recipe)
-    _check(x, weight, bias, chosen, counts, state)
-    kind = x.device.type
-    y_8, dx_8, dw_8 = (product not in chosen.high_precision for product in PRODUCTS)
+    check_linear(x, weight, bias)
+    _check_memory(x, chosen, counts, state)
+    memory = Memory()
+    if counts is not None:
+        memory = memory._replace(counts=counts[:2], gradient_counts=counts[2:])
+    if state is not None and chosen.delayed:
+        memory = memory._replace(history=state[0], gradient_history=state[1])
+    return checked_linear(x, weight, bias, chosen, products_of(x, weight, chosen), memory, weight_cast)
+
+
+class Memory(NamedTuple):
+    """What the calls of a layer bring up to date: the forward two tensors, its backward two others.
+
+    A compiler that finds one tensor changed by both copies it, twice a step.
+    """
+
+    counts: torch.Tensor | None = None
+    """(2, 2, 4): of the input and of the weight."""
+    history: torch.Tensor | None = None
+    gradient_counts: torch.Tensor | None = None
+    """(1, 2, 4)."""
+    gradient_history: torch.Tensor | None = None
+
+
+class Products(NamedTuple):
+    """What is the same for all calls of one kind: how the three products of a layer are computed, and which."""
+
+    dtype: str
+    forward_format: str
+    gradient_format: str
+    input_granularity: str
+    gradient_granularity: str
+    power_of_two: bool
+    y_in_8: bool
+    dx_in_8: bool
+    dw_in_8: bool
+    needs_dx: bool
+    needs_dw: bool
+
+    @property
+    def all_in_8(self) -> bool:
+        """Whether all three are computed, in 8 bits."""
+        return self.y_in_8 and self.dx_in_8 and self.dw_in_8 and self.needs_dx and self.needs_dw
+
+
+def products_of(x: torch.Tensor, weight: torch.Tensor, recipe: Recipe) -> Products:
+    """For calls with tensors such as these."""
     recording = torch.is_grad_enabled()
-    needs_dx, needs_dw = recording and x.requires_grad, recording and weight.requires_grad
-    x_cast = None
-    if y_8:
-        x_cast = cast_of_input(x, chosen, transposed=needs_dw and dw_8, counts=counts, state=state)
-    if weight_cast is None and (y_8 or (dx_8 and needs_dx)):
-        weight_cast = cast_of_weight(weight, chosen, transposed=needs_dx and dx_8, counts=counts)
-    _, gradient_format = formats_on(kind, x.device.index, chosen.gradient_format)
-    y_MN = _Linear.apply(  # type: ignore[no-untyped-call]
-        x.reshape(math.prod(x.shape[:-1]), x.shape[-1]),
-        weight,
-        bias,
-        counts,
-        state,
-        *_tensors(x_cast),
-        *_tensors(weight_cast),
-        _NAMES[working_dtype(x)],
-        gradient_format,
-        chosen.input,
-        chosen.gradient,
-        chosen.power_of_two,
-        chosen.delayed,
-        y_8,
-        dx_8,
-        dw_8,
-        needs_dx,
-        needs_dw,
+    forward_format, gradient_format = formats_on(x.device.type, x.device.index, recipe.gradient_format)
+    return Products(
+        dtype=_NAMES[working_dtype(x)],
+        forward_format=forward_format,
+        gradient_format=gradient_format,
+        input_granularity=recipe.input,
+        gradient_granularity=recipe.gradient,
+        power_of_two=recipe.power_of_two,
+        y_in_8="y" not in recipe.high_precision,
+        dx_in_8="dx" not in recipe.high_precision,
+        dw_in_8="dW" not in recipe.high_precision,
+        needs_dx=recording and x.requires_grad,
+        needs_dw=recording and weight.requires_grad,
     )
-    y: torch.Tensor = y_MN.reshape(*x.shape[:-1], weight.shape[0])
-    return y
 
 
-def _check(
+def checked_linear(
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     recipe: Recipe,
-    counts: torch.Tensor | None,
-    state: torch.Tensor | None,
+    products: Products,
+    memory: Memory,
+    weight_cast: Kept | None,
+) -> torch.Tensor:
+    """``fp8_linear`` with arguments that were checked before."""
+    if torch.compiler.is_compiling():
+        from kernel_pytorch.precision.traced_linear import traced_linear
+
+        return traced_linear(x, weight, bias, recipe, products, memory)
+    turned_x, turned_weight = products.needs_dw and products.dw_in_8, products.needs_dx and products.dx_in_8
+    x_MK = x if x.ndim == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+    x_cast = None
+    if products.y_in_8:
+        x_cast = cast_of_input(x, recipe, products.forward_format, transposed=turned_x, memory=memory)
+    if weight_cast is None and (products.y_in_8 or turned_weight):
+        weight_cast = cast_of_weight(
+            weight, recipe, products.forward_format, transposed=turned_weight, counts=memory.counts
+        )
+    y: torch.Tensor = _Linear.apply(x_MK, weight, bias, products, memory, x_cast, weight_cast)  # type: ignore[no-untyped-call]
+    return y if x.ndim == 2 else y.view(*x.shape[:-1], weight.shape[0])
+
+
+def check_linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
 ) -> None:
+    """An error that names it where an argument of ``fp8_linear`` is not what it must be."""
     for name, value in (("x", x), ("weight", weight), ("bias", bias)):
         if value is None and name == "bias":
             continue
@@ -142,6 +202,9 @@ def _check(
         raise ValueError(
             f"bias has shape {list(bias.shape)}: weight of shape {list(weight.shape)} takes [{weight.shape[0]}]"
         )
+
+
+def _check_memory(x: torch.Tensor, recipe: Recipe, counts: torch.Tensor | None, state: torch.Tensor | None) -> None:
     if recipe.delayed and state is None:
         raise ValueError(
             f"state=None with the recipe {recipe.name!r}, which remembers earlier steps: pass a tensor that starts "
@@ -155,6 +218,8 @@ def _check(
             continue
         if not isinstance(kept, torch.Tensor) or kept.dtype != dtype or tuple(kept.shape) != shape:
             raise ValueError(f"{name}={kept!r}: use torch.zeros({shape}, dtype={dtype}), or None")
+        if not kept.is_contiguous():
+            raise ValueError(f"{name} has strides {kept.stride()}: use a contiguous tensor")
         if kept.device != x.device:
             raise ValueError(f"{name} is on {kept.device} and x on {x.device}: move one with .to()")
 
@@ -173,27 +238,28 @@ def formats_on(kind: str, index: int | None, gradient_family: str) -> tuple[str,
 def cast_of_input(
     x: torch.Tensor,
     recipe: Recipe,
+    number_format: str,
     *,
     transposed: bool,
-    counts: torch.Tensor | None = None,
-    state: torch.Tensor | None = None,
+    memory: Memory,
 ) -> Kept:
     """The input of a layer in 8 bits. Layers that are given the very same tensor share one cast."""
-    key = (x._version, recipe.input, recipe.power_of_two, recipe.delayed, transposed) if shareable(x) else None
-    kept = getattr(x, "_fp8_cast", None) if key else None
-    if kept is not None and kept[0] == key:
-        shared: Kept = kept[1]
-        return shared
-    forward_format, _ = formats_on(x.device.type, x.device.index, recipe.gradient_format)
+    key = None
+    if shareable(x):
+        key = (x._version, recipe.input, recipe.power_of_two, recipe.delayed, transposed)
+        kept = getattr(x, "_fp8_cast", None)
+        if kept is not None and kept[0] == key:
+            shared: Kept = kept[1]
+            return shared
     cast = kept_cast(
-        x.detach().reshape(math.prod(x.shape[:-1]), x.shape[-1]),
-        forward_format,
+        x if x.ndim == 2 else x.detach().reshape(math.prod(x.shape[:-1]), x.shape[-1]),
+        number_format,
         recipe.input,
         transposed,
         recipe.power_of_two,
-        counts,
-        state if recipe.delayed else None,
+        memory.counts,
         0,
+        memory.history,
     )
     if key:
         x._fp8_cast = (key, cast)  # type: ignore[attr-defined]  # lives as long as the tensor does
@@ -209,13 +275,15 @@ def shareable(x: torch.Tensor) -> bool:
 
 
 def cast_of_weight(
-    weight: torch.Tensor, recipe: Recipe, *, transposed: bool, counts: torch.Tensor | None = None
+    weight: torch.Tensor,
+    recipe: Recipe,
+    number_format: str,
+    *,
+    transposed: bool,
+    counts: torch.Tensor | None = None,
 ) -> Kept:
     """A weight in 8 bits, with the transposed copy that dx needs."""
-    forward_format, _ = formats_on(weight.device.type, weight.device.index, recipe.gradient_format)
-    return kept_cast(
-        weight.detach(), forward_format, recipe.weight, transposed, recipe.power_of_two, counts, None, 1
-    )
+    return kept_cast(weight, number_format, recipe.weight, transposed, recipe.power_of_two, counts, 1, None)
 
 
 def cast_of_gradient(
@@ -225,14 +293,11 @@ def cast_of_gradient(
     *,
     transposed: bool,
     power_of_two: bool,
-    delayed: bool,
     counts: torch.Tensor | None,
-    state: torch.Tensor | None,
+    history: torch.Tensor | None,
 ) -> Kept:
     """The gradient that reaches a layer in 8 bits."""
-    return kept_cast(
-        dy_MN, number_format, granularity, transposed, power_of_two, counts, state if delayed else None, 2
-    )
+    return kept_cast(dy_MN, number_format, granularity, transposed, power_of_two, counts, 0, history)
 
 
 def working_dtype(x: torch.Tensor) -> torch.dtype:
@@ -247,101 +312,112 @@ def name_of_dtype(dtype: torch.dtype) -> str:
     return _NAMES[dtype]
 
 
-def _tensors(cast: Kept | None) -> tuple[torch.Tensor | None, ...]:
-    """Of a cast, each once, as torch.compile wants them: data, inverse, data_t, and inverse_t where it is another."""
-    if cast is None:
-        return (None,) * 4
-    return (cast.data, cast.inverse, cast.data_t, None if cast.inverse_t is cast.inverse else cast.inverse_t)
+def forward_products(
+    products: Products,
+    x_MK: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    x: Kept | None,
+    weight_cast: Kept | None,
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """y, and what the backward needs."""
+    if products.y_in_8:
+        assert x is not None
+        assert weight_cast is not None
+        y = product(x.data, weight_cast.data, x.inverse, weight_cast.inverse, products.dtype, "fast", x.direct)
+    else:
+        compute = getattr(torch, products.dtype)
+        y = torch.mm(x_MK.to(compute), weight.to(compute).t())
+    saved: list[torch.Tensor] = []
+    if products.needs_dx:
+        saved += (
+            (weight_cast.data_t, weight_cast.inverse_t)
+            if products.dx_in_8 and weight_cast is not None
+            else (weight,)
+        )
+    if products.needs_dw:
+        saved += (x.data_t, x.inverse_t) if products.dw_in_8 and x is not None else (x_MK,)
+    return (y if bias is None else y.add_(bias)), saved
+
+
+def backward_products(
+    products: Products,
+    dtypes: tuple[torch.dtype, torch.dtype, torch.dtype | None],
+    saved: tuple[torch.Tensor, ...],
+    dy_MN: torch.Tensor,
+    counts: torch.Tensor | None,
+    history: torch.Tensor | None,
+) -> tuple[torch.Tensor | None, ...]:
+    """dx, dweight, dbias; no dbias where its dtype is None."""
+    dx_in_8, dw_in_8 = products.needs_dx and products.dx_in_8, products.needs_dw and products.dw_in_8
+    x_dtype, weight_dtype, bias_dtype = dtypes
+    left = list(saved)
+    dx = dweight = dbias = None
+    name = _NAMES[dy_MN.dtype]
+    if dx_in_8 or dw_in_8:
+        dy = cast_of_gradient(
+            dy_MN,
+            products.gradient_format,
+            products.gradient_granularity,
+            transposed=dw_in_8,
+            power_of_two=products.power_of_two,
+            counts=counts,
+            history=history,
+        )
+    if dx_in_8:
+        weight_t, inverse_t = left.pop(0), left.pop(0)
+        dx = product(dy.data, weight_t, dy.inverse, inverse_t, name, "promoted", dy.direct)
+    elif products.needs_dx:
+        dx = torch.mm(dy_MN, left.pop(0).to(dy_MN.dtype))
+    if dw_in_8:
+        if products.y_in_8:
+            x_t, x_inverse_t = left
+        else:  # the forward had no cast to save
+            x = fp8_cast(
+                left[0], products.forward_format, products.input_granularity, transposed=True,
+                power_of_two=products.power_of_two,
+            )  # fmt: skip
+            x_t, x_inverse_t = x.data_t, x.inverse_t
+        dweight = product(dy.data_t, x_t, dy.inverse_t, x_inverse_t, name, "promoted", dy.direct)
+    elif products.needs_dw:
+        dweight = torch.mm(dy_MN.t(), left[0].to(dy_MN.dtype))
+    if dx is not None and x_dtype != dy_MN.dtype:
+        dx = dx.to(x_dtype)
+    if dweight is not None and weight_dtype != dy_MN.dtype:
+        dweight = dweight.to(weight_dtype)
+    if bias_dtype is not None:
+        dbias = dy_MN.sum(dim=0, dtype=torch.float32).to(bias_dtype)
+    return dx, dweight, dbias
 
 
 class _Linear(torch.autograd.Function):
+    """The eager path's autograd: objects pass through it as they are."""
+
     @staticmethod
     def forward(
         ctx: Any,
         x_MK: torch.Tensor,
         weight: torch.Tensor,
         bias: torch.Tensor | None,
-        counts: torch.Tensor | None,
-        state: torch.Tensor | None,
-        x_8: torch.Tensor | None,
-        x_inverse: torch.Tensor | None,
-        x_8t: torch.Tensor | None,
-        x_inverse_t: torch.Tensor | None,
-        weight_8: torch.Tensor | None,
-        weight_inverse: torch.Tensor | None,
-        weight_8t: torch.Tensor | None,
-        weight_inverse_t: torch.Tensor | None,
-        dtype: str,
-        gradient_format: str,
-        input_granularity: str,
-        gradient_granularity: str,
-        power_of_two: bool,
-        delayed: bool,
-        y_in_8: bool,
-        dx_in_8: bool,
-        dw_in_8: bool,
-        needs_dx: bool,
-        needs_dw: bool,
+        products: Products,
+        memory: Memory,
+        x: Kept | None,
+        weight_cast: Kept | None,
     ) -> torch.Tensor:
-        compute = getattr(torch, dtype)
-        if y_in_8:
-            y = fp8_matmul(x_8, weight_8, x_inverse, weight_inverse, dtype, "fast")  # type: ignore[arg-type]
-        else:
-            y = torch.mm(x_MK.to(compute), weight.to(compute).t())
-        saved: list[torch.Tensor | None] = []
-        if needs_dx:
-            inverse_t = weight_inverse if weight_inverse_t is None else weight_inverse_t
-            saved += [weight_8t, inverse_t] if dx_in_8 else [weight]
-        if needs_dw:
-            inverse_t = x_inverse if x_inverse_t is None else x_inverse_t
-            saved += [x_8t, inverse_t] if dw_in_8 and y_in_8 else [x_MK]
+        y, saved = forward_products(products, x_MK, weight, bias, x, weight_cast)
         ctx.save_for_backward(*saved)
-        ctx.counts, ctx.state = counts, state
-        ctx.gradient = (gradient_format, gradient_granularity, power_of_two, delayed)
-        ctx.input = (input_granularity, power_of_two)
-        ctx.needs = (needs_dx, needs_dw, dx_in_8, dw_in_8, y_in_8)
+        ctx.products, ctx.counts, ctx.history = products, memory.gradient_counts, memory.gradient_history
         ctx.dtypes = (x_MK.dtype, weight.dtype, None if bias is None else bias.dtype)
-        return y if bias is None else y.add_(bias)
+        return y
 
     @staticmethod
     def backward(ctx: Any, dy_MN: torch.Tensor) -> Any:
-        needs_dx, needs_dw, dx_in_8, dw_in_8, y_in_8 = ctx.needs
         x_dtype, weight_dtype, bias_dtype = ctx.dtypes
-        saved = list(ctx.saved_tensors)
-        dx = dweight = dbias = None
-        name = _NAMES[dy_MN.dtype]
-        number_format, granularity, power_of_two, delayed = ctx.gradient
-        if (needs_dx and dx_in_8) or (needs_dw and dw_in_8):
-            dy = cast_of_gradient(
-                dy_MN,
-                number_format,
-                granularity,
-                transposed=needs_dw and dw_in_8,
-                power_of_two=power_of_two,
-                delayed=delayed,
-                counts=ctx.counts,
-                state=ctx.state,
-            )
-        if needs_dx and dx_in_8:
-            weight_t, inverse_t = saved.pop(0), saved.pop(0)
-            dx = fp8_matmul(dy.data, weight_t, dy.inverse, inverse_t, name, "promoted").to(x_dtype)
-        elif needs_dx:
-            dx = torch.mm(dy_MN, saved.pop(0).to(dy_MN.dtype)).to(x_dtype)
-        if needs_dw and dw_in_8:
-            if y_in_8:
-                x_t, x_inverse_t = saved
-            else:  # the forward had no cast to save
-                forward_format, _ = formats_on(dy_MN.device.type, dy_MN.device.index, "e4m3")
-                x = fp8_cast(saved[0], forward_format, ctx.input[0], transposed=True, power_of_two=ctx.input[1])
-                x_t, x_inverse_t = x.data_t, x.inverse_t
-            dweight = fp8_matmul(dy.data_t, x_t, dy.inverse_t, x_inverse_t, name, "promoted").to(weight_dtype)
-        elif needs_dw:
-            dweight = torch.mm(dy_MN.t(), saved[0].to(dy_MN.dtype)).to(weight_dtype)
-        if bias_dtype is not None and ctx.needs_input_grad[2]:
-            dbias = dy_MN.sum(dim=0, dtype=torch.float32).to(bias_dtype)
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # create_graph=True
-            dx, dweight, dbias = (refuse_second(gradient, dy_MN) for gradient in (dx, dweight, dbias))
-        return (dx, dweight, dbias, *[None] * 21)
+        dtypes = (x_dtype, weight_dtype, bias_dtype if ctx.needs_input_grad[2] else None)
+        gradients = backward_products(ctx.products, dtypes, ctx.saved_tensors, dy_MN, ctx.counts, ctx.history)
+        if torch.is_grad_enabled():  # create_graph=True
+            gradients = tuple(refuse_second(gradient, dy_MN) for gradient in gradients)
+        return (*gradients, None, None, None, None)
 
 
 def refuse_second(gradient: torch.Tensor | None, dy_MN: torch.Tensor) -> torch.Tensor | None:

@@ -13,10 +13,18 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 
-from kernel_pytorch.precision.linear import COUNTS_SHAPE, STATE_SHAPE, fp8_linear, working_dtype
+from kernel_pytorch.precision.linear import (
+    COUNTS_SHAPE,
+    STATE_SHAPE,
+    Memory,
+    checked_linear,
+    products_of,
+    working_dtype,
+)
 from kernel_pytorch.precision.recipe import PRODUCTS, Recipe
 
 __all__ = ["Measured", "measured_choice", "measured_for", "measured_recipe"]
@@ -58,10 +66,23 @@ def measured_recipe(x: torch.Tensor, weight: torch.Tensor, bias: bool, recipe: R
     dtype = working_dtype(x)
     training = torch.is_grad_enabled() and (weight.requires_grad or x.requires_grad)
     high = _high_precision(
-        kind, x.device.index, rounded(rows), tuple(weight.shape), dtype, weight.dtype, bias, recipe,
+        kind, x.device.index, rounded(rows), tuple(weight.shape), dtype, weight.dtype, bias, _fields(recipe),
         training and x.requires_grad, training and weight.requires_grad,
     )  # fmt: skip
     return replace(recipe, high_precision=high)
+
+
+def _fields(recipe: Recipe) -> tuple[tuple[str, Any], ...]:
+    return (
+        ("name", recipe.name),
+        ("input", recipe.input),
+        ("weight", recipe.weight),
+        ("gradient", recipe.gradient),
+        ("gradient_format", recipe.gradient_format),
+        ("power_of_two", recipe.power_of_two),
+        ("high_precision", recipe.high_precision),
+        ("delayed", recipe.delayed),
+    )
 
 
 def rounded(rows: int) -> int:
@@ -81,15 +102,17 @@ def _high_precision(
     dtype: torch.dtype,
     weight_dtype: torch.dtype,
     bias: bool,
-    recipe: Recipe,
+    fields: tuple[Any, ...],
     needs_dx: bool,
     needs_dw: bool,
 ) -> tuple[str, ...]:
+    """A constant to torch.compile, which takes no objects as arguments of such a function."""
     if kind not in ("cuda", "xpu"):  # no matrix unit for 8 bits: the exact arithmetic is emulated, and slow
         return PRODUCTS
     if kind == "cuda" and torch.cuda.is_current_stream_capturing():
         return PRODUCTS  # nothing can be timed inside a graph capture
     device = torch.device(kind, 0 if index is None else index)
+    recipe = Recipe(**dict(fields))
     best = measured_choice(device, rows, weight, dtype, weight_dtype, bias, recipe, needs_dx, needs_dw).best
     return tuple(product for product in PRODUCTS if product not in best)
 
@@ -146,14 +169,19 @@ def _measure(
         weight = torch.randn(n, k, device=device, dtype=weight_dtype, requires_grad=needs_dw)
         shift = torch.zeros(n, device=device, dtype=weight_dtype) if bias else None
         dy = torch.randn(rows, n, device=device, dtype=dtype)
-        counts = torch.zeros(COUNTS_SHAPE, dtype=torch.int64, device=device)
-        state = torch.zeros(STATE_SHAPE, device=device)
+        zeros = partial(torch.zeros, device=device)
+        memory = Memory(
+            counts=zeros((2, *COUNTS_SHAPE[1:]), dtype=torch.int64),
+            history=zeros(STATE_SHAPE[1:]) if recipe.delayed else None,
+            gradient_counts=zeros((1, *COUNTS_SHAPE[1:]), dtype=torch.int64),
+            gradient_history=zeros(STATE_SHAPE[1:]) if recipe.delayed else None,
+        )
 
         def step(products: tuple[str, ...]) -> None:
             if products:
-                chosen = replace(recipe, high_precision=tuple(p for p in PRODUCTS if p not in products))
+                chosen, how = calls[products]
                 fresh = x.detach().requires_grad_(needs_dx)  # a cast that is kept on the tensor would be reused
-                y = fp8_linear(fresh, weight, shift, chosen, counts=counts, state=state if recipe.delayed else None)
+                y = checked_linear(fresh, weight, shift, chosen, how, memory, None)
             else:
                 y = torch.nn.functional.linear(x, weight.to(dtype), None if shift is None else shift.to(dtype))
             if y.requires_grad:
@@ -164,6 +192,10 @@ def _measure(
         choices = [c for size in range(len(useful) + 1) for c in itertools.combinations(useful, size)]
         # The products that are in high precision already stay there.
         choices = [c for c in choices if not set(c) & set(recipe.high_precision)]
+        calls = {}  # as a layer keeps them
+        for choice in choices:
+            chosen = replace(recipe, high_precision=tuple(p for p in PRODUCTS if p not in choice))
+            calls[choice] = (chosen, products_of(x, weight, chosen))
         repeats = {choice: _repeats(partial(step, choice), device) for choice in choices}
         times: dict[tuple[str, ...], list[float]] = {choice: [] for choice in choices}
         for _ in range(_ROUNDS):

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from kernel_pytorch.ops.fp8_matmul import fp8_matmul
 from kernel_pytorch.ops.fp8_swiglu import fp8_swiglu, fp8_swiglu_grad
+from kernel_pytorch.precision.kept_cast import product
 from kernel_pytorch.precision.layer import Float8Linear
 from kernel_pytorch.precision.linear import (
     cast_of_gradient,
@@ -162,13 +162,22 @@ def fp8_swiglu_mlp(
     needs_dw = [recording and layer.weight.requires_grad for layer in layers]
     needs_dx = recording and x.requires_grad
     needs_dh = needs_dx or needs_dw[0] or needs_dw[1]
+    forward_format, gradient_format = formats_on(kind, x.device.index, recipe.gradient_format)
     x_8 = cast_of_input(
-        x, recipe, transposed=needs_dw[0] or needs_dw[1], counts=gate.fp8_counts, state=gate.fp8_state
+        x,
+        recipe,
+        forward_format,
+        transposed=needs_dw[0] or needs_dw[1],
+        memory=gate.fp8_memory(recipe),
     )
     weights = []
     for layer, turned in ((gate, needs_dx), (up, needs_dx), (down, needs_dh)):
-        kept = layer.weight_cast(recipe, turned)
-        weights.append(kept or cast_of_weight(layer.weight, recipe, transposed=turned, counts=layer.fp8_counts))
+        kept = layer.weight_cast(recipe, forward_format, turned)
+        if kept is None:
+            kept = cast_of_weight(
+                layer.weight, recipe, forward_format, transposed=turned, counts=layer.fp8_forward_counts
+            )
+        weights.append(kept)
     y_MN = _SwiGLU.apply(  # type: ignore[no-untyped-call]
         x.reshape(math.prod(x.shape[:-1]), x.shape[-1]),
         *(layer.weight for layer in layers),
@@ -176,12 +185,15 @@ def fp8_swiglu_mlp(
         x_8.inverse,
         x_8.data_t,
         *(tensor for cast in weights for tensor in (cast.data, cast.inverse, cast.data_t)),
-        *(layer.fp8_counts for layer in layers),
-        *(layer.fp8_state for layer in layers),
+        down.fp8_forward_counts,
+        down.fp8_history if recipe.delayed else None,
+        *(layer.fp8_gradient_counts for layer in layers),
+        *(layer.fp8_gradient_history if recipe.delayed else None for layer in layers),
         name_of_dtype(working_dtype(x)),
-        *formats_on(kind, x.device.index, recipe.gradient_format),
+        forward_format,
+        gradient_format,
         recipe.power_of_two,
-        recipe.delayed,
+        x_8.direct,
         needs_dx,
         needs_dh,
         *needs_dw,
@@ -190,9 +202,10 @@ def fp8_swiglu_mlp(
     return y
 
 
-def _count(counts: torch.Tensor, tensor: int, lost: torch.Tensor, numbers: int) -> None:
-    counts[tensor, :, :3].add_(lost)
-    counts[tensor, :, 3].add_(numbers)
+def _count(counts: torch.Tensor, lost: torch.Tensor, numbers: int) -> None:
+    """Add the losses of an input or a gradient, the same in both copies."""
+    counts[0, :, :3].add_(lost)
+    counts[0, :, 3].add_(numbers)
 
 
 class _SwiGLU(torch.autograd.Function):
@@ -215,37 +228,38 @@ class _SwiGLU(torch.autograd.Function):
         down_8: torch.Tensor,
         down_inverse: torch.Tensor,
         down_8t: torch.Tensor,
+        h_counts: torch.Tensor,
+        h_history: torch.Tensor | None,
         gate_counts: torch.Tensor,
         up_counts: torch.Tensor,
         down_counts: torch.Tensor,
-        gate_state: torch.Tensor,
-        up_state: torch.Tensor,
-        down_state: torch.Tensor,
+        gate_history: torch.Tensor | None,
+        up_history: torch.Tensor | None,
+        down_history: torch.Tensor | None,
         dtype: str,
         forward_format: str,
         gradient_format: str,
         power_of_two: bool,
-        delayed: bool,
+        direct: bool,
         needs_dx: bool,
         needs_dh: bool,
         needs_dgate: bool,
         needs_dup: bool,
         needs_ddown: bool,
     ) -> torch.Tensor:
-        gate_MF = fp8_matmul(x_8, gate_8, x_inverse, gate_inverse, dtype, "fast")
-        up_MF = fp8_matmul(x_8, up_8, x_inverse, up_inverse, dtype, "fast")
-        history = down_state[0] if delayed else None
-        h = fp8_swiglu(gate_MF, up_MF, forward_format, history=history, power_of_two=power_of_two)
-        _count(down_counts, 0, h.counts, h.data.numel())
-        if delayed:
-            down_state[0].copy_(h.next_history)
-        y = fp8_matmul(h.data, down_8, h.inverse, down_inverse, dtype, "fast")
+        gate_MF = product(x_8, gate_8, x_inverse, gate_inverse, dtype, "fast", direct)
+        up_MF = product(x_8, up_8, x_inverse, up_inverse, dtype, "fast", direct)
+        h = fp8_swiglu(gate_MF, up_MF, forward_format, history=h_history, power_of_two=power_of_two)
+        _count(h_counts, h.counts, h.data.numel())
+        if h_history is not None:
+            h_history.copy_(h.next_history)
+        y = product(h.data, down_8, h.inverse, down_inverse, dtype, "fast", direct)
         keep = needs_dh or needs_ddown
         saved = (gate_MF, up_MF, h.inverse, x_inverse, x_8t, gate_inverse, gate_8t, up_inverse, up_8t)
         ctx.save_for_backward(*((*saved, down_inverse, down_8t) if keep else ()))
         ctx.counts = (gate_counts, up_counts, down_counts)
-        ctx.states = (gate_state, up_state, down_state)
-        ctx.formats = (forward_format, gradient_format, power_of_two, delayed)
+        ctx.histories = (gate_history, up_history, down_history)
+        ctx.formats = (forward_format, gradient_format, power_of_two)
         ctx.needs = (needs_dx, needs_dh, needs_dgate, needs_dup, needs_ddown)
         ctx.dtypes = (x_MK.dtype, gate_weight.dtype, up_weight.dtype, down_weight.dtype)
         return y
@@ -256,10 +270,10 @@ class _SwiGLU(torch.autograd.Function):
             ctx.saved_tensors
         )
         down_inverse, down_8t = rest
-        forward_format, gradient_format, power_of_two, delayed = ctx.formats
+        forward_format, gradient_format, power_of_two = ctx.formats
         needs_dx, needs_dh, needs_dgate, needs_dup, needs_ddown = ctx.needs
         gate_counts, up_counts, down_counts = ctx.counts
-        gate_state, up_state, down_state = ctx.states
+        gate_history, up_history, down_history = ctx.histories
         x_dtype, gate_dtype, up_dtype, down_dtype = ctx.dtypes
         name = name_of_dtype(dy_MN.dtype)
         dx = dgate = dup = ddown = None
@@ -269,12 +283,11 @@ class _SwiGLU(torch.autograd.Function):
             "tensor",
             transposed=needs_ddown,
             power_of_two=power_of_two,
-            delayed=delayed,
             counts=down_counts,
-            state=down_state,
+            history=down_history,
         )
         if needs_dh:
-            dh_MF = fp8_matmul(dy.data, down_8t, dy.inverse, down_inverse, name, "promoted")
+            dh_MF = product(dy.data, down_8t, dy.inverse, down_inverse, name, "promoted", dy.direct)
             hidden = fp8_swiglu_grad(
                 dh_MF,
                 gate_MF,
@@ -282,31 +295,33 @@ class _SwiGLU(torch.autograd.Function):
                 gradient_format,
                 forward_format,
                 h_inverse=h_inverse if needs_ddown else None,
-                gate_history=gate_state[1] if delayed else None,
-                up_history=up_state[1] if delayed else None,
+                gate_history=gate_history,
+                up_history=up_history,
                 power_of_two=power_of_two,
             )
             del dh_MF
-            _count(gate_counts, 2, hidden.counts[0], hidden.dgate.numel())
-            _count(up_counts, 2, hidden.counts[1], hidden.dup.numel())
-            if delayed:
-                gate_state[1].copy_(hidden.gate_next_history)
-                up_state[1].copy_(hidden.up_next_history)
+            _count(gate_counts, hidden.counts[0], hidden.dgate.numel())
+            _count(up_counts, hidden.counts[1], hidden.dup.numel())
+            if gate_history is not None and up_history is not None:
+                gate_history.copy_(hidden.gate_next_history)
+                up_history.copy_(hidden.up_next_history)
             if needs_dx:
-                dx = fp8_matmul(hidden.dgate, gate_8t, hidden.dgate_inverse, gate_inverse, name, "promoted")
-                dx.add_(fp8_matmul(hidden.dup, up_8t, hidden.dup_inverse, up_inverse, name, "promoted"))
+                dx = product(hidden.dgate, gate_8t, hidden.dgate_inverse, gate_inverse, name, "promoted", dy.direct)
+                dx.add_(product(hidden.dup, up_8t, hidden.dup_inverse, up_inverse, name, "promoted", dy.direct))
                 dx = dx.to(x_dtype)
             if needs_dgate:
-                dgate = fp8_matmul(hidden.dgate_t, x_8t, hidden.dgate_inverse, x_inverse, name, "promoted")
+                dgate = product(hidden.dgate_t, x_8t, hidden.dgate_inverse, x_inverse, name, "promoted", dy.direct)
                 dgate = dgate.to(gate_dtype)
             if needs_dup:
-                dup = fp8_matmul(hidden.dup_t, x_8t, hidden.dup_inverse, x_inverse, name, "promoted").to(up_dtype)
+                dup = product(hidden.dup_t, x_8t, hidden.dup_inverse, x_inverse, name, "promoted", dy.direct).to(
+                    up_dtype
+                )
             h_t = hidden.h_t
         elif needs_ddown:  # the layers before are frozen: h alone is needed once more
             h = fp8_swiglu(gate_MF, up_MF, forward_format, power_of_two=power_of_two)
             h_t, h_inverse = h.data.view(torch.uint8).t().contiguous().view(h.data.dtype), h.inverse
         if needs_ddown:
-            ddown = fp8_matmul(dy.data_t, h_t, dy.inverse, h_inverse, name, "promoted").to(down_dtype)
+            ddown = product(dy.data_t, h_t, dy.inverse, h_inverse, name, "promoted", dy.direct).to(down_dtype)
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # create_graph=True
             dx, dgate, dup, ddown = (refuse_second(gradient, dy_MN) for gradient in (dx, dgate, dup, ddown))
-        return (dx, dgate, dup, ddown, *[None] * 28)
+        return (dx, dgate, dup, ddown, *[None] * 30)

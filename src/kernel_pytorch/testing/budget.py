@@ -78,8 +78,7 @@ def compare(
     numbers = sum(value.numel() for value in arguments.values() if isinstance(value, torch.Tensor))
     seeds = range(1 if numbers > 1 << 20 else 4)  # a few numbers need several draws to show their worst
     moved = [{name: _moved(value, working, seed) for name, value in arguments.items()} for seed in seeds]
-    rounded = storage.itemsize < 4 or op.meaning is not None
-    plain = op.low_precision(storage) if op.low_precision and rounded else op.reference
+    plain = op.low_precision(storage) if op.low_precision else op.reference
     with _PlainSums():  # type: ignore[no-untyped-call]
         yardsticks = [_run(op, plain, values, working, upstream, gradients) for values in (arguments, *moved)]
     comparisons = []

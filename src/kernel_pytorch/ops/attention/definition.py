@@ -50,61 +50,72 @@ def reference(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask, scale: float, wanted: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The definition, computed in q's own precision, with every score in memory."""
-    out, lse = _dense(q, k, v, mask, scale, lambda p: p, lambda s: s)
-    return out, (lse if lse_flows(wanted) else lse.detach())
+    groups = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
+    p, lse = _probabilities(q, k, mask, scale)
+    return p @ v, (lse if lse_flows(wanted) else lse.detach())
 
 
 def low_precision(
     storage: torch.dtype,
 ) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
-    """The definition as a kernel on matrix units runs it: probabilities and score gradients in the tensors' dtype."""
+    """The definition as every algorithm without all scores in memory computes it, on matrix units.
+
+    Probabilities and score gradients are in the tensors' dtype; what the softmax takes from the gradients of a
+    query's scores comes from sum(out * dout), which does not cancel as sum(p * dp) does where a query has few keys.
+    """
 
     def run(
         q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask, scale: float, wanted: str
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        out, lse = _dense(
-            q,
-            k,
-            v,
-            mask,
-            scale,
-            lambda p: _Rounded.apply(p, storage, None),  # type: ignore[no-untyped-call]
-            lambda s: _Rounded.apply(s, None, storage),  # type: ignore[no-untyped-call]
-        )
+        groups = q.shape[1] // k.shape[1]
+        k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
+        kept = result_dtype(storage, wanted)
+        out, lse = _Streamed.apply(q, k, v, mask, scale, storage, kept)  # type: ignore[no-untyped-call]
         return out, (lse if lse_flows(wanted) else lse.detach())
 
     return run
 
 
-class _Rounded(torch.autograd.Function):
-    """Rounds a value on the way forward, or its gradient on the way back, to a narrower format."""
-
+class _Streamed(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, forward: torch.dtype | None, backward: torch.dtype | None
-    ) -> torch.Tensor:
-        ctx.backward_dtype = backward
-        return x.clone() if forward is None else x.to(forward).to(x.dtype)
+        ctx: Any,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        mask: Mask,
+        scale: float,
+        storage: torch.dtype,
+        kept: torch.dtype,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        p, lse = _probabilities(q, k, mask, scale)
+        narrow = p.to(storage).to(p.dtype)
+        out = narrow @ v
+        ctx.save_for_backward(q, k, v, p, narrow, out)
+        ctx.scale, ctx.storage, ctx.kept = scale, storage, kept
+        return out, lse
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        narrow = ctx.backward_dtype
-        return (gradient if narrow is None else gradient.to(narrow).to(gradient.dtype)), None, None
+    def backward(ctx: Any, dout: torch.Tensor, dlse: torch.Tensor) -> Any:
+        q, k, v, p, narrow, out = ctx.saved_tensors
+        delta = (out.to(ctx.kept).to(out.dtype) * dout).sum(dim=-1) - dlse
+        ds = p * (dout @ v.transpose(-1, -2) - delta.unsqueeze(-1))
+        ds = ds.to(ctx.storage).to(ds.dtype)
+        dv = narrow.transpose(-1, -2) @ dout
+        return ds @ k * ctx.scale, ds.transpose(-1, -2) @ q * ctx.scale, dv, None, None, None, None
 
 
-def _dense(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask, scale: float, on_p: Any, on_s: Any
-) -> tuple[torch.Tensor, torch.Tensor]:
-    groups = q.shape[1] // k.shape[1]
-    k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
+def _probabilities(q: torch.Tensor, k: torch.Tensor, mask: Mask, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of every query and key, and the log-sum-exp of every query."""
     keep = mask.dense(q.shape[2], k.shape[2]).to(q.device)
-    scores = on_s(q @ k.transpose(-1, -2) * scale)
+    scores = q @ k.transpose(-1, -2) * scale
     attends = keep.any(dim=-1, keepdim=True) & torch.ones_like(scores[..., :1], dtype=torch.bool)
     # Rows without a key would give NaN, also backwards: they take part with plain scores and are cut off after.
     safe = torch.where(keep | ~attends, scores, -math.inf)
     lse = torch.logsumexp(safe, dim=-1)
-    p = on_p(torch.exp(safe - lse.unsqueeze(-1)) * (keep & attends))
-    return p @ v, torch.where(attends.squeeze(-1), lse, -math.inf)
+    p = torch.exp(safe - lse.unsqueeze(-1)) * (keep & attends)
+    return p, torch.where(attends.squeeze(-1), lse, -math.inf)
 
 
 def check(call: Call) -> None:

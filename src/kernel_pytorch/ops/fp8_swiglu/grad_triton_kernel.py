@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from kernel_pytorch.hardware_abstraction.device import Device
-from kernel_pytorch.ops.fp8_cast.triton_kernel import (
+from kernel_pytorch.ops.fp8_cast.triton_tiles import (
     emit,
     encode_words,
     encoding,
@@ -33,7 +33,7 @@ from kernel_pytorch.ops.fp8_swiglu.triton_kernel import (
     sigmoids,
     without_numbers,
 )
-from kernel_pytorch.ops.triton_launch import launch
+from kernel_pytorch.ops.triton_launch import Place, launch
 from kernel_pytorch.precision.formats import FORMATS
 
 _TILE = (32, 64)  # rows, columns; the fastest of those tried on an H200
@@ -208,26 +208,17 @@ def forward(
 ) -> tuple[torch.Tensor, ...]:
     chosen, chosen_h = FORMATS[number_format], FORMATS[h_format]
     rows, columns = gate.shape
-    dgate, dup = (gate.new_empty((rows, columns), dtype=torch.uint8) for _ in range(2))
-    dgate_t, dup_t = (gate.new_empty((columns, rows), dtype=torch.uint8) for _ in range(2))
-    h_t = gate.new_empty((0, 0) if h_inverse is None else (columns, rows), dtype=torch.uint8)
+    dgate, dup = (gate.new_empty((rows, columns), dtype=chosen.dtype) for _ in range(2))
+    dgate_t, dup_t = (gate.new_empty((columns, rows), dtype=chosen.dtype) for _ in range(2))
+    h_t = gate.new_empty((0, 0) if h_inverse is None else (columns, rows), dtype=chosen_h.dtype)
     dgate_inverse, dup_inverse = (gate.new_empty((), dtype=torch.float32) for _ in range(2))
     length = 0 if gate_history is None else gate_history.shape[0]
     gate_next, up_next = (gate.new_empty(length, dtype=torch.float32) for _ in range(2))
-    shared = gate.new_zeros(26, dtype=torch.int32)  # counts, counts of a first try, amaxes
-    counts, tried, amax = shared[:12].view(torch.int64), shared[12:24].view(torch.int64), shared[24:]
+    shared = gate.new_zeros((5, 3), dtype=torch.int64)  # counts, counts of a first try, amaxes
+    counts, tried, amax = shared[:2], Place(shared, torch.int64, 48), Place(shared, torch.int32, 96)
     outputs = (
-        dgate.view(chosen.dtype),
-        dgate_t.view(chosen.dtype),
-        dgate_inverse,
-        dup.view(chosen.dtype),
-        dup_t.view(chosen.dtype),
-        dup_inverse,
-        h_t.view(chosen_h.dtype),
-        counts.view(2, 3),
-        gate_next,
-        up_next,
-    )
+        dgate, dgate_t, dgate_inverse, dup, dup_t, dup_inverse, h_t, counts, gate_next, up_next
+    )  # fmt: skip
     if gate.numel() == 0:
         without_numbers(gate_history, gate_next, dgate_inverse, chosen, power_of_two)
         without_numbers(up_history, up_next, dup_inverse, chosen, power_of_two)
@@ -257,7 +248,8 @@ def forward(
         )
     height, width = _TILE
     words = rows % 4 == 0
-    turned = [copy.view(torch.int32) if words and copy.numel() else copy for copy in (dgate_t, dup_t, h_t)]
+    turned = [Place(copy, torch.int32 if words else torch.uint8) for copy in (dgate_t, dup_t, h_t)]
+    plain = [Place(matrix, torch.uint8) for matrix in (dgate, dup)]
     constants = {
         "WORDS": words,
         "POWER_OF_TWO": power_of_two,
@@ -277,10 +269,10 @@ def forward(
         gate,
         up,
         dgate_inverse if h_inverse is None else h_inverse,
-        dgate,
+        plain[0],
         turned[0],
         dgate_inverse,
-        dup,
+        plain[1],
         turned[1],
         dup_inverse,
         turned[2],
@@ -304,10 +296,10 @@ def forward(
             dh,
             gate,
             up,
-            dgate,
+            plain[0],
             turned[0],
             dgate_inverse,
-            dup,
+            plain[1],
             turned[1],
             dup_inverse,
             amax,

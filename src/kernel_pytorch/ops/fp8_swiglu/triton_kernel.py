@@ -12,7 +12,7 @@ import triton.language as tl
 
 from kernel_pytorch.hardware_abstraction.device import Device
 from kernel_pytorch.ops.fp8_cast.torch_kernel import scale_from_amax as scale_of
-from kernel_pytorch.ops.fp8_cast.triton_kernel import (
+from kernel_pytorch.ops.fp8_cast.triton_tiles import (
     add_count,
     emit,
     encoding,
@@ -25,7 +25,7 @@ from kernel_pytorch.ops.fp8_cast.triton_kernel import (
     remember,
     scale_from_amax,
 )
-from kernel_pytorch.ops.triton_launch import launch
+from kernel_pytorch.ops.triton_launch import Place, launch
 from kernel_pytorch.precision.formats import FORMATS, Format
 
 _TILE = (16, 256)  # rows, columns; the fastest of those tried on an H200
@@ -224,12 +224,12 @@ def forward(
 ) -> tuple[torch.Tensor, ...]:
     chosen = FORMATS[number_format]
     rows, columns = gate.shape
-    data = gate.new_empty((rows, columns), dtype=torch.uint8)
+    matrix = gate.new_empty((rows, columns), dtype=chosen.dtype)
     inverse, final_amax = (gate.new_empty((), dtype=torch.float32) for _ in range(2))
     next_history = gate.new_empty(0 if history is None else history.shape[0], dtype=torch.float32)
-    shared = gate.new_zeros(13, dtype=torch.int32)  # counts, counts of a first try, amax
-    counts, tried, amax = shared[:6].view(torch.int64), shared[6:12].view(torch.int64), shared[12]
-    outputs = (data.view(chosen.dtype), inverse, final_amax, counts, next_history)
+    counts = gate.new_zeros(7, dtype=torch.int64)  # and those of a first try, and the amax
+    data, tried, amax = Place(matrix, torch.uint8), Place(counts, torch.int64, 24), Place(counts, torch.int32, 48)
+    outputs = (matrix, inverse, final_amax, counts[:3], next_history)
     if gate.numel() == 0:
         final_amax.zero_()
         without_numbers(history, next_history, inverse, chosen, power_of_two)

@@ -1,0 +1,39 @@
+"""Sphinx: ``make docs`` builds the site from the checkout's root, so that links work on the site as in the files."""
+
+import kernel_pytorch
+
+project = "KernelPyTorch"
+version = release = kernel_pytorch.__version__
+copyright = "the KernelPyTorch authors"  # noqa: A001 - Sphinx's name
+
+extensions = ["myst_parser", "sphinx_copybutton", "kernel_pytorch.documentation.site"]
+root_doc = "docs/README"
+include_patterns = ["*.md", "docs/**.md", "demos/*.md"]
+exclude_patterns = [".*", "src", "tests", "benchmarks", "build", "dist", "docs/_*"]
+nitpicky = True
+
+# The navigation: captions with pages or patterns. A page that is in none fails the build.
+site_map = {
+    "Start": ["README", "docs/setup", "docs/tutorials/*", "demos/README"],
+    "Guides": ["docs/attention", "docs/context_parallel", "docs/fp8", "docs/lowering", "docs/guides/*"],
+    "Hardware": ["docs/hardware", "docs/support", "docs/backends/*", "docs/backends/*/*-overview"],
+    "Performance": ["docs/performance", "BENCHMARKS"],
+    "Project": ["docs/architecture", "API", "CONTRIBUTING", "CHANGELOG"],
+}
+
+myst_heading_anchors = 4  # as GitHub makes them, so that a link works in both places
+
+html_theme = "furo"
+html_title = "KernelPyTorch"
+html_static_path = ["_static"]
+html_favicon = "_static/favicon.svg"
+html_css_files = ["site.css"]
+html_copy_source = False
+html_show_sphinx = False
+html_theme_options = {
+    "light_css_variables": {"color-brand-primary": "#1f5fa8", "color-brand-content": "#1f5fa8"},
+    "dark_css_variables": {"color-brand-primary": "#7db4f0", "color-brand-content": "#7db4f0"},
+}
+pygments_style, pygments_dark_style = "friendly", "github-dark"
+copybutton_prompt_text = r">>> |\.\.\. |\$ "
+copybutton_prompt_is_regexp = True

@@ -1,0 +1,323 @@
+"""What the casts to 8 bits in Triton are made of: codes, scales, counts, and tiles that are read, cast and turned.
+
+What tiles find out together, the largest magnitudes and the counts, they add to one small buffer that starts as
+zeros: magnitudes as the bit patterns of floats, which are ordered as the numbers are.
+
+Telling apart what is lost takes more instructions than the cast. So a tile is cast as if all were well, four codes
+at a time are looked at for a zero or a NaN, and only a tile with one, or an infinity, is read again to be counted.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import triton
+import triton.language as tl
+
+from kernel_pytorch.hardware_abstraction.device import Device
+from kernel_pytorch.precision.formats import Format
+
+# Number formats.
+
+
+# Two numbers at a time, the second one into the low byte; what is not a number keeps being none.
+_E4M3_WORD: tl.constexpr = tl.constexpr(
+    "{.reg .b16 lo, hi; cvt.rn.satfinite.e4m3x2.f32 lo, $2, $1; cvt.rn.satfinite.e4m3x2.f32 hi, $4, $3; "
+    "mov.b32 $0, {lo, hi};}"
+)
+_E5M2_WORD: tl.constexpr = tl.constexpr(
+    "{.reg .b16 lo, hi; cvt.rn.satfinite.e5m2x2.f32 lo, $2, $1; cvt.rn.satfinite.e5m2x2.f32 hi, $4, $3; "
+    "mov.b32 $0, {lo, hi};}"
+)
+
+
+@triton.jit
+def encode(
+    product, finite, LARGEST: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr, NAN: tl.constexpr,
+    FNUZ: tl.constexpr,
+):  # fmt: skip
+    """The codes of float32 numbers in integer arithmetic, saturating; NaN where not finite."""
+    inside = tl.where(finite, tl.minimum(tl.maximum(product, -LARGEST), LARGEST), 0.0)
+    bits = inside.to(tl.uint32, bitcast=True) & 0x7FFFFFFF
+    magnitude = bits.to(tl.float32, bitcast=True)
+    # Normal numbers: round the mantissa to nearest even, then move the exponent to the format's bias.
+    shift: tl.constexpr = 23 - MANTISSA
+    normal = bits + ((bits >> shift) & 1) + ((1 << (shift - 1)) - 1)
+    normal = (normal >> shift) - ((127 - BIAS) << MANTISSA)
+    # Subnormal numbers: multiples of the smallest. Adding 2^23 leaves the nearest in the low bits.
+    multiple = magnitude * (2.0 ** (BIAS - 1 + MANTISSA)) + 8388608.0
+    subnormal = multiple.to(tl.uint32, bitcast=True) - 0x4B000000
+    code = tl.where(magnitude < 2.0 ** (1 - BIAS), subnormal, normal)
+    sign = (product.to(tl.uint32, bitcast=True) >> 24) & 0x80
+    if FNUZ:
+        sign = tl.where(code == 0, 0, sign)
+    return tl.where(finite, code | sign, NAN)
+
+
+@triton.jit
+def encode_words(
+    p_0, p_1, p_2, p_3, LARGEST: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr, NAN: tl.constexpr,
+    FNUZ: tl.constexpr, HARDWARE: tl.constexpr,
+):  # fmt: skip
+    """The codes of four numbers each, the first in the low byte. An infinity saturates by the GPU's instruction."""
+    if HARDWARE:
+        if MANTISSA == 3:
+            words = tl.inline_asm_elementwise(_E4M3_WORD, "=r,f,f,f,f", [p_0, p_1, p_2, p_3], tl.uint32, True, 1)
+        else:
+            words = tl.inline_asm_elementwise(_E5M2_WORD, "=r,f,f,f,f", [p_0, p_1, p_2, p_3], tl.uint32, True, 1)
+    else:
+        words = encode(p_0, is_finite(p_0), LARGEST, MANTISSA, BIAS, NAN, FNUZ)
+        words |= encode(p_1, is_finite(p_1), LARGEST, MANTISSA, BIAS, NAN, FNUZ) << 8
+        words |= encode(p_2, is_finite(p_2), LARGEST, MANTISSA, BIAS, NAN, FNUZ) << 16
+        words |= encode(p_3, is_finite(p_3), LARGEST, MANTISSA, BIAS, NAN, FNUZ) << 24
+    return words
+
+
+@triton.jit
+def is_finite(x):
+    return tl.abs(x) < float("inf")
+
+
+@triton.jit
+def scale_from_amax(amax, LARGEST: tl.constexpr, POWER_OF_TWO: tl.constexpr):
+    """The largest float32 s with s * amax <= largest, at most 2^126; 1 where amax is 0. In float64, as defined."""
+    exact = amax.to(tl.float64)
+    scale = (LARGEST / tl.maximum(exact, LARGEST * 2.0**-126)).to(tl.float32)
+    bits = scale.to(tl.int32, bitcast=True)
+    bits = tl.where(scale.to(tl.float64) * exact > LARGEST, bits - 1, bits)
+    if POWER_OF_TWO:
+        bits = bits & 0x7F800000
+    return tl.where(amax == 0.0, 1.0, bits.to(tl.float32, bitcast=True))
+
+
+@triton.jit
+def reciprocal(scale):
+    return (1.0 / scale.to(tl.float64)).to(tl.float32)
+
+
+@triton.jit
+def largest_remembered(history, length, HISTORY: tl.constexpr):
+    """The largest entry that is finite; 0 where there is none."""
+    place = tl.arange(0, HISTORY)
+    entries = tl.load(history + place, mask=place < length, other=0.0)
+    return tl.max(tl.where(is_finite(entries), tl.maximum(entries, 0.0), 0.0), axis=0)
+
+
+# What tiles find out together.
+
+
+@triton.jit
+def offer(address, magnitude):
+    """Raise the number there, kept as its bit pattern, to this one."""
+    tl.atomic_max(address, magnitude.to(tl.int32, bitcast=True), sem="relaxed")
+
+
+COPY: tl.constexpr = tl.constexpr(4)
+"""From the counts of a copy to those of the transposed copy: outgrown, underflowed, not finite, all its numbers."""
+
+
+@triton.jit
+def add_count(counts, count, TURNED: tl.constexpr):
+    """Most often there is nothing to add, and nobody to wait for."""
+    if count > 0:
+        tl.atomic_add(counts, count.to(tl.int64), sem="relaxed")
+        if TURNED:
+            tl.atomic_add(counts + COPY, count.to(tl.int64), sem="relaxed")
+
+
+@triton.jit
+def add_numbers(counts, rows, columns, TURNED: tl.constexpr):
+    """The first program adds how many numbers there are."""
+    if tl.program_id(0) == 0:
+        numbers = (tl.full((), 0, tl.int64) + rows) * columns  # sizes of 1 are constants
+        tl.atomic_add(counts + 3, numbers, sem="relaxed")
+        if TURNED:
+            tl.atomic_add(counts + 3 + COPY, numbers, sem="relaxed")
+
+
+@triton.jit
+def add_missed(counts, lost, TURNED: tl.constexpr):
+    """Add what ``lost_in`` found in the numbers of a tile."""
+    add_count(counts + 1, tl.sum(tl.sum(lost & 0xFFFF, axis=1), axis=0), TURNED)
+    add_count(counts + 2, tl.sum(tl.sum(lost >> 16, axis=1), axis=0), TURNED)
+
+
+@triton.jit
+def lost_in(x, product, finite, HALF_SMALLEST: tl.constexpr):
+    """1 for a number that became zero, 2^16 for one that is not finite."""
+    under = (x != 0.0) & (tl.abs(product) <= HALF_SMALLEST)
+    return tl.where(finite, under.to(tl.int32), 1 << 16)
+
+
+@triton.jit
+def load_tile(
+    x, i, j, rows, columns, row_stride, column_stride, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):  # fmt: skip
+    """Tile (i, j) of a matrix in float32, zeros beyond its end."""
+    corner = x + i.to(tl.int64) * ROWS * row_stride + j.to(tl.int64) * COLUMNS * column_stride
+    row, column = tl.arange(0, ROWS), tl.arange(0, COLUMNS)
+    inside = (row < rows - i * ROWS)[:, None] & (column < columns - j * COLUMNS)[None, :]
+    places = row[:, None] * row_stride + column[None, :] * column_stride
+    return tl.load(corner + places, mask=inside, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def remember(history, next_history, length, amax, HISTORY: tl.constexpr):
+    """The history of the next cast: amax in front, the oldest entry dropped."""
+    place = tl.arange(0, HISTORY)
+    older = tl.load(history + place - 1, mask=(place > 0) & (place < length), other=0.0)
+    tl.debug_barrier()  # both may be the same memory
+    tl.store(next_history + place, tl.where(place == 0, amax, older), mask=place < length)
+
+
+# Tiles. A tile's place is one 64-bit number; places inside it fit into 32 bits, which takes half the registers.
+# A tile is held as four quarters, quarter k its rows k, k + 4, k + 8 and so on: the codes of four rows below each
+# other then lie in one thread and make one word, and a tile is turned by words instead of by bytes.
+
+
+@triton.jit
+def load_quarter(
+    x, i, j, k, rows, columns, row_stride, column_stride, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):  # fmt: skip
+    """A quarter of tile (i, j) of a matrix in float32, zeros beyond its end."""
+    corner = x + i.to(tl.int64) * ROWS * row_stride + j.to(tl.int64) * COLUMNS * column_stride
+    row, column = tl.arange(0, ROWS // 4) * 4 + k, tl.arange(0, COLUMNS)
+    inside = (row < rows - i * ROWS)[:, None] & (column < columns - j * COLUMNS)[None, :]
+    places = row[:, None] * row_stride + column[None, :] * column_stride
+    return tl.load(corner + places, mask=inside, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def store_plain(data, words, i, j, rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """The codes of tile (i, j) into a matrix whose rows follow each other."""
+    corner = data + i.to(tl.int64) * ROWS * columns + j.to(tl.int64) * COLUMNS
+    for k in tl.static_range(4):
+        row, column = tl.arange(0, ROWS // 4) * 4 + k, tl.arange(0, COLUMNS)
+        inside = (row < rows - i * ROWS)[:, None] & (column < columns - j * COLUMNS)[None, :]
+        code = ((words >> (8 * k)) & 0xFF).to(tl.uint8)
+        tl.store(corner + row[:, None] * columns + column[None, :], code, mask=inside)
+
+
+@triton.jit
+def suspicious(word):
+    """Whether some code in some word of a tile is a zero or, apart from its sign, all ones, as a NaN is."""
+    magnitude = word & 0x7F7F7F7F
+    zeros = 0x80808080 - ((magnitude + 0x7F7F7F7F) & 0x80808080)
+    ones = (magnitude + 0x01010101) & 0x80808080
+    return tl.max(tl.max(zeros | ones, axis=1), axis=0) != 0
+
+
+@triton.jit
+def store_turned(
+    data_t, word, i, j, rows, columns, WORDS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):  # fmt: skip
+    """The transpose of tile (i, j). By words where the rows of the transpose consist of such."""
+    row, column = tl.arange(0, ROWS // 4), tl.arange(0, COLUMNS)
+    in_column = column < columns - j * COLUMNS
+    turned = tl.trans(word)
+    if WORDS:
+        words = rows // 4
+        corner = data_t + j.to(tl.int64) * COLUMNS * words + i.to(tl.int64) * (ROWS // 4)
+        inside = in_column[:, None] & (row < words - i * (ROWS // 4))[None, :]
+        tl.store(corner + column[:, None] * words + row[None, :], turned, mask=inside)
+    else:
+        corner = data_t + j.to(tl.int64) * COLUMNS * rows + i.to(tl.int64) * ROWS
+        places = column[:, None] * rows + row[None, :] * 4
+        left = rows - i * ROWS
+        for k in tl.static_range(4):
+            inside = in_column[:, None] & (row * 4 + k < left)[None, :]
+            tl.store(corner + places + k, ((turned >> (8 * k)) & 0xFF).to(tl.uint8), mask=inside)
+
+
+@triton.jit
+def emit(
+    v_0, v_1, v_2, v_3, s_0, s_1, s_2, s_3, data, data_t, counts, i, j, rows, columns,
+    PLAIN: tl.constexpr, TURNED: tl.constexpr, WORDS: tl.constexpr, BOTH: tl.constexpr,
+    LARGEST: tl.constexpr, HALF_SMALLEST: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr,
+    NAN: tl.constexpr, FNUZ: tl.constexpr, HARDWARE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Cast and store the quarters of tile (i, j), each with its scales, and count what is lost.
+
+    Returns the largest of the finite magnitudes.
+    """
+    words = encode_words(
+        v_0 * s_0, v_1 * s_1, v_2 * s_2, v_3 * s_3, LARGEST, MANTISSA, BIAS, NAN, FNUZ, HARDWARE
+    )  # fmt: skip
+    if PLAIN:
+        store_plain(data, words, i, j, rows, columns, ROWS, COLUMNS)
+    if TURNED:
+        store_turned(data_t, words, i, j, rows, columns, WORDS, ROWS, COLUMNS)
+    seen = tl.maximum(tl.maximum(tl.abs(v_0), tl.abs(v_1)), tl.maximum(tl.abs(v_2), tl.abs(v_3)))
+    largest = tl.max(tl.max(seen, axis=1), axis=0)
+    if suspicious(words) | (largest == float("inf")):
+        f_0, f_1, f_2, f_3 = is_finite(v_0), is_finite(v_1), is_finite(v_2), is_finite(v_3)
+        missed = lost_in(v_0, v_0 * s_0, f_0, HALF_SMALLEST) + lost_in(v_1, v_1 * s_1, f_1, HALF_SMALLEST)
+        missed += lost_in(v_2, v_2 * s_2, f_2, HALF_SMALLEST) + lost_in(v_3, v_3 * s_3, f_3, HALF_SMALLEST)
+        add_missed(counts, missed, BOTH)
+        if tl.max(tl.max(missed, axis=1), axis=0) >= 1 << 16:
+            words = encode_words(
+                nan_unless(f_0, v_0 * s_0), nan_unless(f_1, v_1 * s_1), nan_unless(f_2, v_2 * s_2),
+                nan_unless(f_3, v_3 * s_3), LARGEST, MANTISSA, BIAS, NAN, FNUZ, HARDWARE,
+            )  # fmt: skip
+            if PLAIN:
+                store_plain(data, words, i, j, rows, columns, ROWS, COLUMNS)
+            if TURNED:
+                store_turned(data_t, words, i, j, rows, columns, WORDS, ROWS, COLUMNS)
+            m_01 = tl.maximum(magnitudes(v_0), magnitudes(v_1))
+            m_23 = tl.maximum(magnitudes(v_2), magnitudes(v_3))
+            largest = tl.max(tl.max(tl.maximum(m_01, m_23), axis=1), axis=0)
+    return largest
+
+
+@triton.jit
+def nan_unless(finite, values):
+    return tl.where(finite, values, float("nan"))
+
+
+@triton.jit
+def cast_tile(
+    x, data, data_t, counts, s_0, s_1, s_2, s_3, i, j, rows, columns, row_stride, column_stride,
+    PLAIN: tl.constexpr, TURNED: tl.constexpr, WORDS: tl.constexpr, BOTH: tl.constexpr,
+    LARGEST: tl.constexpr, HALF_SMALLEST: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr,
+    NAN: tl.constexpr, FNUZ: tl.constexpr, HARDWARE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """``emit`` of tile (i, j) of x."""
+    v_0 = load_quarter(x, i, j, 0, rows, columns, row_stride, column_stride, ROWS, COLUMNS)
+    v_1 = load_quarter(x, i, j, 1, rows, columns, row_stride, column_stride, ROWS, COLUMNS)
+    v_2 = load_quarter(x, i, j, 2, rows, columns, row_stride, column_stride, ROWS, COLUMNS)
+    v_3 = load_quarter(x, i, j, 3, rows, columns, row_stride, column_stride, ROWS, COLUMNS)
+    return emit(
+        v_0, v_1, v_2, v_3, s_0, s_1, s_2, s_3, data, data_t, counts, i, j, rows, columns,
+        PLAIN, TURNED, WORDS, BOTH, LARGEST, HALF_SMALLEST, MANTISSA, BIAS, NAN, FNUZ, HARDWARE, ROWS, COLUMNS,
+    )  # fmt: skip
+
+
+@triton.jit
+def magnitudes(values):
+    """Those of the finite numbers; 0 for the others."""
+    return tl.where(is_finite(values), tl.abs(values), 0.0)
+
+
+# Constants.
+
+
+def hardware_encodes(device: Device, chosen: Format) -> bool:
+    """Whether the GPU has an instruction for the format that rounds as defined, and the kernel is not interpreted."""
+    compiled = isinstance(cast_tile, triton.JITFunction)
+    return (
+        compiled and chosen.encoding != "fnuz" and device.arch in ("sm_89", "sm_90", "sm_100", "sm_103", "sm_120")
+    )
+
+
+@lru_cache
+def encoding(device: Device, chosen: Format) -> dict[str, float | int | bool]:
+    """What kernels need to know of a format."""
+    return {
+        "LARGEST": chosen.largest,
+        "HALF_SMALLEST": chosen.smallest_subnormal / 2,
+        "MANTISSA": chosen.mantissa_bits,
+        "BIAS": chosen.bias,
+        "NAN": chosen.nan_code,
+        "FNUZ": chosen.encoding == "fnuz",
+        "HARDWARE": hardware_encodes(device, chosen),
+    }
