@@ -11,9 +11,29 @@ import torch
 
 import kernel_pytorch as kp
 from kernel_pytorch.lowering.backend import build_payload
-from kernel_pytorch.lowering.build import SOURCES, _run, _tool
+from kernel_pytorch.lowering.build import SOURCES, _run, _tool, executorch_root
 
 RECORD = Path(__file__).parents[1] / "benchmarks" / "evidence" / "fuzz_payload.txt"
+
+
+class Cached(torch.nn.Module):
+    """Caches of every format, one after the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        options = {"window": 3, "sinks": 2, "longest": 4}
+        kinds = (torch.float32, torch.float16, torch.int8)
+        self.caches = torch.nn.ModuleList(kp.KVCache(2, 8, dtype=kind, **options) for kind in kinds)
+        self.linear = torch.nn.Linear(8, 160)
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
+        for cache in self.caches:
+            q = cache(q, k, k, position)
+        return self.linear(q)
+
+
+def tokens(count: int) -> tuple[torch.Tensor, ...]:
+    return torch.randn(1, 4, count, 8), torch.randn(1, 2, count, 8), torch.tensor([0])
 
 
 class _Everything(torch.nn.Module):
@@ -53,20 +73,8 @@ def payloads() -> list[bytes]:
         def forward(self, q: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
             return sdpa(q, q, q * 2, attn_mask=bias) + torch.softmax(q.transpose(2, 3), -1).transpose(2, 3)
 
-    class Cached(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            options = {"window": 3, "sinks": 2, "longest": 4}
-            kinds = (torch.float32, torch.float16, torch.int8)
-            self.caches = torch.nn.ModuleList(kp.KVCache(2, 8, dtype=kind, **options) for kind in kinds)
-
-        def forward(self, q: torch.Tensor, k: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
-            for cache in self.caches:
-                q = cache(q, k, k, position)
-            return q
-
     for model, inputs, shapes in (
-        (Cached(), (torch.randn(1, 4, 4, 8), torch.randn(1, 2, 4, 8), torch.tensor([0])), None),
+        (Cached(), tokens(4), None),
         (_Everything(), (torch.randn(1, 20, 8),), None),
         (
             Dynamic(),
@@ -81,35 +89,40 @@ def payloads() -> list[bytes]:
     return made
 
 
-def build_fuzzer(folder: Path) -> Path:
+def build_fuzzers(folder: Path) -> Path:
     cmake, ninja = _tool("cmake"), _tool("ninja")
     configure = [cmake, "-S", str(SOURCES), "-B", str(folder), "-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={ninja}"]
-    _run([*configure, "-DKERNEL_PYTORCH_FUZZ=ON"])
+    _run([*configure, "-DKERNEL_PYTORCH_FUZZ=ON", f"-DCMAKE_PREFIX_PATH={executorch_root()}"])
     _run([cmake, "--build", str(folder), "--parallel", "2"])
-    return folder / "fuzz" / "kernel_pytorch_fuzz"
+    return folder / "fuzz"
 
 
-def fuzz(folder: Path, cases: int, seed: int) -> str:
-    """Run so many cases; returns what the fuzzer says, raises where it stopped."""
+def fuzz(folder: Path, cases: int, programs: int, seed: int) -> str:
+    """Run so many damaged payloads and whole programs; returns what the fuzzers say, raises where one stopped."""
     files = []
     for number, payload in enumerate(payloads()):
         path = folder / f"{number}.payload"
         path.write_bytes(payload)
         files.append(str(path))
-    command = [str(build_fuzzer(folder / "build")), str(cases), str(seed), *files]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
-    if done.returncode:
-        raise AssertionError(f"the fuzzer stopped; the case is {folder / 'crash.payload'}:\n{done.stderr[-6000:]}")
-    return done.stdout
+    kp.lower(Cached().eval(), {"prefill": tokens(4), "decode": tokens(1)}).save(folder / "chat.pte")
+    built, told = build_fuzzers(folder / "build"), ""
+    for name, count, seeds in (("fuzz", cases, files), ("fuzz_pte", programs, ["chat.pte"])):
+        command = [str(built / f"kernel_pytorch_{name}"), str(count), str(seed), *seeds]
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, errors="replace")
+        if done.returncode:
+            raise AssertionError(f"{name} stopped; the case is {folder}/crash.*:\n{done.stderr[-6000:]}")
+        told += done.stdout
+    return told
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--cases", type=int, default=1_000_000)
+    parser.add_argument("--programs", type=int, default=200_000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--write", action="store_true", help="keep the result in benchmarks/evidence")
     options = parser.parse_args()
-    told = fuzz(Path(tempfile.mkdtemp(prefix="fuzz-")), options.cases, options.seed)
+    told = fuzz(Path(tempfile.mkdtemp(prefix="fuzz-")), options.cases, options.programs, options.seed)
     sys.stdout.write(told)
     if options.write:
         digest = hashlib.sha256(b"".join(path.read_bytes() for path in sorted(SOURCES.rglob("*.*")))).hexdigest()[

@@ -207,9 +207,10 @@ def test_the_fuzzer_finds_nothing(tmp_path) -> None:
     """A short run; ``make fuzz`` does a million cases."""
     assert len(payloads()) == 3
     try:
-        said = fuzz(tmp_path, cases=20_000, seed=1)
+        said = fuzz(tmp_path, cases=20_000, programs=2_000, seed=1)
     except FileNotFoundError as missing:
         pytest.skip(str(missing))
     except subprocess.CalledProcessError as failed:
         pytest.fail(failed.stderr.decode())
     assert "20000 cases" in said
+    assert "2000 programs" in said

@@ -5,19 +5,17 @@
 // Takes payloads that are good, changes them, mends the checksum of most, loads them, and runs those that load on
 // inputs of the declared shapes. A case that reaches new code joins the payloads that are changed. Anything but an
 // error in words is a fault that the sanitizers stop at; the case is then written to ./crash.payload.
-#include <algorithm>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <fstream>
 #include <iterator>
 #include <memory>
-#include <random>
 #include <string>
 #include <vector>
 
-#include "core/crc32.h"
 #include "core/program.h"
+#include "fuzz/mutator.h"
 
 namespace {
 
@@ -45,76 +43,8 @@ namespace {
 using kernel_pytorch::Argument;
 using kernel_pytorch::Program;
 using kernel_pytorch::Reason;
-using Bytes = std::vector<uint8_t>;
-
-class Mutator {
- public:
-  explicit Mutator(uint64_t seed) : random_(seed) {}
-
-  size_t below(size_t limit) { return limit == 0 ? 0 : random_() % limit; }
-
-  Bytes changed(const std::vector<Bytes>& known) {
-    Bytes data = known[below(known.size())];
-    for (size_t n = below(3) ? 1 : 1 + below(4); n > 0 && !data.empty(); --n) change(data, known);
-    if (below(10) != 0) mend(data);
-    return data;
-  }
-
- private:
-  void change(Bytes& data, const std::vector<Bytes>& known) {
-    static const int64_t kInteresting[] = {0,          1,          2,         7,          8,           9,
-                                           15,         16,         63,        64,         255,         -1,
-                                           INT32_MAX,  INT32_MIN,  INT64_MAX, INT64_MIN,  int64_t{1} << 40,
-                                           0x7fffffff, 0xffffffff, 65536,     1000000007, int64_t{1} << 62};
-    const size_t at = below(data.size());
-    switch (below(7)) {
-      case 0:
-        data[at] ^= static_cast<uint8_t>(1u << below(8));
-        break;
-      case 1:
-        data[at] = static_cast<uint8_t>(random_());
-        break;
-      case 2:
-      case 3: {
-        // Numbers of four and eight bytes, where they usually stand.
-        const size_t width = below(2) ? 4 : 8, place = at / 4 * 4;
-        const int64_t value = kInteresting[below(std::size(kInteresting))];
-        if (place + width <= data.size()) std::memcpy(data.data() + place, &value, width);
-        break;
-      }
-      case 4: {
-        const size_t place = at / 4 * 4;
-        if (place + 4 <= data.size()) {
-          uint32_t value;
-          std::memcpy(&value, data.data() + place, 4);
-          value += static_cast<uint32_t>(below(9)) - 4;
-          std::memcpy(data.data() + place, &value, 4);
-        }
-        break;
-      }
-      case 5:
-        if (below(4) == 0) data.resize(at);
-        break;
-      default: {
-        const Bytes& other = known[below(known.size())];
-        const size_t from = below(other.size()), count = std::min({below(64), other.size() - from, data.size() - at});
-        std::memcpy(data.data() + at, other.data() + from, count);
-      }
-    }
-  }
-
-  static void mend(Bytes& data) {
-    if (data.size() < 32) return;
-    const uint64_t size = data.size();
-    std::memcpy(data.data(), kernel_pytorch::format::kMagic, 8);
-    std::memcpy(data.data() + 8, &kernel_pytorch::format::kVersion, 4);
-    std::memcpy(data.data() + 16, &size, 8);
-    const uint32_t sum = kernel_pytorch::crc32(data.data() + 16, data.size() - 16);
-    std::memcpy(data.data() + 12, &sum, 4);
-  }
-
-  std::mt19937_64 random_;
-};
+using kernel_pytorch::fuzz::Bytes;
+using kernel_pytorch::fuzz::Mutator;
 
 const Bytes* current = nullptr;
 
@@ -177,7 +107,9 @@ int main(int count, char** words) {
   __sanitizer_set_death_callback(keep_current);
   long loaded = 0, ran = 0;
   for (long n = 0; n < cases; ++n) {
-    const Bytes data = n < static_cast<long>(known.size()) ? known[n] : mutator.changed(known);
+    const bool original = n < static_cast<long>(known.size());
+    Bytes data = original ? known[n] : mutator.changed(known);
+    if (!original && mutator.below(10) != 0) kernel_pytorch::fuzz::mend(data.data(), data.size());
     current = &data;
     fresh = false;
     counting = true;
@@ -197,7 +129,7 @@ int main(int count, char** words) {
       return 1;
     }
     counting = false;
-    if (fresh && n >= static_cast<long>(known.size()) && known.size() < 4096) known.push_back(data);
+    if (fresh && !original && known.size() < 4096) known.push_back(data);
   }
   std::printf("%ld cases, %ld loaded, %ld ran, %zu payloads reach all that was reached\n", cases, loaded, ran, known.size());
   return 0;
