@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from kernel_pytorch.lowering.partitioner import KernelPartitioner, PartitionerOptions, Refusal
     from kernel_pytorch.lowering.probes import Probe, probe
     from kernel_pytorch.lowering.program import Difference, LoweredProgram, lower
+    from kernel_pytorch.lowering.quantizer import KernelQuantizer
     from kernel_pytorch.lowering.recipes import RECIPES, QuantizationRecipe
     from kernel_pytorch.lowering.report import Delegate, Report
     from kernel_pytorch.lowering.runtime import LoadedProgram, load, registered
@@ -23,6 +24,7 @@ _MODULES = {
     "partitioner": ("KernelPartitioner", "PartitionerOptions", "Refusal"),
     "probes": ("Probe", "probe"),
     "program": ("Difference", "LoweredProgram", "lower"),
+    "quantizer": ("KernelQuantizer",),
     "recipes": ("RECIPES", "QuantizationRecipe"),
     "report": ("Delegate", "Report"),
     "runtime": ("LoadedProgram", "load", "registered"),
@@ -42,6 +44,7 @@ __all__ = [
     "Delegate",
     "Difference",
     "KernelPartitioner",
+    "KernelQuantizer",
     "LoadedProgram",
     "LoweredProgram",
     "Lowering",

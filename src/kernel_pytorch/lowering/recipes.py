@@ -102,16 +102,13 @@ def _by_quantize(recipe: QuantizationRecipe, model: torch.nn.Module) -> torch.nn
 def _by_pt2e(
     recipe: QuantizationRecipe, model: torch.nn.Module, inputs: tuple[Any, ...], dynamic_shapes: Any
 ) -> tuple[ExportedProgram, torch.nn.Module]:
-    from executorch.backends.xnnpack.quantizer.xnnpack_quantizer import (
-        XNNPACKQuantizer,
-        get_symmetric_quantization_config,
-    )
     from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e, prepare_pt2e
 
-    config = get_symmetric_quantization_config(is_per_channel=True, is_dynamic=recipe.activations == "dynamic")
+    from kernel_pytorch.lowering.quantizer import KernelQuantizer
+
     with torch.no_grad():
         captured = torch.export.export(model, inputs, dynamic_shapes=dynamic_shapes).module()
-        prepared = prepare_pt2e(captured, XNNPACKQuantizer().set_global(config))
+        prepared = prepare_pt2e(captured, KernelQuantizer(recipe.name))
         prepared(*inputs)
         converted = convert_pt2e(prepared)
         return torch.export.export(converted, inputs, dynamic_shapes=dynamic_shapes), converted
