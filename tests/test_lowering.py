@@ -8,7 +8,7 @@ from torch.export import Dim
 
 import kernel_pytorch as kp
 from kernel_pytorch.cli import main
-from kernel_pytorch.lowering import KernelPartitioner, PartitionerOptions
+from kernel_pytorch.lowering import KernelPartitioner, KernelQuantizer, PartitionerOptions
 from kernel_pytorch.lowering import program as lowered
 from kernel_pytorch.lowering.build import _run, _tool, build, executorch_root
 from kernel_pytorch.lowering.rewrite import recognised_mask
@@ -378,6 +378,35 @@ def test_a_quantized_block_has_its_linears_where_they_belong(recipe: str, least:
     assert program.compare()[0].snr > 40  # against the quantized model in eager mode
     assert lowered.difference(0, program(x), model(x)).snr > least  # against the model as it was
     assert len(program.buffer) * smaller < len(kp.lower(model, (x,)).buffer)
+
+
+class Positions(torch.nn.Module):
+    """Positions are integers that numbers are added to, and a mask travels as integers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.linear = torch.nn.Embedding(40, 64), torch.nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        places = torch.arange(x.shape[1]) * 2 + 1
+        x = self.linear(x + self.embedding(places))
+        q = x.unflatten(-1, (4, 16)).transpose(1, 2)
+        return kp.attention(q, q, q, mask=kp.masks.causal() & kp.masks.window(5)).transpose(1, 2).flatten(2)
+
+
+@pytest.mark.parametrize(("recipe", "least"), [("int8-static", 20), ("int8-dynamic", 30)])
+def test_integers_are_not_quantized(recipe: str, least: int) -> None:
+    torch.manual_seed(0)
+    model, x = Positions().eval(), torch.randn(1, 16, 64)
+    program = kp.lower(model, (x,), recipe=recipe)
+    assert program.compare()[0].snr > 40
+    assert lowered.difference(0, program(x), model(x)).snr > least
+    assert len(program.buffer) < len(kp.lower(model, (x,)).buffer)
+
+
+def test_a_recipe_without_a_quantizer_is_refused() -> None:
+    with pytest.raises(ValueError, match="recipe='int4-weight' is made by torchao's quantize_"):
+        KernelQuantizer("int4-weight")
 
 
 def test_a_missing_or_foreign_file_is_an_error(tmp_path) -> None:

@@ -37,7 +37,7 @@ _MODULES = {
     ),
     "kernel_pytorch.lowering": (
         "Programs for devices, with the extra `lowering`. [docs/lowering.md](docs/lowering.md) is the guide.",
-        "from kernel_pytorch.lowering import KernelPartitioner, PartitionerOptions, load, lower\n"
+        "from kernel_pytorch.lowering import KernelPartitioner, KernelQuantizer, PartitionerOptions, load, lower\n"
         "from kernel_pytorch.lowering.recipes import find_recipe",
     ),
     "kernel_pytorch.hardware_abstraction": (
