@@ -517,7 +517,8 @@ def layers(group: Any, length: int) -> list[float]:
         results.append([cp.unshard(one.detach(), 2) if spread else one.detach() for one in found])
     exact, *others = results
     one, other, spread_out = (
-        max(float((a - b).abs().max() / b.abs().max()) for a, b in zip(found, exact, strict=True)) for found in others
+        max(float((a - b).abs().max() / b.abs().max()) for a, b in zip(found, exact, strict=True))
+        for found in others
     )
     return [max(one, other), spread_out]
 
