@@ -37,7 +37,10 @@ _MODULES = {
     ),
     "kernel_pytorch.lowering": (
         "Programs for devices, with the extra `lowering`. [docs/lowering.md](docs/lowering.md) is the guide.",
-        "from kernel_pytorch.lowering import KernelPartitioner, KernelQuantizer, PartitionerOptions, load, lower\n"
+        "from kernel_pytorch.lowering import (\n"
+        "    CachedLanguageModel, KernelPartitioner, KernelQuantizer, PartitionerOptions,\n"
+        "    load, lower, lowering_of, probe,\n"
+        ")\n"
         "from kernel_pytorch.lowering.recipes import find_recipe",
     ),
     "kernel_pytorch.hardware_abstraction": (
