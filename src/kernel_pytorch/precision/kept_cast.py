@@ -20,9 +20,10 @@ from kernel_pytorch.ops.fp8_cast.definition import FP8_CAST
 from kernel_pytorch.ops.fp8_matmul import KERNEL_SCALED_MM, fp8_matmul
 from kernel_pytorch.ops.fp8_matmul.definition import FP8_MATMUL, OUTPUTS
 
-__all__ = ["Kept", "kept_cast", "linear_backward_op", "linear_forward_op", "product"]
+__all__ = ["NAMES", "Kept", "kept_cast", "linear_backward_op", "linear_forward_op", "product"]
 
-_NAMES = {dtype: name for name, dtype in OUTPUTS.items()}
+NAMES = {dtype: name for name, dtype in OUTPUTS.items()}
+"""The formats that layers compute in, as ``fp8_matmul`` names them."""
 
 
 class Kept(NamedTuple):
@@ -197,7 +198,7 @@ def _linear_backward(
 ) -> tuple[torch.Tensor, ...]:
     """dx and dweight, in dy's dtype."""
     dy = _cast(dy_MN, number_format, granularity, True, power_of_two, counts, 0, history)
-    name = _NAMES[dy_MN.dtype]
+    name = NAMES[dy_MN.dtype]
     dx = product(dy.data, weight_8t, dy.inverse, weight_inverse_t, name, "promoted", dy.direct)
     return dx, product(dy.data_t, x_8t, dy.inverse_t, x_inverse_t, name, "promoted", dy.direct)
 

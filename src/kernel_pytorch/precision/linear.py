@@ -16,7 +16,7 @@ from kernel_pytorch.hardware_abstraction.registry import device_of
 from kernel_pytorch.ops.fp8_cast import fp8_cast
 from kernel_pytorch.ops.fp8_cast.definition import HISTORY
 from kernel_pytorch.precision.formats import E4M3FN, E5M2, FormatPair, for_device
-from kernel_pytorch.precision.kept_cast import Kept, kept_cast, product
+from kernel_pytorch.precision.kept_cast import NAMES, Kept, kept_cast, product
 from kernel_pytorch.precision.recipe import Recipe, recipe_named
 
 __all__ = [
@@ -33,7 +33,6 @@ __all__ = [
     "formats_on",
     "forward_products",
     "fp8_linear",
-    "name_of_dtype",
     "products_of",
     "refuse_second",
     "working_dtype",
@@ -43,7 +42,6 @@ COUNTS_SHAPE = (3, 2, 4)
 """Of counts: input, weight, gradient; the copy as it is, its transpose; outgrown, underflowed, not finite, all."""
 STATE_SHAPE = (2, HISTORY)
 """Of the state of delayed scaling: the histories of the input and of the gradient."""
-_NAMES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
 
 
 def fp8_linear(
@@ -135,7 +133,7 @@ def products_of(x: torch.Tensor, weight: torch.Tensor, recipe: Recipe) -> Produc
     recording = torch.is_grad_enabled()
     forward_format, gradient_format = formats_on(x.device.type, x.device.index, recipe.gradient_format)
     return Products(
-        dtype=_NAMES[working_dtype(x)],
+        dtype=NAMES[working_dtype(x)],
         forward_format=forward_format,
         gradient_format=gradient_format,
         input_granularity=recipe.input,
@@ -187,7 +185,7 @@ def check_linear(
             continue
         if not isinstance(value, torch.Tensor):
             raise TypeError(f"{name}={value!r}: expected a tensor")
-        if value.dtype not in _NAMES:
+        if value.dtype not in NAMES:
             raise TypeError(f"{name} has dtype {value.dtype}: use float32, float16 or bfloat16")
         if value.device != x.device:
             raise ValueError(f"{name} is on {value.device} and x on {x.device}: move one with .to()")
@@ -307,11 +305,6 @@ def working_dtype(x: torch.Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(kind) if mixed else x.dtype
 
 
-def name_of_dtype(dtype: torch.dtype) -> str:
-    """As ``fp8_matmul`` takes it."""
-    return _NAMES[dtype]
-
-
 def forward_products(
     products: Products,
     x_MK: torch.Tensor,
@@ -353,7 +346,7 @@ def backward_products(
     x_dtype, weight_dtype, bias_dtype = dtypes
     left = list(saved)
     dx = dweight = dbias = None
-    name = _NAMES[dy_MN.dtype]
+    name = NAMES[dy_MN.dtype]
     if dx_in_8 or dw_in_8:
         dy = cast_of_gradient(
             dy_MN,

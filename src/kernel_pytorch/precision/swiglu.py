@@ -19,14 +19,13 @@ import torch
 from torch import nn
 
 from kernel_pytorch.ops.fp8_swiglu import fp8_swiglu, fp8_swiglu_grad
-from kernel_pytorch.precision.kept_cast import product
+from kernel_pytorch.precision.kept_cast import NAMES, product
 from kernel_pytorch.precision.layer import Float8Linear
 from kernel_pytorch.precision.linear import (
     cast_of_gradient,
     cast_of_input,
     cast_of_weight,
     formats_on,
-    name_of_dtype,
     refuse_second,
     working_dtype,
 )
@@ -189,7 +188,7 @@ def fp8_swiglu_mlp(
         down.fp8_history if recipe.delayed else None,
         *(layer.fp8_gradient_counts for layer in layers),
         *(layer.fp8_gradient_history if recipe.delayed else None for layer in layers),
-        name_of_dtype(working_dtype(x)),
+        NAMES[working_dtype(x)],
         forward_format,
         gradient_format,
         recipe.power_of_two,
@@ -275,7 +274,7 @@ class _SwiGLU(torch.autograd.Function):
         gate_counts, up_counts, down_counts = ctx.counts
         gate_history, up_history, down_history = ctx.histories
         x_dtype, gate_dtype, up_dtype, down_dtype = ctx.dtypes
-        name = name_of_dtype(dy_MN.dtype)
+        name = NAMES[dy_MN.dtype]
         dx = dgate = dup = ddown = None
         dy = cast_of_gradient(
             dy_MN,
