@@ -113,7 +113,9 @@ def main(arguments: list[str] | None = None, device: Device | None = None) -> in
     os.environ["DOCUMENTATION_WITHOUT_SHELL"] = "1"
     collector = Collector()
     chosen = [str(page) for page in wanted.pages or pages()]
-    code = pytest.main(["-q", "-p", "no:cacheprovider", *chosen], plugins=[collector])
+    # Sybil's own tracebacks fail where an error comes straight out of a block.
+    options = ["-q", "--tb=native", "-p", "no:cacheprovider"]
+    code = pytest.main([*options, *chosen], plugins=[collector])
     passed = {block.digest for block in collector.passed}
     needed = [
         f"{page.relative_to(ROOT).as_posix()}:{fence.first}"

@@ -80,11 +80,13 @@ def is_finite(x):
 
 @triton.jit
 def scale_from_amax(amax, LARGEST: tl.constexpr, POWER_OF_TWO: tl.constexpr):
-    """The largest float32 s with s * amax <= largest, at most 2^126; 1 where amax is 0. In float64, as defined."""
-    exact = amax.to(tl.float64)
-    scale = (LARGEST / tl.maximum(exact, LARGEST * 2.0**-126)).to(tl.float32)
+    """The largest float32 s with s * amax <= largest, at most 2^126; 1 where amax is 0.
+
+    The nearest float32 to the quotient, or the one below it: their products with amax are exact in float64.
+    """
+    scale = tl.div_rn(amax * 0.0 + LARGEST, tl.maximum(amax, LARGEST * 2.0**-126))
     bits = scale.to(tl.int32, bitcast=True)
-    bits = tl.where(scale.to(tl.float64) * exact > LARGEST, bits - 1, bits)
+    bits = tl.where(scale.to(tl.float64) * amax.to(tl.float64) > LARGEST, bits - 1, bits)
     if POWER_OF_TWO:
         bits = bits & 0x7F800000
     return tl.where(amax == 0.0, 1.0, bits.to(tl.float32, bitcast=True))
@@ -92,7 +94,7 @@ def scale_from_amax(amax, LARGEST: tl.constexpr, POWER_OF_TWO: tl.constexpr):
 
 @triton.jit
 def reciprocal(scale):
-    return (1.0 / scale.to(tl.float64)).to(tl.float32)
+    return tl.div_rn(scale * 0.0 + 1.0, scale)
 
 
 @triton.jit
@@ -200,11 +202,10 @@ def store_plain(data, words, i, j, rows, columns, ROWS: tl.constexpr, COLUMNS: t
 
 @triton.jit
 def suspicious(word):
-    """Whether some code in some word of a tile is a zero or, apart from its sign, all ones, as a NaN is."""
+    """Not zero for words with a code that is a zero or, apart from its sign, all ones, as a NaN is."""
     magnitude = word & 0x7F7F7F7F
-    zeros = 0x80808080 - ((magnitude + 0x7F7F7F7F) & 0x80808080)
-    ones = (magnitude + 0x01010101) & 0x80808080
-    return tl.max(tl.max(zeros | ones, axis=1), axis=0) != 0
+    # The top bit of a byte: set in the first sum unless the byte is zero, in the second where it is all ones.
+    return (((magnitude + 0x7F7F7F7F) ^ 0x80808080) | (magnitude + 0x01010101)) & 0x80808080
 
 
 @triton.jit
@@ -231,14 +232,15 @@ def store_turned(
 
 @triton.jit
 def emit(
-    v_0, v_1, v_2, v_3, s_0, s_1, s_2, s_3, data, data_t, counts, i, j, rows, columns,
-    PLAIN: tl.constexpr, TURNED: tl.constexpr, WORDS: tl.constexpr, BOTH: tl.constexpr,
-    LARGEST: tl.constexpr, HALF_SMALLEST: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr,
-    NAN: tl.constexpr, FNUZ: tl.constexpr, HARDWARE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    v_0, v_1, v_2, v_3, s_0, s_1, s_2, s_3, data, data_t, i, j, rows, columns,
+    PLAIN: tl.constexpr, TURNED: tl.constexpr, WORDS: tl.constexpr,
+    LARGEST: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr, NAN: tl.constexpr, FNUZ: tl.constexpr,
+    HARDWARE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Cast and store the quarters of tile (i, j), each with its scales, and count what is lost.
+    """Cast and store the quarters of tile (i, j), each with its scales.
 
-    Returns the largest of the finite magnitudes.
+    Returns the largest magnitude, and whether it is none but ``recount`` must have a look: something may be lost, or
+    not finite.
     """
     words = encode_words(
         v_0 * s_0, v_1 * s_1, v_2 * s_2, v_3 * s_3, LARGEST, MANTISSA, BIAS, NAN, FNUZ, HARDWARE
@@ -248,48 +250,90 @@ def emit(
     if TURNED:
         store_turned(data_t, words, i, j, rows, columns, WORDS, ROWS, COLUMNS)
     seen = tl.maximum(tl.maximum(tl.abs(v_0), tl.abs(v_1)), tl.maximum(tl.abs(v_2), tl.abs(v_3)))
-    largest = tl.max(tl.max(seen, axis=1), axis=0)
-    if suspicious(words) | (largest == float("inf")):
-        f_0, f_1, f_2, f_3 = is_finite(v_0), is_finite(v_1), is_finite(v_2), is_finite(v_3)
-        missed = lost_in(v_0, v_0 * s_0, f_0, HALF_SMALLEST) + lost_in(v_1, v_1 * s_1, f_1, HALF_SMALLEST)
-        missed += lost_in(v_2, v_2 * s_2, f_2, HALF_SMALLEST) + lost_in(v_3, v_3 * s_3, f_3, HALF_SMALLEST)
-        add_missed(counts, missed, BOTH)
-        if tl.max(tl.max(missed, axis=1), axis=0) >= 1 << 16:
-            words = encode_words(
-                nan_unless(f_0, v_0 * s_0), nan_unless(f_1, v_1 * s_1), nan_unless(f_2, v_2 * s_2),
-                nan_unless(f_3, v_3 * s_3), LARGEST, MANTISSA, BIAS, NAN, FNUZ, HARDWARE,
-            )  # fmt: skip
-            if PLAIN:
-                store_plain(data, words, i, j, rows, columns, ROWS, COLUMNS)
-            if TURNED:
-                store_turned(data_t, words, i, j, rows, columns, WORDS, ROWS, COLUMNS)
-            m_01 = tl.maximum(magnitudes(v_0), magnitudes(v_1))
-            m_23 = tl.maximum(magnitudes(v_2), magnitudes(v_3))
-            largest = tl.max(tl.max(tl.maximum(m_01, m_23), axis=1), axis=0)
+    # One reduction for both: what is suspicious counts as larger than any number.
+    flagged = tl.where(suspicious(words) != 0, 0x7FFFFFFF, seen.to(tl.int32, bitcast=True))
+    largest = tl.max(tl.max(flagged, axis=1), axis=0)
+    return largest.to(tl.float32, bitcast=True), largest >= 0x7F800000
+
+
+@triton.jit
+def recount(
+    quarter: tl.constexpr, arguments, data, data_t, counts, i, j, rows, columns,
+    PLAIN: tl.constexpr, TURNED: tl.constexpr, BOTH: tl.constexpr, HALF_SMALLEST: tl.constexpr, NAN: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Count what was lost in tile (i, j), write NaN for what is not finite; the largest of the finite magnitudes.
+
+    Args:
+        quarter: gives the numbers and the scales of a quarter once more, as those that were cast would take the
+            registers of every tile for the sake of a few.
+    """
+    tl.debug_barrier()  # what emit has written, a NaN may replace, from another thread
+    missed = tl.zeros((ROWS // 4, COLUMNS), dtype=tl.int32)
+    seen = tl.zeros((ROWS // 4, COLUMNS), dtype=tl.float32)
+    row, column = tl.arange(0, ROWS // 4) * 4, tl.arange(0, COLUMNS)
+    for k in range(4):
+        values, scales = quarter(i, j, k, rows, columns, ROWS, COLUMNS, arguments)
+        finite = is_finite(values)
+        missed += lost_in(values, values * scales, finite, HALF_SMALLEST)
+        seen = tl.maximum(seen, magnitudes(values))
+        # Beyond the end of the matrix there are zeros, which are finite.
+        if PLAIN:
+            corner = data + i.to(tl.int64) * ROWS * columns + j.to(tl.int64) * COLUMNS
+            tl.store(corner + (row + k)[:, None] * columns + column[None, :], NAN, mask=finite == 0)
+        if TURNED:
+            codes = data_t.to(tl.pointer_type(tl.uint8))
+            corner_t = codes + j.to(tl.int64) * COLUMNS * rows + i.to(tl.int64) * ROWS
+            tl.store(corner_t + column[None, :] * rows + (row + k)[:, None], NAN, mask=finite == 0)
+    add_missed(counts, missed, BOTH)
+    return tl.max(tl.max(seen, axis=1), axis=0)
+
+
+@triton.jit
+def load_quarters(
+    x, i, j, rows, columns, row_stride, column_stride, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):  # fmt: skip
+    """All of tile (i, j) of a matrix."""
+    v_0 = load_quarter(x, i, j, 0, rows, columns, row_stride, column_stride, ROWS, COLUMNS)
+    v_1 = load_quarter(x, i, j, 1, rows, columns, row_stride, column_stride, ROWS, COLUMNS)
+    v_2 = load_quarter(x, i, j, 2, rows, columns, row_stride, column_stride, ROWS, COLUMNS)
+    v_3 = load_quarter(x, i, j, 3, rows, columns, row_stride, column_stride, ROWS, COLUMNS)
+    return v_0, v_1, v_2, v_3
+
+
+@triton.jit
+def quarter_with_scale(i, j, k, rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr, arguments):
+    """For ``recount``, of a matrix with one scale, or one for each column."""
+    x, row_stride, column_stride, scale = arguments
+    return load_quarter(x, i, j, k, rows, columns, row_stride, column_stride, ROWS, COLUMNS), scale
+
+
+@triton.jit
+def cast_tile(
+    x, v_0, v_1, v_2, v_3, scale, data, data_t, counts, i, j, rows, columns, row_stride, column_stride,
+    TURNED: tl.constexpr, WORDS: tl.constexpr, BOTH: tl.constexpr,
+    LARGEST: tl.constexpr, HALF_SMALLEST: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr,
+    NAN: tl.constexpr, FNUZ: tl.constexpr, HARDWARE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Tile (i, j) of x, as ``load_quarters`` gives it, with one scale; the largest of its finite magnitudes.
+
+    Whoever works out the scale loads the tile before: neither then waits for the other.
+    """
+    largest, odd = emit(
+        v_0, v_1, v_2, v_3, scale, scale, scale, scale, data, data_t, i, j, rows, columns,
+        True, TURNED, WORDS, LARGEST, MANTISSA, BIAS, NAN, FNUZ, HARDWARE, ROWS, COLUMNS,
+    )  # fmt: skip
+    if odd:
+        largest = recount(
+            quarter_with_scale, (x, row_stride, column_stride, scale), data, data_t, counts, i, j, rows, columns,
+            True, TURNED, BOTH, HALF_SMALLEST, NAN, ROWS, COLUMNS,
+        )  # fmt: skip
     return largest
 
 
 @triton.jit
 def nan_unless(finite, values):
     return tl.where(finite, values, float("nan"))
-
-
-@triton.jit
-def cast_tile(
-    x, data, data_t, counts, s_0, s_1, s_2, s_3, i, j, rows, columns, row_stride, column_stride,
-    PLAIN: tl.constexpr, TURNED: tl.constexpr, WORDS: tl.constexpr, BOTH: tl.constexpr,
-    LARGEST: tl.constexpr, HALF_SMALLEST: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr,
-    NAN: tl.constexpr, FNUZ: tl.constexpr, HARDWARE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
-    """``emit`` of tile (i, j) of x."""
-    v_0 = load_quarter(x, i, j, 0, rows, columns, row_stride, column_stride, ROWS, COLUMNS)
-    v_1 = load_quarter(x, i, j, 1, rows, columns, row_stride, column_stride, ROWS, COLUMNS)
-    v_2 = load_quarter(x, i, j, 2, rows, columns, row_stride, column_stride, ROWS, COLUMNS)
-    v_3 = load_quarter(x, i, j, 3, rows, columns, row_stride, column_stride, ROWS, COLUMNS)
-    return emit(
-        v_0, v_1, v_2, v_3, s_0, s_1, s_2, s_3, data, data_t, counts, i, j, rows, columns,
-        PLAIN, TURNED, WORDS, BOTH, LARGEST, HALF_SMALLEST, MANTISSA, BIAS, NAN, FNUZ, HARDWARE, ROWS, COLUMNS,
-    )  # fmt: skip
 
 
 @triton.jit

@@ -17,6 +17,7 @@ from kernel_pytorch.ops.fp8_cast.triton_tiles import (
     emit,
     encode_words,
     encoding,
+    hardware_encodes,
     is_finite,
     load_quarter,
     load_tile,
@@ -24,6 +25,7 @@ from kernel_pytorch.ops.fp8_cast.triton_tiles import (
     nan_unless,
     offer,
     reciprocal,
+    recount,
     store_turned,
 )
 from kernel_pytorch.ops.fp8_swiglu.triton_kernel import (
@@ -37,35 +39,44 @@ from kernel_pytorch.ops.triton_launch import Place, launch
 from kernel_pytorch.precision.formats import FORMATS
 
 _TILE = (32, 64)  # rows, columns; the fastest of those tried on an H200
-_WARPS = 4
+_WARPS, _TILES = 4, 4  # tiles below each other: a program works out the scales once
 _AMAX_TILE = (16, 256)
 _TILES_PER_PROGRAM = 4  # of the first reading: fewer programs compete for one number
 
 
 @triton.jit
-def _gradients(upstream, gates, ups):
+def _gradients(upstream, gates, ups, HARDWARE: tl.constexpr):
     """dgate, dup and h."""
-    sigmoid, complement = sigmoids(gates)
+    sigmoid, complement = sigmoids(gates, HARDWARE)
     silu = gates * sigmoid
     return (upstream * ups) * (sigmoid * (1.0 + gates * complement)), upstream * silu, silu * ups
 
 
 @triton.jit
-def _quarter_gradients(
-    dh, gate, up, i, j, k, rows, columns, dh_row, dh_column, gate_row, gate_column, up_row, up_column,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
+def _quarter_gradients(i, j, k, rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr, arguments):
     """dgate, dup and h of a quarter of tile (i, j)."""
+    matrices, _ = arguments
+    dh, gate, up, dh_row, dh_column, gate_row, gate_column, up_row, up_column, HARDWARE = matrices
     upstream = load_quarter(dh, i, j, k, rows, columns, dh_row, dh_column, ROWS, COLUMNS)
     gates = load_quarter(gate, i, j, k, rows, columns, gate_row, gate_column, ROWS, COLUMNS)
     ups = load_quarter(up, i, j, k, rows, columns, up_row, up_column, ROWS, COLUMNS)
-    return _gradients(upstream, gates, ups)
+    return _gradients(upstream, gates, ups, HARDWARE)
+
+
+@triton.jit
+def _quarter_of_dgate(i, j, k, rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr, arguments):
+    return _quarter_gradients(i, j, k, rows, columns, ROWS, COLUMNS, arguments)[0], arguments[1]
+
+
+@triton.jit
+def _quarter_of_dup(i, j, k, rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr, arguments):
+    return _quarter_gradients(i, j, k, rows, columns, ROWS, COLUMNS, arguments)[1], arguments[1]
 
 
 @triton.jit
 def _amax(
     dh, gate, up, amax, rows, columns, dh_row, dh_column, gate_row, gate_column, up_row, up_column,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILES: tl.constexpr,
+    HARDWARE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
     across = tl.cdiv(columns, COLUMNS)
     i, j = (tl.program_id(0) // across) * TILES, tl.program_id(0) % across
@@ -75,12 +86,33 @@ def _amax(
         upstream = load_tile(dh, i, j, rows, columns, dh_row, dh_column, ROWS, COLUMNS)
         gates = load_tile(gate, i, j, rows, columns, gate_row, gate_column, ROWS, COLUMNS)
         ups = load_tile(up, i, j, rows, columns, up_row, up_column, ROWS, COLUMNS)
-        dgate, dup, _ = _gradients(upstream, gates, ups)
+        dgate, dup, _ = _gradients(upstream, gates, ups, HARDWARE)
         largest_dgate = tl.maximum(largest_dgate, magnitudes(dgate))
         largest_dup = tl.maximum(largest_dup, magnitudes(dup))
         i += 1
     offer(amax, tl.max(largest_dgate))
     offer(amax + 1, tl.max(largest_dup))
+
+
+@triton.jit
+def _gradient_tile(
+    quarter: tl.constexpr, arguments, v_0, v_1, v_2, v_3, data, data_t, counts, i, j, rows, columns,
+    WORDS: tl.constexpr,
+    LARGEST: tl.constexpr, HALF_SMALLEST: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr,
+    NAN: tl.constexpr, FNUZ: tl.constexpr, HARDWARE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """A tile of one gradient; the largest of its finite magnitudes."""
+    scale = arguments[1]
+    largest, odd = emit(
+        v_0, v_1, v_2, v_3, scale, scale, scale, scale, data, data_t, i, j, rows, columns,
+        True, True, WORDS, LARGEST, MANTISSA, BIAS, NAN, FNUZ, HARDWARE, ROWS, COLUMNS,
+    )  # fmt: skip
+    if odd:
+        largest = recount(
+            quarter, arguments, data, data_t, counts, i, j, rows, columns,
+            True, True, False, HALF_SMALLEST, NAN, ROWS, COLUMNS,
+        )  # fmt: skip
+    return largest
 
 
 @triton.jit
@@ -93,36 +125,41 @@ def _cast(
     H_FNUZ: tl.constexpr, H_HARDWARE: tl.constexpr,
     LARGEST: tl.constexpr, HALF_SMALLEST: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr,
     NAN: tl.constexpr, FNUZ: tl.constexpr, HARDWARE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    TILES: tl.constexpr,
 ):  # fmt: skip
-    """One tile of all matrices; with a HISTORY by its scales, finding the amaxes."""
+    """TILES tiles below each other of all matrices; with a HISTORY by its scales, finding the amaxes."""
     across = tl.cdiv(columns, COLUMNS)
-    i, j = tl.program_id(0) // across, tl.program_id(0) % across
+    i, j = (tl.program_id(0) // across) * TILES, tl.program_id(0) % across
     dgate_scale = scale_to_try(amax, gate_history, history_length, LARGEST, POWER_OF_TWO, HISTORY)
     dup_scale = scale_to_try(amax + 1, up_history, history_length, LARGEST, POWER_OF_TWO, HISTORY)
     h_scale = reciprocal(tl.load(h_inverse)) if WITH_H else 1.0
-    strides = (dh_row, dh_column, gate_row, gate_column, up_row, up_column)
-    g_0, u_0, h_0 = _quarter_gradients(dh, gate, up, i, j, 0, rows, columns, *strides, ROWS, COLUMNS)
-    g_1, u_1, h_1 = _quarter_gradients(dh, gate, up, i, j, 1, rows, columns, *strides, ROWS, COLUMNS)
-    g_2, u_2, h_2 = _quarter_gradients(dh, gate, up, i, j, 2, rows, columns, *strides, ROWS, COLUMNS)
-    g_3, u_3, h_3 = _quarter_gradients(dh, gate, up, i, j, 3, rows, columns, *strides, ROWS, COLUMNS)
-    if WITH_H:
-        # The forward has counted what is lost here; an h that is not finite must be NaN again.
-        words = encode_words(
-            nan_unless(is_finite(h_0), h_0 * h_scale), nan_unless(is_finite(h_1), h_1 * h_scale),
-            nan_unless(is_finite(h_2), h_2 * h_scale), nan_unless(is_finite(h_3), h_3 * h_scale),
-            H_LARGEST, H_MANTISSA, H_BIAS, H_NAN, H_FNUZ, H_HARDWARE,
+    matrices = (dh, gate, up, dh_row, dh_column, gate_row, gate_column, up_row, up_column, HARDWARE)
+    dgate_seen, dup_seen = dgate_scale * 0.0, dup_scale * 0.0
+    for _ in range(TILES):
+        of_dgate, of_dup = (matrices, dgate_scale), (matrices, dup_scale)
+        g_0, u_0, h_0 = _quarter_gradients(i, j, 0, rows, columns, ROWS, COLUMNS, of_dgate)
+        g_1, u_1, h_1 = _quarter_gradients(i, j, 1, rows, columns, ROWS, COLUMNS, of_dgate)
+        g_2, u_2, h_2 = _quarter_gradients(i, j, 2, rows, columns, ROWS, COLUMNS, of_dgate)
+        g_3, u_3, h_3 = _quarter_gradients(i, j, 3, rows, columns, ROWS, COLUMNS, of_dgate)
+        if WITH_H:
+            # The forward has counted what is lost here; an h that is not finite must be NaN again.
+            words = encode_words(
+                nan_unless(is_finite(h_0), h_0 * h_scale), nan_unless(is_finite(h_1), h_1 * h_scale),
+                nan_unless(is_finite(h_2), h_2 * h_scale), nan_unless(is_finite(h_3), h_3 * h_scale),
+                H_LARGEST, H_MANTISSA, H_BIAS, H_NAN, H_FNUZ, H_HARDWARE,
+            )  # fmt: skip
+            store_turned(h_t, words, i, j, rows, columns, WORDS, ROWS, COLUMNS)
+        seen = _gradient_tile(
+            _quarter_of_dgate, of_dgate, g_0, g_1, g_2, g_3, dgate_data, dgate_t, counts, i, j, rows, columns,
+            WORDS, LARGEST, HALF_SMALLEST, MANTISSA, BIAS, NAN, FNUZ, HARDWARE, ROWS, COLUMNS,
         )  # fmt: skip
-        store_turned(h_t, words, i, j, rows, columns, WORDS, ROWS, COLUMNS)
-    dgate_seen = emit(
-        g_0, g_1, g_2, g_3, dgate_scale, dgate_scale, dgate_scale, dgate_scale, dgate_data, dgate_t, counts,
-        i, j, rows, columns, True, True, WORDS, False,
-        LARGEST, HALF_SMALLEST, MANTISSA, BIAS, NAN, FNUZ, HARDWARE, ROWS, COLUMNS,
-    )  # fmt: skip
-    dup_seen = emit(
-        u_0, u_1, u_2, u_3, dup_scale, dup_scale, dup_scale, dup_scale, dup_data, dup_t, counts + 3,
-        i, j, rows, columns, True, True, WORDS, False,
-        LARGEST, HALF_SMALLEST, MANTISSA, BIAS, NAN, FNUZ, HARDWARE, ROWS, COLUMNS,
-    )  # fmt: skip
+        dgate_seen = tl.maximum(dgate_seen, seen)
+        seen = _gradient_tile(
+            _quarter_of_dup, of_dup, u_0, u_1, u_2, u_3, dup_data, dup_t, counts + 3, i, j, rows, columns,
+            WORDS, LARGEST, HALF_SMALLEST, MANTISSA, BIAS, NAN, FNUZ, HARDWARE, ROWS, COLUMNS,
+        )  # fmt: skip
+        dup_seen = tl.maximum(dup_seen, seen)
+        i += 1
     if HISTORY > 0:
         offer(amax, dgate_seen)
         offer(amax + 1, dup_seen)
@@ -133,27 +170,23 @@ def _cast(
 
 @triton.jit
 def _again(
-    dh, gate, up, data, data_t, scale, before, counts, i, j, rows, columns,
-    dh_row, dh_column, gate_row, gate_column, up_row, up_column,
-    OF_GATE: tl.constexpr, WORDS: tl.constexpr, POWER_OF_TWO: tl.constexpr,
+    quarter: tl.constexpr, arguments, data, data_t, before, counts, i, j, rows, columns,
+    WORDS: tl.constexpr, POWER_OF_TWO: tl.constexpr,
     LARGEST: tl.constexpr, HALF_SMALLEST: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr,
     NAN: tl.constexpr, FNUZ: tl.constexpr, HARDWARE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """A tile of one gradient once more, with a scale of its own."""
-    strides = (dh_row, dh_column, gate_row, gate_column, up_row, up_column)
-    g_0, u_0, _ = _quarter_gradients(dh, gate, up, i, j, 0, rows, columns, *strides, ROWS, COLUMNS)
-    g_1, u_1, _ = _quarter_gradients(dh, gate, up, i, j, 1, rows, columns, *strides, ROWS, COLUMNS)
-    g_2, u_2, _ = _quarter_gradients(dh, gate, up, i, j, 2, rows, columns, *strides, ROWS, COLUMNS)
-    g_3, u_3, _ = _quarter_gradients(dh, gate, up, i, j, 3, rows, columns, *strides, ROWS, COLUMNS)
-    v_0, v_1, v_2, v_3 = (g_0, g_1, g_2, g_3) if OF_GATE else (u_0, u_1, u_2, u_3)
-    emit(
-        v_0, v_1, v_2, v_3, scale, scale, scale, scale, data, data_t, counts, i, j, rows, columns,
-        True, True, WORDS, False, LARGEST, HALF_SMALLEST, MANTISSA, BIAS, NAN, FNUZ, HARDWARE, ROWS, COLUMNS,
+    v_0, _ = quarter(i, j, 0, rows, columns, ROWS, COLUMNS, arguments)
+    v_1, _ = quarter(i, j, 1, rows, columns, ROWS, COLUMNS, arguments)
+    v_2, _ = quarter(i, j, 2, rows, columns, ROWS, COLUMNS, arguments)
+    v_3, _ = quarter(i, j, 3, rows, columns, ROWS, COLUMNS, arguments)
+    _gradient_tile(
+        quarter, arguments, v_0, v_1, v_2, v_3, data, data_t, counts, i, j, rows, columns,
+        WORDS, LARGEST, HALF_SMALLEST, MANTISSA, BIAS, NAN, FNUZ, HARDWARE, ROWS, COLUMNS,
     )  # fmt: skip
-    count_outgrown(counts, v_0, before, LARGEST, POWER_OF_TWO)
-    count_outgrown(counts, v_1, before, LARGEST, POWER_OF_TWO)
-    count_outgrown(counts, v_2, before, LARGEST, POWER_OF_TWO)
-    count_outgrown(counts, v_3, before, LARGEST, POWER_OF_TWO)
+    for k in range(4):
+        values, _ = quarter(i, j, k, rows, columns, ROWS, COLUMNS, arguments)
+        count_outgrown(counts, values, before, LARGEST, POWER_OF_TWO)
 
 
 @triton.jit
@@ -175,6 +208,7 @@ def _settle(
         LARGEST, POWER_OF_TWO, HISTORY,
     )  # fmt: skip
     if dgate_again | dup_again:
+        matrices = (dh, gate, up, dh_row, dh_column, gate_row, gate_column, up_row, up_column, HARDWARE)
         across = tl.cdiv(columns, COLUMNS)
         tiles = across * tl.cdiv(rows, ROWS)
         for step in range(tl.cdiv(tiles - tl.program_id(0), tl.num_programs(0))):
@@ -182,14 +216,14 @@ def _settle(
             i, j = tile // across, tile % across
             if dgate_again:
                 _again(
-                    dh, gate, up, dgate_data, dgate_t, dgate_scale, dgate_before, final_counts, i, j, rows, columns,
-                    dh_row, dh_column, gate_row, gate_column, up_row, up_column, True, WORDS, POWER_OF_TWO,
+                    _quarter_of_dgate, (matrices, dgate_scale), dgate_data, dgate_t, dgate_before, final_counts,
+                    i, j, rows, columns, WORDS, POWER_OF_TWO,
                     LARGEST, HALF_SMALLEST, MANTISSA, BIAS, NAN, FNUZ, HARDWARE, ROWS, COLUMNS,
                 )  # fmt: skip
             if dup_again:
                 _again(
-                    dh, gate, up, dup_data, dup_t, dup_scale, dup_before, final_counts + 3, i, j, rows, columns,
-                    dh_row, dh_column, gate_row, gate_column, up_row, up_column, False, WORDS, POWER_OF_TWO,
+                    _quarter_of_dup, (matrices, dup_scale), dup_data, dup_t, dup_before, final_counts + 3,
+                    i, j, rows, columns, WORDS, POWER_OF_TWO,
                     LARGEST, HALF_SMALLEST, MANTISSA, BIAS, NAN, FNUZ, HARDWARE, ROWS, COLUMNS,
                 )  # fmt: skip
 
@@ -241,6 +275,7 @@ def forward(
             rows,
             columns,
             *strides,
+            HARDWARE=hardware_encodes(device, chosen),
             ROWS=height,
             COLUMNS=width,
             TILES=_TILES_PER_PROGRAM,
@@ -263,7 +298,7 @@ def forward(
     down, across = -(-rows // height), -(-columns // width)
     launch(
         _cast,
-        (down * across,),
+        (-(-rows // (height * _TILES)) * across,),
         key,
         dh,
         gate,
@@ -285,6 +320,7 @@ def forward(
         *strides,
         length,
         WITH_H=h_inverse is not None,
+        TILES=_TILES,
         **of_h,
         **constants,
     )

@@ -16,12 +16,14 @@ from kernel_pytorch.ops.fp8_cast.triton_tiles import (
     add_count,
     emit,
     encoding,
+    hardware_encodes,
     largest_remembered,
     load_quarter,
     load_tile,
     magnitudes,
     offer,
     reciprocal,
+    recount,
     remember,
     scale_from_amax,
 )
@@ -29,7 +31,7 @@ from kernel_pytorch.ops.triton_launch import Place, launch
 from kernel_pytorch.precision.formats import FORMATS, Format
 
 _TILE = (16, 256)  # rows, columns; the fastest of those tried on an H200
-_WARPS = 4
+_WARPS, _TILES = 4, 4  # tiles below each other: a program works out the scale once
 _AMAX_TILE = (16, 256)
 _TILES_PER_PROGRAM = 4  # of the first reading: fewer programs compete for one number
 
@@ -38,18 +40,28 @@ _TILES_PER_PROGRAM = 4  # of the first reading: fewer programs compete for one n
 
 
 @triton.jit
-def sigmoids(gate):
-    """s = 1 / (1 + exp(-gate)) and 1 - s. exp sees no positive number and 1 - s is no difference."""
-    small = tl.exp(-tl.abs(gate))
-    larger = 1.0 / (1.0 + small)
+def sigmoids(gate, HARDWARE: tl.constexpr):
+    """s = 1 / (1 + exp(-gate)) and 1 - s. exp sees no positive number and 1 - s is no difference.
+
+    exp is a square: the GPU's instruction flushes subnormal numbers to zero, and the root is none.
+    """
+    halved = tl.abs(gate) * (-0.5 * 1.4426950408889634)
+    if HARDWARE:
+        root = tl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [halved], tl.float32, True, 1)
+        small = root * root
+        larger = tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [1.0 + small], tl.float32, True, 1)
+    else:
+        root = tl.exp2(halved)
+        small = root * root
+        larger = 1.0 / (1.0 + small)
     smaller = small * larger
     positive = gate >= 0.0
     return tl.where(positive, larger, smaller), tl.where(positive, smaller, larger)
 
 
 @triton.jit
-def _hidden(gates, ups):
-    sigmoid, _ = sigmoids(gates)
+def _hidden(gates, ups, HARDWARE: tl.constexpr):
+    sigmoid, _ = sigmoids(gates, HARDWARE)
     return gates * sigmoid * ups
 
 
@@ -100,7 +112,7 @@ def settle(
 @triton.jit
 def _amax(
     gate, up, amax, rows, columns, gate_row, gate_column, up_row, up_column,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILES: tl.constexpr,
+    HARDWARE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
     across = tl.cdiv(columns, COLUMNS)
     i, j = (tl.program_id(0) // across) * TILES, tl.program_id(0) % across
@@ -108,20 +120,19 @@ def _amax(
     for _ in range(TILES):
         gates = load_tile(gate, i, j, rows, columns, gate_row, gate_column, ROWS, COLUMNS)
         ups = load_tile(up, i, j, rows, columns, up_row, up_column, ROWS, COLUMNS)
-        h = _hidden(gates, ups)
+        h = _hidden(gates, ups, HARDWARE)
         largest = tl.maximum(largest, magnitudes(h))
         i += 1
     offer(amax, tl.max(largest))
 
 
 @triton.jit
-def _hidden_quarter(
-    gate, up, i, j, k, rows, columns, gate_row, gate_column, up_row, up_column,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
+def _hidden_quarter(i, j, k, rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr, arguments):
+    """A quarter of tile (i, j) of h, with its scale."""
+    gate, up, gate_row, gate_column, up_row, up_column, scale, HARDWARE = arguments
     gates = load_quarter(gate, i, j, k, rows, columns, gate_row, gate_column, ROWS, COLUMNS)
     ups = load_quarter(up, i, j, k, rows, columns, up_row, up_column, ROWS, COLUMNS)
-    return _hidden(gates, ups)
+    return _hidden(gates, ups, HARDWARE), scale
 
 
 @triton.jit
@@ -131,16 +142,21 @@ def _cast_tile(
     NAN: tl.constexpr, FNUZ: tl.constexpr, HARDWARE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Tile (i, j) of h in 8 bits; the largest of its finite magnitudes."""
-    strides = (gate_row, gate_column, up_row, up_column)
-    h_0 = _hidden_quarter(gate, up, i, j, 0, rows, columns, *strides, ROWS, COLUMNS)
-    h_1 = _hidden_quarter(gate, up, i, j, 1, rows, columns, *strides, ROWS, COLUMNS)
-    h_2 = _hidden_quarter(gate, up, i, j, 2, rows, columns, *strides, ROWS, COLUMNS)
-    h_3 = _hidden_quarter(gate, up, i, j, 3, rows, columns, *strides, ROWS, COLUMNS)
-    return emit(
-        h_0, h_1, h_2, h_3, scale, scale, scale, scale, data, data, counts, i, j, rows, columns,
-        True, False, False, False,
-        LARGEST, HALF_SMALLEST, MANTISSA, BIAS, NAN, FNUZ, HARDWARE, ROWS, COLUMNS,
+    arguments = (gate, up, gate_row, gate_column, up_row, up_column, scale, HARDWARE)
+    h_0, _ = _hidden_quarter(i, j, 0, rows, columns, ROWS, COLUMNS, arguments)
+    h_1, _ = _hidden_quarter(i, j, 1, rows, columns, ROWS, COLUMNS, arguments)
+    h_2, _ = _hidden_quarter(i, j, 2, rows, columns, ROWS, COLUMNS, arguments)
+    h_3, _ = _hidden_quarter(i, j, 3, rows, columns, ROWS, COLUMNS, arguments)
+    largest, odd = emit(
+        h_0, h_1, h_2, h_3, scale, scale, scale, scale, data, data, i, j, rows, columns,
+        True, False, False, LARGEST, MANTISSA, BIAS, NAN, FNUZ, HARDWARE, ROWS, COLUMNS,
     )  # fmt: skip
+    if odd:
+        largest = recount(
+            _hidden_quarter, arguments, data, data, counts, i, j, rows, columns,
+            True, False, False, HALF_SMALLEST, NAN, ROWS, COLUMNS,
+        )  # fmt: skip
+    return largest
 
 
 @triton.jit
@@ -150,15 +166,20 @@ def _cast(
     POWER_OF_TWO: tl.constexpr, HISTORY: tl.constexpr,
     LARGEST: tl.constexpr, HALF_SMALLEST: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr,
     NAN: tl.constexpr, FNUZ: tl.constexpr, HARDWARE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    TILES: tl.constexpr,
 ):  # fmt: skip
-    """One tile; with a HISTORY by its scale, leaving behind whether that was enough."""
+    """TILES tiles below each other; with a HISTORY by its scale, leaving behind whether that was enough."""
     across = tl.cdiv(columns, COLUMNS)
-    i, j = tl.program_id(0) // across, tl.program_id(0) % across
+    i, j = (tl.program_id(0) // across) * TILES, tl.program_id(0) % across
     scale = scale_to_try(amax, history, history_length, LARGEST, POWER_OF_TWO, HISTORY)
-    largest = _cast_tile(
-        gate, up, data, scale, counts, i, j, rows, columns, gate_row, gate_column, up_row, up_column,
-        LARGEST, HALF_SMALLEST, MANTISSA, BIAS, NAN, FNUZ, HARDWARE, ROWS, COLUMNS,
-    )  # fmt: skip
+    largest = scale * 0.0
+    for _ in range(TILES):
+        seen = _cast_tile(
+            gate, up, data, scale, counts, i, j, rows, columns, gate_row, gate_column, up_row, up_column,
+            LARGEST, HALF_SMALLEST, MANTISSA, BIAS, NAN, FNUZ, HARDWARE, ROWS, COLUMNS,
+        )  # fmt: skip
+        largest = tl.maximum(largest, seen)
+        i += 1
     if HISTORY > 0:
         offer(amax, largest)
     elif tl.program_id(0) == 0:
@@ -192,7 +213,7 @@ def _settle(
             )  # fmt: skip
             gates = load_tile(gate, i, j, rows, columns, gate_row, gate_column, ROWS, COLUMNS)
             ups = load_tile(up, i, j, rows, columns, up_row, up_column, ROWS, COLUMNS)
-            count_outgrown(final_counts, _hidden(gates, ups), before, LARGEST, POWER_OF_TWO)
+            count_outgrown(final_counts, _hidden(gates, ups, HARDWARE), before, LARGEST, POWER_OF_TWO)
 
 
 # Launching.
@@ -251,6 +272,7 @@ def forward(
             rows,
             columns,
             *strides,
+            HARDWARE=hardware_encodes(device, chosen),
             ROWS=height,
             COLUMNS=width,
             TILES=_TILES_PER_PROGRAM,
@@ -265,10 +287,10 @@ def forward(
         "num_warps": _WARPS,
         **encoding(device, chosen),
     }
-    tiles = -(-rows // height) * -(-columns // width)
+    across = -(-columns // width)
     launch(
         _cast,
-        (tiles,),
+        (-(-rows // (height * _TILES)) * across,),
         key,
         gate,
         up,
@@ -282,12 +304,13 @@ def forward(
         columns,
         *strides,
         next_history.shape[0],
+        TILES=_TILES,
         **constants,
     )
     if history is not None:
         launch(
             _settle,
-            (min(tiles, 4 * device.compute_units),),
+            (min(-(-rows // height) * across, 4 * device.compute_units),),
             key,
             gate,
             up,
