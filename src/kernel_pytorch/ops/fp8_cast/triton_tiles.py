@@ -78,15 +78,19 @@ def is_finite(x):
     return tl.abs(x) < float("inf")
 
 
+# Quotients as they are defined, from one that may be a few units off: a correctly rounded division branches, and what
+# a kernel loads would wait for it. Products of two float32 numbers are exact in float64.
+
+
 @triton.jit
 def scale_from_amax(amax, LARGEST: tl.constexpr, POWER_OF_TWO: tl.constexpr):
-    """The largest float32 s with s * amax <= largest, at most 2^126; 1 where amax is 0.
-
-    The nearest float32 to the quotient, or the one below it: their products with amax are exact in float64.
-    """
-    scale = tl.div_rn(amax * 0.0 + LARGEST, tl.maximum(amax, LARGEST * 2.0**-126))
+    """The largest float32 s with s * amax <= largest, at most 2^126; 1 where amax is 0."""
+    magnitude = tl.maximum(amax, LARGEST * 2.0**-126)
+    near = (LARGEST / magnitude).to(tl.float64)
+    exact = magnitude.to(tl.float64)
+    scale = (near + (LARGEST - near * exact) * (near * (1.0 / LARGEST))).to(tl.float32)
     bits = scale.to(tl.int32, bitcast=True)
-    bits = tl.where(scale.to(tl.float64) * amax.to(tl.float64) > LARGEST, bits - 1, bits)
+    bits = tl.where(scale.to(tl.float64) * exact > LARGEST, bits - 1, bits)
     if POWER_OF_TWO:
         bits = bits & 0x7F800000
     return tl.where(amax == 0.0, 1.0, bits.to(tl.float32, bitcast=True))
@@ -94,7 +98,12 @@ def scale_from_amax(amax, LARGEST: tl.constexpr, POWER_OF_TWO: tl.constexpr):
 
 @triton.jit
 def reciprocal(scale):
-    return tl.div_rn(scale * 0.0 + 1.0, scale)
+    """The float32 number nearest to it."""
+    exact = scale.to(tl.float64)
+    near = (1.0 / scale).to(tl.float64)
+    near += near * (1.0 - near * exact)
+    near += near * (1.0 - near * exact)
+    return near.to(tl.float32)
 
 
 @triton.jit

@@ -39,7 +39,7 @@ from kernel_pytorch.ops.triton_launch import Place, launch
 from kernel_pytorch.precision.formats import FORMATS
 
 _TILE = (32, 64)  # rows, columns; the fastest of those tried on an H200
-_WARPS, _TILES = 4, 4  # tiles below each other: a program works out the scales once
+_WARPS = 4
 _AMAX_TILE = (16, 256)
 _TILES_PER_PROGRAM = 4  # of the first reading: fewer programs compete for one number
 
@@ -55,7 +55,7 @@ def _gradients(upstream, gates, ups, HARDWARE: tl.constexpr):
 @triton.jit
 def _quarter_gradients(i, j, k, rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr, arguments):
     """dgate, dup and h of a quarter of tile (i, j)."""
-    matrices, _ = arguments
+    _, matrices = arguments
     dh, gate, up, dh_row, dh_column, gate_row, gate_column, up_row, up_column, HARDWARE = matrices
     upstream = load_quarter(dh, i, j, k, rows, columns, dh_row, dh_column, ROWS, COLUMNS)
     gates = load_quarter(gate, i, j, k, rows, columns, gate_row, gate_column, ROWS, COLUMNS)
@@ -65,12 +65,12 @@ def _quarter_gradients(i, j, k, rows, columns, ROWS: tl.constexpr, COLUMNS: tl.c
 
 @triton.jit
 def _quarter_of_dgate(i, j, k, rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr, arguments):
-    return _quarter_gradients(i, j, k, rows, columns, ROWS, COLUMNS, arguments)[0], arguments[1]
+    return _quarter_gradients(i, j, k, rows, columns, ROWS, COLUMNS, arguments)[0], arguments[0]
 
 
 @triton.jit
 def _quarter_of_dup(i, j, k, rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr, arguments):
-    return _quarter_gradients(i, j, k, rows, columns, ROWS, COLUMNS, arguments)[1], arguments[1]
+    return _quarter_gradients(i, j, k, rows, columns, ROWS, COLUMNS, arguments)[1], arguments[0]
 
 
 @triton.jit
@@ -102,7 +102,7 @@ def _gradient_tile(
     NAN: tl.constexpr, FNUZ: tl.constexpr, HARDWARE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """A tile of one gradient; the largest of its finite magnitudes."""
-    scale = arguments[1]
+    scale = arguments[0]
     largest, odd = emit(
         v_0, v_1, v_2, v_3, scale, scale, scale, scale, data, data_t, i, j, rows, columns,
         True, True, WORDS, LARGEST, MANTISSA, BIAS, NAN, FNUZ, HARDWARE, ROWS, COLUMNS,
@@ -125,41 +125,35 @@ def _cast(
     H_FNUZ: tl.constexpr, H_HARDWARE: tl.constexpr,
     LARGEST: tl.constexpr, HALF_SMALLEST: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr,
     NAN: tl.constexpr, FNUZ: tl.constexpr, HARDWARE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    TILES: tl.constexpr,
 ):  # fmt: skip
-    """TILES tiles below each other of all matrices; with a HISTORY by its scales, finding the amaxes."""
+    """One tile of all matrices; with a HISTORY by its scales, finding the amaxes."""
     across = tl.cdiv(columns, COLUMNS)
-    i, j = (tl.program_id(0) // across) * TILES, tl.program_id(0) % across
+    i, j = tl.program_id(0) // across, tl.program_id(0) % across
+    matrices = (dh, gate, up, dh_row, dh_column, gate_row, gate_column, up_row, up_column, HARDWARE)
+    # Loaded before the scales are known: neither waits for the other.
+    g_0, u_0, h_0 = _quarter_gradients(i, j, 0, rows, columns, ROWS, COLUMNS, (1.0, matrices))
+    g_1, u_1, h_1 = _quarter_gradients(i, j, 1, rows, columns, ROWS, COLUMNS, (1.0, matrices))
+    g_2, u_2, h_2 = _quarter_gradients(i, j, 2, rows, columns, ROWS, COLUMNS, (1.0, matrices))
+    g_3, u_3, h_3 = _quarter_gradients(i, j, 3, rows, columns, ROWS, COLUMNS, (1.0, matrices))
     dgate_scale = scale_to_try(amax, gate_history, history_length, LARGEST, POWER_OF_TWO, HISTORY)
     dup_scale = scale_to_try(amax + 1, up_history, history_length, LARGEST, POWER_OF_TWO, HISTORY)
     h_scale = reciprocal(tl.load(h_inverse)) if WITH_H else 1.0
-    matrices = (dh, gate, up, dh_row, dh_column, gate_row, gate_column, up_row, up_column, HARDWARE)
-    dgate_seen, dup_seen = dgate_scale * 0.0, dup_scale * 0.0
-    for _ in range(TILES):
-        of_dgate, of_dup = (matrices, dgate_scale), (matrices, dup_scale)
-        g_0, u_0, h_0 = _quarter_gradients(i, j, 0, rows, columns, ROWS, COLUMNS, of_dgate)
-        g_1, u_1, h_1 = _quarter_gradients(i, j, 1, rows, columns, ROWS, COLUMNS, of_dgate)
-        g_2, u_2, h_2 = _quarter_gradients(i, j, 2, rows, columns, ROWS, COLUMNS, of_dgate)
-        g_3, u_3, h_3 = _quarter_gradients(i, j, 3, rows, columns, ROWS, COLUMNS, of_dgate)
-        if WITH_H:
-            # The forward has counted what is lost here; an h that is not finite must be NaN again.
-            words = encode_words(
-                nan_unless(is_finite(h_0), h_0 * h_scale), nan_unless(is_finite(h_1), h_1 * h_scale),
-                nan_unless(is_finite(h_2), h_2 * h_scale), nan_unless(is_finite(h_3), h_3 * h_scale),
-                H_LARGEST, H_MANTISSA, H_BIAS, H_NAN, H_FNUZ, H_HARDWARE,
-            )  # fmt: skip
-            store_turned(h_t, words, i, j, rows, columns, WORDS, ROWS, COLUMNS)
-        seen = _gradient_tile(
-            _quarter_of_dgate, of_dgate, g_0, g_1, g_2, g_3, dgate_data, dgate_t, counts, i, j, rows, columns,
-            WORDS, LARGEST, HALF_SMALLEST, MANTISSA, BIAS, NAN, FNUZ, HARDWARE, ROWS, COLUMNS,
+    if WITH_H:
+        # The forward has counted what is lost here; an h that is not finite must be NaN again.
+        words = encode_words(
+            nan_unless(is_finite(h_0), h_0 * h_scale), nan_unless(is_finite(h_1), h_1 * h_scale),
+            nan_unless(is_finite(h_2), h_2 * h_scale), nan_unless(is_finite(h_3), h_3 * h_scale),
+            H_LARGEST, H_MANTISSA, H_BIAS, H_NAN, H_FNUZ, H_HARDWARE,
         )  # fmt: skip
-        dgate_seen = tl.maximum(dgate_seen, seen)
-        seen = _gradient_tile(
-            _quarter_of_dup, of_dup, u_0, u_1, u_2, u_3, dup_data, dup_t, counts + 3, i, j, rows, columns,
-            WORDS, LARGEST, HALF_SMALLEST, MANTISSA, BIAS, NAN, FNUZ, HARDWARE, ROWS, COLUMNS,
-        )  # fmt: skip
-        dup_seen = tl.maximum(dup_seen, seen)
-        i += 1
+        store_turned(h_t, words, i, j, rows, columns, WORDS, ROWS, COLUMNS)
+    dgate_seen = _gradient_tile(
+        _quarter_of_dgate, (dgate_scale, matrices), g_0, g_1, g_2, g_3, dgate_data, dgate_t, counts, i, j, rows, columns,
+        WORDS, LARGEST, HALF_SMALLEST, MANTISSA, BIAS, NAN, FNUZ, HARDWARE, ROWS, COLUMNS,
+    )  # fmt: skip
+    dup_seen = _gradient_tile(
+        _quarter_of_dup, (dup_scale, matrices), u_0, u_1, u_2, u_3, dup_data, dup_t, counts + 3, i, j, rows, columns,
+        WORDS, LARGEST, HALF_SMALLEST, MANTISSA, BIAS, NAN, FNUZ, HARDWARE, ROWS, COLUMNS,
+    )  # fmt: skip
     if HISTORY > 0:
         offer(amax, dgate_seen)
         offer(amax + 1, dup_seen)
@@ -216,13 +210,13 @@ def _settle(
             i, j = tile // across, tile % across
             if dgate_again:
                 _again(
-                    _quarter_of_dgate, (matrices, dgate_scale), dgate_data, dgate_t, dgate_before, final_counts,
+                    _quarter_of_dgate, (dgate_scale, matrices), dgate_data, dgate_t, dgate_before, final_counts,
                     i, j, rows, columns, WORDS, POWER_OF_TWO,
                     LARGEST, HALF_SMALLEST, MANTISSA, BIAS, NAN, FNUZ, HARDWARE, ROWS, COLUMNS,
                 )  # fmt: skip
             if dup_again:
                 _again(
-                    _quarter_of_dup, (matrices, dup_scale), dup_data, dup_t, dup_before, final_counts + 3,
+                    _quarter_of_dup, (dup_scale, matrices), dup_data, dup_t, dup_before, final_counts + 3,
                     i, j, rows, columns, WORDS, POWER_OF_TWO,
                     LARGEST, HALF_SMALLEST, MANTISSA, BIAS, NAN, FNUZ, HARDWARE, ROWS, COLUMNS,
                 )  # fmt: skip
@@ -298,7 +292,7 @@ def forward(
     down, across = -(-rows // height), -(-columns // width)
     launch(
         _cast,
-        (-(-rows // (height * _TILES)) * across,),
+        (down * across,),
         key,
         dh,
         gate,
@@ -320,7 +314,6 @@ def forward(
         *strides,
         length,
         WITH_H=h_inverse is not None,
-        TILES=_TILES,
         **of_h,
         **constants,
     )

@@ -31,7 +31,7 @@ from kernel_pytorch.ops.triton_launch import Place, launch
 from kernel_pytorch.precision.formats import FORMATS, Format
 
 _TILE = (16, 256)  # rows, columns; the fastest of those tried on an H200
-_WARPS, _TILES = 4, 4  # tiles below each other: a program works out the scale once
+_WARPS = 4
 _AMAX_TILE = (16, 256)
 _TILES_PER_PROGRAM = 4  # of the first reading: fewer programs compete for one number
 
@@ -129,24 +129,31 @@ def _amax(
 @triton.jit
 def _hidden_quarter(i, j, k, rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr, arguments):
     """A quarter of tile (i, j) of h, with its scale."""
-    gate, up, gate_row, gate_column, up_row, up_column, scale, HARDWARE = arguments
+    scale, matrices = arguments
+    gate, up, gate_row, gate_column, up_row, up_column, HARDWARE = matrices
     gates = load_quarter(gate, i, j, k, rows, columns, gate_row, gate_column, ROWS, COLUMNS)
     ups = load_quarter(up, i, j, k, rows, columns, up_row, up_column, ROWS, COLUMNS)
     return _hidden(gates, ups, HARDWARE), scale
 
 
 @triton.jit
-def _cast_tile(
-    gate, up, data, scale, counts, i, j, rows, columns, gate_row, gate_column, up_row, up_column,
-    LARGEST: tl.constexpr, HALF_SMALLEST: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr,
-    NAN: tl.constexpr, FNUZ: tl.constexpr, HARDWARE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
-    """Tile (i, j) of h in 8 bits; the largest of its finite magnitudes."""
-    arguments = (gate, up, gate_row, gate_column, up_row, up_column, scale, HARDWARE)
+def _hidden_quarters(i, j, rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr, arguments):
+    """All of tile (i, j) of h."""
     h_0, _ = _hidden_quarter(i, j, 0, rows, columns, ROWS, COLUMNS, arguments)
     h_1, _ = _hidden_quarter(i, j, 1, rows, columns, ROWS, COLUMNS, arguments)
     h_2, _ = _hidden_quarter(i, j, 2, rows, columns, ROWS, COLUMNS, arguments)
     h_3, _ = _hidden_quarter(i, j, 3, rows, columns, ROWS, COLUMNS, arguments)
+    return h_0, h_1, h_2, h_3
+
+
+@triton.jit
+def _cast_tile(
+    h_0, h_1, h_2, h_3, arguments, data, counts, i, j, rows, columns,
+    LARGEST: tl.constexpr, HALF_SMALLEST: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr,
+    NAN: tl.constexpr, FNUZ: tl.constexpr, HARDWARE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Tile (i, j) of h in 8 bits; the largest of its finite magnitudes."""
+    scale = arguments[0]
     largest, odd = emit(
         h_0, h_1, h_2, h_3, scale, scale, scale, scale, data, data, i, j, rows, columns,
         True, False, False, LARGEST, MANTISSA, BIAS, NAN, FNUZ, HARDWARE, ROWS, COLUMNS,
@@ -166,20 +173,18 @@ def _cast(
     POWER_OF_TWO: tl.constexpr, HISTORY: tl.constexpr,
     LARGEST: tl.constexpr, HALF_SMALLEST: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr,
     NAN: tl.constexpr, FNUZ: tl.constexpr, HARDWARE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    TILES: tl.constexpr,
 ):  # fmt: skip
-    """TILES tiles below each other; with a HISTORY by its scale, leaving behind whether that was enough."""
+    """One tile; with a HISTORY by its scale, leaving behind whether that was enough."""
     across = tl.cdiv(columns, COLUMNS)
-    i, j = (tl.program_id(0) // across) * TILES, tl.program_id(0) % across
+    i, j = tl.program_id(0) // across, tl.program_id(0) % across
+    matrices = (gate, up, gate_row, gate_column, up_row, up_column, HARDWARE)
+    # Loaded before the scale is known: neither waits for the other.
+    h_0, h_1, h_2, h_3 = _hidden_quarters(i, j, rows, columns, ROWS, COLUMNS, (1.0, matrices))
     scale = scale_to_try(amax, history, history_length, LARGEST, POWER_OF_TWO, HISTORY)
-    largest = scale * 0.0
-    for _ in range(TILES):
-        seen = _cast_tile(
-            gate, up, data, scale, counts, i, j, rows, columns, gate_row, gate_column, up_row, up_column,
-            LARGEST, HALF_SMALLEST, MANTISSA, BIAS, NAN, FNUZ, HARDWARE, ROWS, COLUMNS,
-        )  # fmt: skip
-        largest = tl.maximum(largest, seen)
-        i += 1
+    largest = _cast_tile(
+        h_0, h_1, h_2, h_3, (scale, matrices), data, counts, i, j, rows, columns,
+        LARGEST, HALF_SMALLEST, MANTISSA, BIAS, NAN, FNUZ, HARDWARE, ROWS, COLUMNS,
+    )  # fmt: skip
     if HISTORY > 0:
         offer(amax, largest)
     elif tl.program_id(0) == 0:
@@ -202,18 +207,20 @@ def _settle(
     if tl.program_id(0) == 0:
         tl.store(final_amax, tl.load(amax).to(tl.float32, bitcast=True))
     if again:
+        arguments = (scale, (gate, up, gate_row, gate_column, up_row, up_column, HARDWARE))
         across = tl.cdiv(columns, COLUMNS)
         tiles = across * tl.cdiv(rows, ROWS)
         for step in range(tl.cdiv(tiles - tl.program_id(0), tl.num_programs(0))):
             tile = tl.program_id(0) + step * tl.num_programs(0)
             i, j = tile // across, tile % across
+            h_0, h_1, h_2, h_3 = _hidden_quarters(i, j, rows, columns, ROWS, COLUMNS, arguments)
             _cast_tile(
-                gate, up, data, scale, final_counts, i, j, rows, columns, gate_row, gate_column, up_row, up_column,
+                h_0, h_1, h_2, h_3, arguments, data, final_counts, i, j, rows, columns,
                 LARGEST, HALF_SMALLEST, MANTISSA, BIAS, NAN, FNUZ, HARDWARE, ROWS, COLUMNS,
             )  # fmt: skip
-            gates = load_tile(gate, i, j, rows, columns, gate_row, gate_column, ROWS, COLUMNS)
-            ups = load_tile(up, i, j, rows, columns, up_row, up_column, ROWS, COLUMNS)
-            count_outgrown(final_counts, _hidden(gates, ups, HARDWARE), before, LARGEST, POWER_OF_TWO)
+            for k in range(4):
+                values, _ = _hidden_quarter(i, j, k, rows, columns, ROWS, COLUMNS, arguments)
+                count_outgrown(final_counts, values, before, LARGEST, POWER_OF_TWO)
 
 
 # Launching.
@@ -287,10 +294,10 @@ def forward(
         "num_warps": _WARPS,
         **encoding(device, chosen),
     }
-    across = -(-columns // width)
+    tiles = -(-rows // height) * -(-columns // width)
     launch(
         _cast,
-        (-(-rows // (height * _TILES)) * across,),
+        (tiles,),
         key,
         gate,
         up,
@@ -304,13 +311,12 @@ def forward(
         columns,
         *strides,
         next_history.shape[0],
-        TILES=_TILES,
         **constants,
     )
     if history is not None:
         launch(
             _settle,
-            (min(-(-rows // height) * across, 4 * device.compute_units),),
+            (min(tiles, 4 * device.compute_units),),
             key,
             gate,
             up,
