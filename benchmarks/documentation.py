@@ -52,7 +52,7 @@ class Collector:
     def pytest_collection_modifyitems(self, items: list[Any]) -> None:
         """Sybil's own account of an error fails where it has no frame but the block's own."""
         for item in items:
-            item.repr_failure = lambda error, style=None: "".join(traceback.format_exception(error.value))
+            item.repr_failure = lambda error, _=None: "".join(traceback.format_exception(error.value))
 
     def fence(self, item: Any) -> Fence | None:
         """The block that a test is of; None for a directive such as a skip."""

@@ -23,6 +23,7 @@ from kernel_pytorch.ops.fp8_cast.triton_tiles import (
     add_count,
     add_numbers,
     cast_tile,
+    counted,
     emit,
     encoding,
     largest_remembered,
@@ -33,7 +34,6 @@ from kernel_pytorch.ops.fp8_cast.triton_tiles import (
     offer,
     quarter_with_scale,
     reciprocal,
-    recount,
     remember,
     scale_from_amax,
 )
@@ -41,10 +41,11 @@ from kernel_pytorch.ops.triton_launch import Place, Ready, current_stream, launc
 from kernel_pytorch.precision.formats import FORMATS
 
 # Rows, columns and warps of a tile: the fastest of those tried on an H200.
-_TILE = (64, 128, 4)
-_ROW_TILE = (32, 128, 4)
+_TILE = (32, 128, 4)
+_ROW_TILE = (64, 64, 4)
 _PART_TILE = (128, 128, 8)  # a block of the definition
-_AMAX_TILE = (8, 1024, 8, 8)  # and how many of them below each other
+_AMAX_TILE = (8, 1024, 8, 8)
+_ROW_AMAX_TILE = (16, 256, 4, 8)  # and how many of them below each other
 
 
 # The first reading.
@@ -239,7 +240,7 @@ def _cast_parts(
         s_1 = _scale_of_quarter(v_1, row_scale, inverse, i, j, 1, rows, BLOCKS, LARGEST, POWER_OF_TWO, ROWS)
         s_2 = _scale_of_quarter(v_2, row_scale, inverse, i, j, 2, rows, BLOCKS, LARGEST, POWER_OF_TWO, ROWS)
         s_3 = _scale_of_quarter(v_3, row_scale, inverse, i, j, 3, rows, BLOCKS, LARGEST, POWER_OF_TWO, ROWS)
-        _, odd = emit(
+        found = emit(
             v_0, v_1, v_2, v_3, s_0, s_1, s_2, s_3, data, data_t, i, j, rows, columns,
             True, False, WORDS, LARGEST, MANTISSA, BIAS, NAN, FNUZ, HARDWARE, ROWS, COLUMNS,
         )  # fmt: skip
@@ -251,20 +252,19 @@ def _cast_parts(
                 scale_t = tl.load(row_scale + rows + column, mask=column < columns, other=0)
                 scale_t = scale_t.to(tl.float32, bitcast=True)
             s_t = scale_t[None, :]
-            _, odd_t = emit(
+            found_t = emit(
                 v_0, v_1, v_2, v_3, s_t, s_t, s_t, s_t, data, data_t, i, j, rows, columns,
                 False, True, WORDS, LARGEST, MANTISSA, BIAS, NAN, FNUZ, HARDWARE, ROWS, COLUMNS,
             )  # fmt: skip
-            if odd_t:
-                recount(
-                    quarter_with_scale, (x, row_stride, column_stride, s_t), data, data_t, counts + COPY, i, j,
-                    rows, columns, False, True, False, HALF_SMALLEST, NAN, ROWS, COLUMNS,
-                )  # fmt: skip
-        if odd:
-            recount(
-                _quarter_by_row, (x, row_stride, column_stride, row_scale, inverse, BLOCKS, LARGEST, POWER_OF_TWO),
-                data, data_t, counts, i, j, rows, columns, True, False, False, HALF_SMALLEST, NAN, ROWS, COLUMNS,
+            counted(
+                found_t, quarter_with_scale, (x, row_stride, column_stride, s_t), data, data_t, counts + COPY, i, j,
+                rows, columns, False, True, False, HALF_SMALLEST, NAN, ROWS, COLUMNS,
             )  # fmt: skip
+        arguments = (x, row_stride, column_stride, row_scale, inverse, BLOCKS, LARGEST, POWER_OF_TWO)
+        counted(
+            found, _quarter_by_row, arguments, data, data_t, counts, i, j, rows, columns,
+            True, False, False, HALF_SMALLEST, NAN, ROWS, COLUMNS,
+        )  # fmt: skip
 
 
 # Launching.
@@ -346,7 +346,7 @@ class PreparedCast:
         # Each kernel with its grid and constants.
         self.launches: list[tuple[Any, tuple[int], dict[str, Any]]] = []
         if length == 0 and (whole or by_row):
-            height, width, warps, below = _AMAX_TILE
+            height, width, warps, below = _ROW_AMAX_TILE if by_row else _AMAX_TILE
             read = {"BY_ROW": by_row, "BY_COLUMN": by_row and transposed}
             grid = -(-rows // (height * below)) * -(-columns // width)
             tile = {"ROWS": height, "COLUMNS": width, "TILES": below, "num_warps": warps}

@@ -3,8 +3,10 @@
 What tiles find out together, the largest magnitudes and the counts, they add to one small buffer that starts as
 zeros: magnitudes as the bit patterns of floats, which are ordered as the numbers are.
 
-Telling apart what is lost takes more instructions than the cast. So a tile is cast as if all were well, four codes
-at a time are looked at for a zero or a NaN, and only a tile with one, or an infinity, is read again to be counted.
+Telling apart what is lost takes more instructions than the cast. So a tile is cast as if all were well, and four
+codes at a time are looked at. In the format with the short range some numbers of most tiles become zeros: zeros are
+counted, unless one was a zero before. Only a tile with such a one or with a NaN or an infinity (in the long range:
+with any zero) is read again to be counted number by number.
 """
 
 from __future__ import annotations
@@ -130,10 +132,11 @@ COPY: tl.constexpr = tl.constexpr(4)
 @triton.jit
 def add_count(counts, count, TURNED: tl.constexpr):
     """Most often there is nothing to add, and nobody to wait for."""
+    count = tl.full((), 0, tl.int64) + count
     if count > 0:
-        tl.atomic_add(counts, count.to(tl.int64), sem="relaxed")
+        tl.atomic_add(counts, count, sem="relaxed")
         if TURNED:
-            tl.atomic_add(counts + COPY, count.to(tl.int64), sem="relaxed")
+            tl.atomic_add(counts + COPY, count, sem="relaxed")
 
 
 @triton.jit
@@ -210,11 +213,15 @@ def store_plain(data, words, i, j, rows, columns, ROWS: tl.constexpr, COLUMNS: t
 
 
 @triton.jit
-def suspicious(word):
-    """Not zero for words with a code that is a zero or, apart from its sign, all ones, as a NaN is."""
-    magnitude = word & 0x7F7F7F7F
-    # The top bit of a byte: set in the first sum unless the byte is zero, in the second where it is all ones.
-    return (((magnitude + 0x7F7F7F7F) ^ 0x80808080) | (magnitude + 0x01010101)) & 0x80808080
+def zeros_in(word):
+    """The top bit of each byte of a word that is a zero but for its sign."""
+    return (((word & 0x7F7F7F7F) + 0x7F7F7F7F) & 0x80808080) ^ 0x80808080
+
+
+@triton.jit
+def ones_in(word):
+    """The top bit of each byte of a word that is all ones but for its sign, as a NaN is."""
+    return ((word & 0x7F7F7F7F) + 0x01010101) & 0x80808080
 
 
 @triton.jit
@@ -248,8 +255,8 @@ def emit(
 ):  # fmt: skip
     """Cast and store the quarters of tile (i, j), each with its scales.
 
-    Returns the largest magnitude, and whether it is none but ``recount`` must have a look: something may be lost, or
-    not finite.
+    Returns what ``counted`` takes: the largest magnitude, whether it is none but ``recount`` must have a look, and
+    how many numbers became zeros.
     """
     words = encode_words(
         v_0 * s_0, v_1 * s_1, v_2 * s_2, v_3 * s_3, LARGEST, MANTISSA, BIAS, NAN, FNUZ, HARDWARE
@@ -259,10 +266,41 @@ def emit(
     if TURNED:
         store_turned(data_t, words, i, j, rows, columns, WORDS, ROWS, COLUMNS)
     seen = tl.maximum(tl.maximum(tl.abs(v_0), tl.abs(v_1)), tl.maximum(tl.abs(v_2), tl.abs(v_3)))
+    if MANTISSA == 3:
+        least = tl.minimum(tl.minimum(tl.abs(v_0), tl.abs(v_1)), tl.minimum(tl.abs(v_2), tl.abs(v_3)))
+        suspicious = (ones_in(words) != 0) | (least == 0.0)
+        underflowed = tl.sum(tl.sum(_bytes(zeros_in(words)), axis=1), axis=0)
+    else:
+        suspicious = (zeros_in(words) | ones_in(words)) != 0
+        underflowed = 0
     # One reduction for both: what is suspicious counts as larger than any number.
-    flagged = tl.where(suspicious(words) != 0, 0x7FFFFFFF, seen.to(tl.int32, bitcast=True))
+    flagged = tl.where(suspicious, 0x7FFFFFFF, seen.to(tl.int32, bitcast=True))
     largest = tl.max(tl.max(flagged, axis=1), axis=0)
-    return largest.to(tl.float32, bitcast=True), largest >= 0x7F800000
+    return largest.to(tl.float32, bitcast=True), largest >= 0x7F800000, underflowed
+
+
+@triton.jit
+def _bytes(word):
+    """How many bytes of a word have their top bit set, where no other bit is."""
+    return (((word >> 7) * 0x01010101) >> 24).to(tl.int32)
+
+
+@triton.jit
+def counted(
+    found, quarter: tl.constexpr, arguments, data, data_t, counts, i, j, rows, columns,
+    PLAIN: tl.constexpr, TURNED: tl.constexpr, BOTH: tl.constexpr, HALF_SMALLEST: tl.constexpr, NAN: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """After ``emit``: counts what was lost in tile (i, j); the largest of its finite magnitudes."""
+    largest, odd, underflowed = found
+    if odd:
+        largest = recount(
+            quarter, arguments, data, data_t, counts, i, j, rows, columns,
+            PLAIN, TURNED, BOTH, HALF_SMALLEST, NAN, ROWS, COLUMNS,
+        )  # fmt: skip
+    else:
+        add_count(counts + 1, underflowed, BOTH)
+    return largest
 
 
 @triton.jit
@@ -328,16 +366,14 @@ def cast_tile(
 
     Whoever works out the scale loads the tile before: neither then waits for the other.
     """
-    largest, odd = emit(
+    found = emit(
         v_0, v_1, v_2, v_3, scale, scale, scale, scale, data, data_t, i, j, rows, columns,
         True, TURNED, WORDS, LARGEST, MANTISSA, BIAS, NAN, FNUZ, HARDWARE, ROWS, COLUMNS,
     )  # fmt: skip
-    if odd:
-        largest = recount(
-            quarter_with_scale, (x, row_stride, column_stride, scale), data, data_t, counts, i, j, rows, columns,
-            True, TURNED, BOTH, HALF_SMALLEST, NAN, ROWS, COLUMNS,
-        )  # fmt: skip
-    return largest
+    return counted(
+        found, quarter_with_scale, (x, row_stride, column_stride, scale), data, data_t, counts, i, j, rows, columns,
+        True, TURNED, BOTH, HALF_SMALLEST, NAN, ROWS, COLUMNS,
+    )  # fmt: skip
 
 
 @triton.jit

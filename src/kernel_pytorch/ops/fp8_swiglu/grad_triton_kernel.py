@@ -14,6 +14,7 @@ import triton.language as tl
 
 from kernel_pytorch.hardware_abstraction.device import Device
 from kernel_pytorch.ops.fp8_cast.triton_tiles import (
+    counted,
     emit,
     encode_words,
     encoding,
@@ -25,7 +26,6 @@ from kernel_pytorch.ops.fp8_cast.triton_tiles import (
     nan_unless,
     offer,
     reciprocal,
-    recount,
     store_turned,
 )
 from kernel_pytorch.ops.fp8_swiglu.triton_kernel import (
@@ -95,27 +95,6 @@ def _amax(
 
 
 @triton.jit
-def _gradient_tile(
-    quarter: tl.constexpr, arguments, v_0, v_1, v_2, v_3, data, data_t, counts, i, j, rows, columns,
-    WORDS: tl.constexpr,
-    LARGEST: tl.constexpr, HALF_SMALLEST: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr,
-    NAN: tl.constexpr, FNUZ: tl.constexpr, HARDWARE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
-    """A tile of one gradient; the largest of its finite magnitudes."""
-    scale = arguments[0]
-    largest, odd = emit(
-        v_0, v_1, v_2, v_3, scale, scale, scale, scale, data, data_t, i, j, rows, columns,
-        True, True, WORDS, LARGEST, MANTISSA, BIAS, NAN, FNUZ, HARDWARE, ROWS, COLUMNS,
-    )  # fmt: skip
-    if odd:
-        largest = recount(
-            quarter, arguments, data, data_t, counts, i, j, rows, columns,
-            True, True, False, HALF_SMALLEST, NAN, ROWS, COLUMNS,
-        )  # fmt: skip
-    return largest
-
-
-@triton.jit
 def _cast(
     dh, gate, up, h_inverse, dgate_data, dgate_t, dgate_inverse, dup_data, dup_t, dup_inverse, h_t,
     amax, counts, gate_history, up_history,
@@ -146,13 +125,22 @@ def _cast(
             H_LARGEST, H_MANTISSA, H_BIAS, H_NAN, H_FNUZ, H_HARDWARE,
         )  # fmt: skip
         store_turned(h_t, words, i, j, rows, columns, WORDS, ROWS, COLUMNS)
-    dgate_seen = _gradient_tile(
-        _quarter_of_dgate, (dgate_scale, matrices), g_0, g_1, g_2, g_3, dgate_data, dgate_t, counts, i, j, rows, columns,
-        WORDS, LARGEST, HALF_SMALLEST, MANTISSA, BIAS, NAN, FNUZ, HARDWARE, ROWS, COLUMNS,
+    # All is cast before anything is looked at again, so that its numbers need not be kept.
+    dgate_found = emit(
+        g_0, g_1, g_2, g_3, dgate_scale, dgate_scale, dgate_scale, dgate_scale, dgate_data, dgate_t,
+        i, j, rows, columns, True, True, WORDS, LARGEST, MANTISSA, BIAS, NAN, FNUZ, HARDWARE, ROWS, COLUMNS,
     )  # fmt: skip
-    dup_seen = _gradient_tile(
-        _quarter_of_dup, (dup_scale, matrices), u_0, u_1, u_2, u_3, dup_data, dup_t, counts + 3, i, j, rows, columns,
-        WORDS, LARGEST, HALF_SMALLEST, MANTISSA, BIAS, NAN, FNUZ, HARDWARE, ROWS, COLUMNS,
+    dup_found = emit(
+        u_0, u_1, u_2, u_3, dup_scale, dup_scale, dup_scale, dup_scale, dup_data, dup_t,
+        i, j, rows, columns, True, True, WORDS, LARGEST, MANTISSA, BIAS, NAN, FNUZ, HARDWARE, ROWS, COLUMNS,
+    )  # fmt: skip
+    dgate_seen = counted(
+        dgate_found, _quarter_of_dgate, (dgate_scale, matrices), dgate_data, dgate_t, counts, i, j, rows, columns,
+        True, True, False, HALF_SMALLEST, NAN, ROWS, COLUMNS,
+    )  # fmt: skip
+    dup_seen = counted(
+        dup_found, _quarter_of_dup, (dup_scale, matrices), dup_data, dup_t, counts + 3, i, j, rows, columns,
+        True, True, False, HALF_SMALLEST, NAN, ROWS, COLUMNS,
     )  # fmt: skip
     if HISTORY > 0:
         offer(amax, dgate_seen)
@@ -174,9 +162,14 @@ def _again(
     v_1, _ = quarter(i, j, 1, rows, columns, ROWS, COLUMNS, arguments)
     v_2, _ = quarter(i, j, 2, rows, columns, ROWS, COLUMNS, arguments)
     v_3, _ = quarter(i, j, 3, rows, columns, ROWS, COLUMNS, arguments)
-    _gradient_tile(
-        quarter, arguments, v_0, v_1, v_2, v_3, data, data_t, counts, i, j, rows, columns,
-        WORDS, LARGEST, HALF_SMALLEST, MANTISSA, BIAS, NAN, FNUZ, HARDWARE, ROWS, COLUMNS,
+    scale = arguments[0]
+    found = emit(
+        v_0, v_1, v_2, v_3, scale, scale, scale, scale, data, data_t, i, j, rows, columns,
+        True, True, WORDS, LARGEST, MANTISSA, BIAS, NAN, FNUZ, HARDWARE, ROWS, COLUMNS,
+    )  # fmt: skip
+    counted(
+        found, quarter, arguments, data, data_t, counts, i, j, rows, columns,
+        True, True, False, HALF_SMALLEST, NAN, ROWS, COLUMNS,
     )  # fmt: skip
     for k in range(4):
         values, _ = quarter(i, j, k, rows, columns, ROWS, COLUMNS, arguments)

@@ -14,6 +14,7 @@ from kernel_pytorch.hardware_abstraction.device import Device
 from kernel_pytorch.ops.fp8_cast.torch_kernel import scale_from_amax as scale_of
 from kernel_pytorch.ops.fp8_cast.triton_tiles import (
     add_count,
+    counted,
     emit,
     encoding,
     hardware_encodes,
@@ -23,7 +24,6 @@ from kernel_pytorch.ops.fp8_cast.triton_tiles import (
     magnitudes,
     offer,
     reciprocal,
-    recount,
     remember,
     scale_from_amax,
 )
@@ -154,16 +154,14 @@ def _cast_tile(
 ):  # fmt: skip
     """Tile (i, j) of h in 8 bits; the largest of its finite magnitudes."""
     scale = arguments[0]
-    largest, odd = emit(
+    found = emit(
         h_0, h_1, h_2, h_3, scale, scale, scale, scale, data, data, i, j, rows, columns,
         True, False, False, LARGEST, MANTISSA, BIAS, NAN, FNUZ, HARDWARE, ROWS, COLUMNS,
     )  # fmt: skip
-    if odd:
-        largest = recount(
-            _hidden_quarter, arguments, data, data, counts, i, j, rows, columns,
-            True, False, False, HALF_SMALLEST, NAN, ROWS, COLUMNS,
-        )  # fmt: skip
-    return largest
+    return counted(
+        found, _hidden_quarter, arguments, data, data, counts, i, j, rows, columns,
+        True, False, False, HALF_SMALLEST, NAN, ROWS, COLUMNS,
+    )  # fmt: skip
 
 
 @triton.jit
