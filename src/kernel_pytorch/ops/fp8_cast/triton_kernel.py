@@ -8,7 +8,6 @@ partly out of the cache; scales of blocks and squares lie within a tile, and sca
 from __future__ import annotations
 
 from functools import lru_cache
-from operator import itemgetter
 from typing import Any
 
 import torch
@@ -20,6 +19,9 @@ from kernel_pytorch.ops.fp8_cast import torch_kernel
 from kernel_pytorch.ops.fp8_cast.definition import empty_inverse
 from kernel_pytorch.ops.fp8_cast.triton_tiles import (
     COPY,
+    SCRATCH,
+    SCRATCH_LARGEST,
+    SCRATCH_TRIED,
     add_count,
     add_numbers,
     cast_tile,
@@ -37,7 +39,7 @@ from kernel_pytorch.ops.fp8_cast.triton_tiles import (
     remember,
     scale_from_amax,
 )
-from kernel_pytorch.ops.triton_launch import Place, Ready, current_stream, launch, watched
+from kernel_pytorch.ops.triton_launch import Launches, Place
 from kernel_pytorch.precision.formats import FORMATS
 
 # Rows, columns and warps of a tile: the fastest of those tried on an H200.
@@ -45,7 +47,7 @@ _TILE = (32, 128, 4)
 _ROW_TILE = (64, 64, 4)
 _PART_TILE = (128, 128, 8)  # a block of the definition
 _AMAX_TILE = (8, 1024, 8, 8)
-_ROW_AMAX_TILE = (16, 256, 4, 8)  # and how many of them below each other
+_ROW_AMAX_TILE = (32, 128, 4, 8)  # and how many of them below each other
 
 
 # The first reading.
@@ -269,13 +271,11 @@ def _cast_parts(
 
 # Launching.
 
-# What tiles find out together, as 32-bit numbers: the largest magnitude, what the history says, four counts of a
-# first try, the largest magnitude as a float; for scales of rows, the magnitudes of rows and columns. In bytes:
-_TRIED, _LARGEST, _OF_ROWS = 8, 40, 48
-# What kernels are given, in the order in which a call of PreparedCast lists it.
+# What kernels are given, in the order in which a call of PreparedCast lists it. The magnitudes of rows become their
+# scales; what is lost by a history's scale may not count in the end, and is counted apart at first.
 _ARGUMENTS = (
-    "x", "data", "data_t", "inverse", "inverse_t", "amax", "tried", "final_amax", "row_amax", "counts", "history",
-    "rows", "columns", "row_stride", "column_stride", "history_length",
+    "x", "data", "data_t", "inverse", "inverse_t", "amax", "tried", "final_amax", "row_amax", "row_scale", "counts",
+    "own_counts", "history", "rows", "columns", "row_stride", "column_stride", "history_length",
 )  # fmt: skip
 
 
@@ -325,13 +325,12 @@ class PreparedCast:
         rows, columns = self.shape = shape
         chosen = FORMATS[number_format]
         self.dtype = chosen.dtype
-        self.granularity, self.transposed = granularity, transposed
+        self.granularity, self.transposed, self.length = granularity, transposed, length
         self.sizes = (rows, columns, *strides, length)
         self.turned = (columns, rows) if transposed else (0, 0)
-        self.key = (shape, strides, number_format, granularity, transposed, power_of_two, length)
         self.turned_as = torch.int32 if rows % 4 == 0 and transposed else torch.uint8
         by_row, whole = granularity == "row", granularity == "tensor"
-        self.shared = _OF_ROWS // 4 + (rows + columns if by_row else 0)
+        self.shared = SCRATCH // 4 + (rows + columns if by_row else 0)
         height, width, warps = {"tensor": _TILE, "row": _ROW_TILE}.get(granularity, _PART_TILE)
         tiles = -(-rows // height) * -(-columns // width)
         of_scales = {"TURNED": transposed, "POWER_OF_TWO": power_of_two}
@@ -343,33 +342,26 @@ class PreparedCast:
             **of_scales,
             **encoding(device, chosen),
         }
-        # Each kernel with its grid and constants.
-        self.launches: list[tuple[Any, tuple[int], dict[str, Any]]] = []
+        kernels: list[tuple[Any, tuple[int], dict[str, Any]]] = []
         if length == 0 and (whole or by_row):
             height, width, warps, below = _ROW_AMAX_TILE if by_row else _AMAX_TILE
             read = {"BY_ROW": by_row, "BY_COLUMN": by_row and transposed}
             grid = -(-rows // (height * below)) * -(-columns // width)
             tile = {"ROWS": height, "COLUMNS": width, "TILES": below, "num_warps": warps}
-            self.launches.append((_amax, (grid,), {**read, **tile}))
+            kernels.append((_amax, (grid,), {**read, **tile}))
         if by_row:
             found = rows + (columns if transposed else 0)
             some = {"LARGEST": chosen.largest, "NUMBERS": 256, "num_warps": 4}
-            self.launches.append((_scales_of_rows, (-(-found // 256),), {**of_scales, **some}))
+            kernels.append((_scales_of_rows, (-(-found // 256),), {**of_scales, **some}))
         if whole:
             constants["HISTORY"] = triton.next_power_of_2(length) if length else 0
-            self.launches.append((_cast_whole, (tiles,), constants))
+            kernels.append((_cast_whole, (tiles,), constants))
         else:
-            self.launches.append((_cast_parts, (tiles,), {"GRANULARITY": granularity, **constants}))
+            kernels.append((_cast_parts, (tiles,), {"GRANULARITY": granularity, **constants}))
         if length:
-            self.launches.append((_settle, (min(tiles, 4 * device.compute_units),), constants))
-        places = {name: number for number, name in enumerate(_ARGUMENTS)}
-        places["row_scale"] = places["row_amax"]  # which become scales
-        places["own_counts"] = places["tried" if length else "counts"]  # what a history's scale loses may not count
-        self.arguments = [
-            itemgetter(*(places[name] for name in function.arg_names if not name.isupper()))
-            for function, _, _ in self.launches
-        ]
-        self.ready: dict[tuple[Any, ...], list[Ready]] = {}
+            kernels.append((_settle, (min(tiles, 4 * device.compute_units),), constants))
+        key = (shape, strides, number_format, granularity, transposed, power_of_two, length)
+        self.launches = Launches(kernels, _ARGUMENTS, key)
 
     def __call__(
         self, x: torch.Tensor, counts: Place, history: Place | None = None, amax: Place | None = None
@@ -387,50 +379,33 @@ class PreparedCast:
         from_x, to_counts, found = x.data_ptr(), counts.data_ptr(), shared.data_ptr()
         scales = inverse.data_ptr()
         remembered = scales if history is None else history.data_ptr()
-        index = x.get_device()
-        which = (index, x.dtype, from_x % 16, to_counts % 16, remembered % 16, amax is None)
-        ready = self.ready.get(which)
-        if ready is None or amax is not None or watched():
-            self.first(which, x, data, data_t, inverse, inverse_t, shared, counts, history, amax)
-        else:
-            stream = current_stream(index)
-            where = (
-                from_x, data.data_ptr(), data_t.data_ptr(), scales, inverse_t.data_ptr(), found, found + _TRIED,
-                found + _LARGEST, found + _OF_ROWS, to_counts, remembered, *self.sizes,
-            )  # fmt: skip
-            for kernel, chosen in zip(ready, self.arguments, strict=True):
-                kernel(stream, *chosen(where))
-        return data, data_t, inverse, inverse_t if self.transposed else inverse.new_empty(0)
+        offered, largest = found, found + SCRATCH_LARGEST
+        if amax is not None:
+            largest = amax.data_ptr()
+            offered = largest if self.granularity in ("block", "square") else found
+        tried = found + SCRATCH_TRIED
 
-    def first(
-        self,
-        which: tuple[Any, ...],
-        x: torch.Tensor,
-        data: torch.Tensor,
-        data_t: torch.Tensor,
-        inverse: torch.Tensor,
-        inverse_t: torch.Tensor,
-        shared: torch.Tensor,
-        counts: Place,
-        history: Place | None,
-        amax: Place | None,
-    ) -> None:
-        """Run kernels that may have to be compiled, and keep them where nothing but addresses will differ."""
-        offered: Any = shared
-        if amax is not None and self.granularity in ("block", "square"):
-            offered = Place(amax.tensor, torch.int32)
-        where = (
-            x, Place(data, torch.uint8), Place(data_t, self.turned_as), inverse, inverse_t, offered,
-            Place(shared, torch.int64, _TRIED), Place(shared, torch.float32, _LARGEST) if amax is None else amax,
-            Place(shared, torch.int32, _OF_ROWS), counts, inverse if history is None else history, *self.sizes,
+        def typed() -> tuple[Any, ...]:
+            scratch = shared if offered == found else Place(amax.tensor, torch.int32)  # type: ignore[union-attr]
+            first_try = Place(shared, torch.int64, SCRATCH_TRIED)
+            return (
+                x, Place(data, torch.uint8), Place(data_t, self.turned_as), inverse, inverse_t, scratch, first_try,
+                Place(shared, torch.float32, SCRATCH_LARGEST) if amax is None else amax,
+                Place(shared, torch.int32, SCRATCH), Place(shared, torch.int32, SCRATCH), counts,
+                first_try if self.length else counts, inverse if history is None else history, *self.sizes,
+            )  # fmt: skip
+
+        self.launches(
+            x.get_device(),
+            (x.dtype, from_x % 16, to_counts % 16, remembered % 16, largest % 16),
+            (
+                from_x, data.data_ptr(), data_t.data_ptr(), scales, inverse_t.data_ptr(), offered, tried, largest,
+                found + SCRATCH, found + SCRATCH, to_counts, tried if self.length else to_counts, remembered,
+                *self.sizes,
+            ),
+            typed,
         )  # fmt: skip
-        key = (x.device, *which, *self.key)
-        kernels = [
-            launch(function, grid, key, *chosen(where), **constants)
-            for (function, grid, constants), chosen in zip(self.launches, self.arguments, strict=True)
-        ]
-        if amax is None and None not in kernels:
-            self.ready[which] = [kernel for kernel in kernels if kernel is not None]
+        return data, data_t, inverse, inverse_t if self.transposed else inverse.new_empty(0)
 
 
 _prepared = lru_cache(maxsize=4096)(PreparedCast)

@@ -116,7 +116,9 @@ def largest_remembered(history, length, HISTORY: tl.constexpr):
     return tl.max(tl.where(is_finite(entries), tl.maximum(entries, 0.0), 0.0), axis=0)
 
 
-# What tiles find out together.
+# What tiles find out together, in a buffer of zeros, as 32-bit numbers: the largest magnitude, what the history says,
+# four counts of a first try in 64 bits each, the largest magnitude as a float. In bytes:
+SCRATCH_TRIED, SCRATCH_LARGEST, SCRATCH = 8, 40, 48
 
 
 @triton.jit
