@@ -32,8 +32,8 @@ _MEASURES = {
     "attention-long": ("ops/attention", "distributed/chunks.py", "distributed/parts.py"),
     "attention-step": ("ops/attention", "distributed/chunks.py", "distributed/parts.py", "ops/rms_norm"),
     "fp8-linears": ("precision", "ops/fp8_cast", "ops/fp8_matmul"),
-    "fp8-blocks": ("precision", "ops/fp8_cast", "ops/fp8_matmul", "ops/fp8_swiglu", "ops/attention"),
-    "fp8-memory": ("precision", "ops/fp8_cast", "ops/fp8_matmul", "ops/fp8_swiglu", "ops/attention"),
+    "fp8-blocks": ("precision", "ops/fp8_cast", "ops/fp8_matmul", "ops/fp8_rms_norm", "ops/fp8_swiglu", "ops/attention"),
+    "fp8-memory": ("precision", "ops/fp8_cast", "ops/fp8_matmul", "ops/fp8_rms_norm", "ops/fp8_swiglu", "ops/attention"),
     "lowering": ("lowering",),
     "selection": ("hardware_abstraction",),
 }
