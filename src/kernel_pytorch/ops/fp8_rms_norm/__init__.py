@@ -83,9 +83,7 @@ def fp8_rms_norm(
         x = x.detach() if x.ndim <= 2 else x.detach().flatten(0, -2)
     if isinstance(weight, torch.Tensor):
         weight = weight.detach()
-    return Normal(
-        *_function(x, weight, eps, number_format, transposed, history, power_of_two, kernel=kernel)
-    )
+    return Normal(*_function(x, weight, eps, number_format, transposed, history, power_of_two, kernel=kernel))
 
 
 def _supports(call: Call, device: Device) -> str | None:

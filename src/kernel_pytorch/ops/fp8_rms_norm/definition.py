@@ -130,7 +130,9 @@ def check(call: Call) -> None:
     if not isinstance(history, TensorSpec):
         raise TypeError(f"history={history!r}: expected a float32 tensor, or None for a scale from y itself")
     if call["number_format"] is None:
-        raise ValueError("history with number_format=None: nothing is cast then; name a format or leave out history")
+        raise ValueError(
+            "history with number_format=None: nothing is cast then; name a format or leave out history"
+        )
     if history.dtype != torch.float32:
         raise TypeError(f"history has dtype {history.format}: use float32")
     if len(history.shape) != 1 or history.shape[0] == 0:
