@@ -35,9 +35,10 @@ from kernel_pytorch.ops.fp8_rms_norm.definition import without_cast
 from kernel_pytorch.ops.triton_launch import Place, launch
 from kernel_pytorch.precision.formats import FORMATS
 
-_ROWS = 32  # of a strip: its transpose is written 32 bytes at a time
-_WIDEST = 512  # columns of a tile
-_NUMBERS_A_THREAD = 32
+# A strip of 32 rows is turned into 32 adjacent bytes. One program with many warps fills a compute unit: the strips
+# that are being read for the first or second time should all fit into the cache.
+_ROWS, _WIDEST = 32, 256
+_NUMBERS_A_THREAD = 16
 _TILE = (64, 128, 4)  # rows, columns and warps where y is read to be cast, as in fp8_cast
 
 
