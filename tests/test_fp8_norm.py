@@ -356,7 +356,7 @@ def test_strided_inputs() -> None:
     net, plain = kp.fp8.convert(pair(), "tensorwise"), pair()
     for _ in range(2):
         for x in (random(40, 30).t(), random(60, 80)[::2, ::2], random(1, 40).expand(7, 40)):
-            assert sqnr(net(x), plain(x)) > 20
+            assert sqnr(net(x).detach(), plain(x).detach()) > 20
 
 
 def test_a_hundredfold_is_redone_in_the_same_call() -> None:
@@ -713,7 +713,7 @@ def test_compiled_graphs_are_as_without_fusing() -> None:
 
 def test_compiling_a_model_that_has_run() -> None:
     torch._dynamo.reset()
-    net = kp.fp8.convert(model(), "delayed")
+    net = kp.fp8.convert(model(), "tensorwise")
     train(net, range(2))
     other = copy.deepcopy(net)
     compiled = train(torch.compile(other, fullgraph=True, backend="aot_eager"), range(2, 4))

@@ -103,6 +103,9 @@ class Caster:
         self._met = True
         if self._shared:
             return
+        if recipe.input != "tensor":  # other scales are not the norm's to make
+            self._wishes.pop(offer.again, None)
+            return
         known = offer.wish or self._wishes.get(offer.again)
         other = None if known is None else known.layer()
         if other is not None and other is not layer:
