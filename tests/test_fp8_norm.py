@@ -374,11 +374,22 @@ def test_a_hundredfold_is_redone_in_the_same_call() -> None:
 
 def test_who_changes_y_in_place_is_not_given_an_old_cast() -> None:
     net, plain = kp.fp8.convert(pair(), "delayed"), pair()
+    for number in range(6):
+        x = random(2, 15, 40, seed=number)
+        found, exact = (each[1](each[0](x.clone().requires_grad_()).mul_(3)) for each in (net, plain))
+        assert sqnr(found.detach(), exact.detach()) > 20
+    assert caster_of(net[0]).layer() is None
+    assert net[1].fp8_counts[0, 0, 3] == 6 * 1200
+
+
+def test_a_cast_that_is_out_of_date_is_not_made_again() -> None:
+    net = kp.fp8.convert(pair(), "delayed")
     for _ in range(3):
-        found, exact = (each[1](each[0](random(2, 15, 40)).mul_(3)).detach() for each in (net, plain))
-        assert sqnr(found, exact) > 20
-    found, exact = (each[1](each[0](random(2, 15, 40).requires_grad_()).mul_(3)).detach() for each in (net, plain))
-    assert sqnr(found, exact) > 20
+        is_cast(net, random(9, 40))
+    for _ in range(3):
+        net[1](net[0](random(9, 40).requires_grad_()).mul_(3))
+    assert caster_of(net[0]).layer() is None
+    assert net[1].fp8_counts[0, 0, 3] == (3 + 1 + 3) * 360  # one for nobody
 
 
 # Whose cast is made, and when not

@@ -57,7 +57,7 @@ def unfuse_norms(model: nn.Module) -> None:
     for module in model.modules():
         if hasattr(module, _CASTER):
             delattr(module, _CASTER)
-            del module.__dict__["forward"]
+            module.__dict__.pop("forward", None)
 
 
 def norms_in(model: nn.Module) -> dict[str, nn.Module | None]:

@@ -40,10 +40,10 @@ class Wish(NamedTuple):
 class Offer:
     """What a norm puts on its output."""
 
-    __slots__ = ("again", "caster", "met", "wish")
+    __slots__ = ("again", "caster", "met", "version", "wish")
 
-    def __init__(self, caster: Caster, again: bool, wish: Wish | None) -> None:
-        self.caster, self.again, self.wish = caster, again, wish
+    def __init__(self, caster: Caster, again: bool, wish: Wish | None, version: int) -> None:
+        self.caster, self.again, self.wish, self.version = caster, again, wish, version
         self.met = False
         """Whether a layer has been given the tensor and wants it in 8 bits."""
 
@@ -93,7 +93,7 @@ class Caster:
 
     def mark(self, y: torch.Tensor, again: bool, wish: Wish | None) -> None:
         """Let the layers behind know whose output it is."""
-        offer = self._last[again] = Offer(self, again, wish)
+        offer = self._last[again] = Offer(self, again, wish, y._version)
         setattr(y, MARK, offer)
 
     def meet(
@@ -101,22 +101,23 @@ class Caster:
     ) -> None:
         """A layer, the first of those that are given y, wants it in 8 bits."""
         self._met = True
-        if self._shared:
+        wish, unchanged = offer.wish, y._version == offer.version
+        wanted = (recipe, number_format, transposed)
+        granted = wish is not None and unchanged and wish.layer() is layer and wish[1:4] == wanted
+        if granted or self._shared:
             return
-        if recipe.input != "tensor":  # other scales are not the norm's to make
+        if recipe.input != "tensor" or not unchanged:
+            # Other scales are not the norm's to make, and what was changed in place is not the norm's any more.
             self._wishes.pop(offer.again, None)
             return
-        known = offer.wish or self._wishes.get(offer.again)
+        known = wish or self._wishes.get(offer.again)
         other = None if known is None else known.layer()
         if other is not None and other is not layer:
             self._shared = True
             self._wishes.clear()
-            if offer.wish is not None:
-                del y._fp8_cast  # type: ignore[attr-defined]  # with the other's history
+            y.__dict__.pop("_fp8_cast", None)  # by the other's history
             return
-        wanted = Wish(weakref.ref(layer), recipe, number_format, transposed, self._conditions(layer, y))
-        if offer.wish != wanted:
-            self._wishes[offer.again] = wanted
+        self._wishes[offer.again] = Wish(weakref.ref(layer), *wanted, self._conditions(layer, y))
 
     def layer(self) -> Any:
         """The layer that it casts for, or None."""
