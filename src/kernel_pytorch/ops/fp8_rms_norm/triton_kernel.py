@@ -35,10 +35,11 @@ from kernel_pytorch.ops.fp8_rms_norm.definition import without_cast
 from kernel_pytorch.ops.triton_launch import Place, launch
 from kernel_pytorch.precision.formats import FORMATS
 
-# A strip of 32 rows is turned into 32 adjacent bytes. One program with many warps fills a compute unit: the strips
-# that are being read for the first or second time should all fit into the cache.
+# A strip of 32 rows is turned into 32 adjacent bytes. One program with many warps fills a compute unit, so that the
+# strips that are being read for the first or second time all fit into the cache; tiles in flight hide its waiting.
 _ROWS, _WIDEST = 32, 256
 _NUMBERS_A_THREAD = 16
+_STAGES = 3
 _TILE = (64, 128, 4)  # rows, columns and warps where y is read to be cast, as in fp8_cast
 
 
@@ -92,7 +93,7 @@ def _normal(
 def _norm(
     x, weight, y, rstd, data, data_t, amax, tried, history,
     rows, columns, row_stride, column_stride, history_length,
-    EPS: tl.constexpr, HAS_WEIGHT: tl.constexpr, CAST: tl.constexpr,
+    EPS: tl.constexpr, HAS_WEIGHT: tl.constexpr, CAST: tl.constexpr, STAGES: tl.constexpr,
     TURNED: tl.constexpr, WORDS: tl.constexpr, POWER_OF_TWO: tl.constexpr, HISTORY: tl.constexpr,
     LARGEST: tl.constexpr, HALF_SMALLEST: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr,
     NAN: tl.constexpr, FNUZ: tl.constexpr, HARDWARE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
@@ -103,13 +104,13 @@ def _norm(
     strides = (row_stride, column_stride)
     q_0 = tl.zeros((ROWS // 4, COLUMNS), dtype=tl.float32)
     q_1, q_2, q_3 = q_0, q_0, q_0
-    j = tl.full((), 0, tl.int32)
-    for _ in range(across):
+    zero = tl.full((), 0, tl.int32)
+    for step in tl.range(0, across, num_stages=STAGES):
+        j = zero + step
         q_0 += _squares(x, i, j, 0, rows, columns, *strides, ROWS, COLUMNS)
         q_1 += _squares(x, i, j, 1, rows, columns, *strides, ROWS, COLUMNS)
         q_2 += _squares(x, i, j, 2, rows, columns, *strides, ROWS, COLUMNS)
         q_3 += _squares(x, i, j, 3, rows, columns, *strides, ROWS, COLUMNS)
-        j += 1
     r_0 = _rstd(q_0, rstd, i, 0, rows, columns, EPS, ROWS)
     r_1 = _rstd(q_1, rstd, i, 1, rows, columns, EPS, ROWS)
     r_2 = _rstd(q_2, rstd, i, 2, rows, columns, EPS, ROWS)
@@ -120,8 +121,8 @@ def _norm(
         if i == 0:
             tl.store(amax + 1, before.to(tl.int32, bitcast=True))
     largest = tl.full((), 0.0, tl.float32)
-    for _ in range(across):
-        j -= 1
+    for step in tl.range(0, across, num_stages=STAGES):
+        j = across - 1 - (zero + step)
         v_0 = _normal(x, weight, y, r_0, i, j, 0, rows, columns, *strides, HAS_WEIGHT, ROWS, COLUMNS)
         v_1 = _normal(x, weight, y, r_1, i, j, 1, rows, columns, *strides, HAS_WEIGHT, ROWS, COLUMNS)
         v_2 = _normal(x, weight, y, r_2, i, j, 2, rows, columns, *strides, HAS_WEIGHT, ROWS, COLUMNS)
@@ -253,7 +254,7 @@ class PreparedNorm:
         warps = max(1, _ROWS * width // (_NUMBERS_A_THREAD * max(32, device.warp_size)))
         self.grid = (-(-rows // _ROWS),)
         self.constants = {
-            "EPS": eps, "CAST": self.casts, "ROWS": _ROWS, "COLUMNS": width, "num_warps": warps, **common, **history
+            "EPS": eps, "CAST": self.casts, "STAGES": _STAGES, "ROWS": _ROWS, "COLUMNS": width, "num_warps": warps, **common, **history
         }  # fmt: skip
         height, width, warps = _TILE
         tiles = -(-rows // height) * -(-columns // width)
