@@ -67,22 +67,26 @@ def _rstd(squares, rstd, i, k, rows, columns, EPS: tl.constexpr, ROWS: tl.conste
 
 
 @triton.jit
+def _factors(weight, j, columns, COLUMNS: tl.constexpr):
+    """The weights of the columns of tile j, as a row."""
+    column = tl.arange(0, COLUMNS)
+    inside = column < columns - j * COLUMNS
+    found = tl.load(weight + j * COLUMNS + column, mask=inside, other=0.0, eviction_policy="evict_last")
+    return found.to(tl.float32)[None, :]
+
+
+@triton.jit
 def _normal(
-    x, weight, y, rstd, i, j, k, rows, columns, row_stride, column_stride,
-    HAS_WEIGHT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    x, factors, y, rstd, i, j, k, rows, columns, row_stride, column_stride,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """A quarter of tile (i, j) of y: written, and as it was rounded, in float32; zeros beyond the end."""
     row, column = tl.arange(0, ROWS // 4) * 4 + k, tl.arange(0, COLUMNS)
-    in_column = column < columns - j * COLUMNS
-    inside = (row < rows - i * ROWS)[:, None] & in_column[None, :]
+    inside = (row < rows - i * ROWS)[:, None] & (column < columns - j * COLUMNS)[None, :]
     corner = x + i.to(tl.int64) * ROWS * row_stride + j.to(tl.int64) * COLUMNS * column_stride
     places = row[:, None] * row_stride + column[None, :] * column_stride
     values = tl.load(corner + places, mask=inside, other=0.0, eviction_policy="evict_first").to(tl.float32)
-    values = values * rstd
-    if HAS_WEIGHT:
-        factors = tl.load(weight + j * COLUMNS + column, mask=in_column, other=0.0, eviction_policy="evict_last")
-        values = values * factors.to(tl.float32)[None, :]
-    rounded = values.to(y.dtype.element_ty)
+    rounded = (values * rstd * factors).to(y.dtype.element_ty)
     corner = y + i.to(tl.int64) * ROWS * columns + j.to(tl.int64) * COLUMNS
     tl.store(corner + row[:, None] * columns + column[None, :], rounded, mask=inside, cache_modifier=".cs")
     # Beyond the end a row that is not finite has made NaN of zeros, which nobody may count.
@@ -121,12 +125,14 @@ def _norm(
         if i == 0:
             tl.store(amax + 1, before.to(tl.int32, bitcast=True))
     largest = tl.full((), 0.0, tl.float32)
+    highest = tl.zeros((ROWS // 4, COLUMNS), dtype=tl.float32)
     for step in tl.range(0, across, num_stages=STAGES):
         j = across - 1 - (zero + step)
-        v_0 = _normal(x, weight, y, r_0, i, j, 0, rows, columns, *strides, HAS_WEIGHT, ROWS, COLUMNS)
-        v_1 = _normal(x, weight, y, r_1, i, j, 1, rows, columns, *strides, HAS_WEIGHT, ROWS, COLUMNS)
-        v_2 = _normal(x, weight, y, r_2, i, j, 2, rows, columns, *strides, HAS_WEIGHT, ROWS, COLUMNS)
-        v_3 = _normal(x, weight, y, r_3, i, j, 3, rows, columns, *strides, HAS_WEIGHT, ROWS, COLUMNS)
+        factors = _factors(weight, j, columns, COLUMNS) if HAS_WEIGHT else 1.0
+        v_0 = _normal(x, factors, y, r_0, i, j, 0, rows, columns, *strides, ROWS, COLUMNS)
+        v_1 = _normal(x, factors, y, r_1, i, j, 1, rows, columns, *strides, ROWS, COLUMNS)
+        v_2 = _normal(x, factors, y, r_2, i, j, 2, rows, columns, *strides, ROWS, COLUMNS)
+        v_3 = _normal(x, factors, y, r_3, i, j, 3, rows, columns, *strides, ROWS, COLUMNS)
         if HISTORY > 0:
             seen = emit(
                 v_0, v_1, v_2, v_3, scale, scale, scale, scale, data, data_t, tried, i, j, rows, columns,
@@ -137,9 +143,11 @@ def _norm(
         elif CAST:
             m_01 = tl.maximum(magnitudes(v_0), magnitudes(v_1))
             m_23 = tl.maximum(magnitudes(v_2), magnitudes(v_3))
-            largest = tl.maximum(largest, tl.max(tl.max(tl.maximum(m_01, m_23), axis=1), axis=0))
-    if CAST:
+            highest = tl.maximum(highest, tl.maximum(m_01, m_23))
+    if HISTORY > 0:
         offer(amax, largest)
+    elif CAST:
+        offer(amax, tl.max(tl.max(highest, axis=1), axis=0))
 
 
 # The casts of y as it lies in memory.
@@ -254,8 +262,15 @@ class PreparedNorm:
         warps = max(1, _ROWS * width // (_NUMBERS_A_THREAD * max(32, device.warp_size)))
         self.grid = (-(-rows // _ROWS),)
         self.constants = {
-            "EPS": eps, "CAST": self.casts, "STAGES": _STAGES, "ROWS": _ROWS, "COLUMNS": width, "num_warps": warps, **common, **history
-        }  # fmt: skip
+            "EPS": eps,
+            "CAST": self.casts,
+            "STAGES": _STAGES,
+            "ROWS": _ROWS,
+            "COLUMNS": width,
+            "num_warps": warps,
+            **common,
+            **history,
+        }
         height, width, warps = _TILE
         tiles = -(-rows // height) * -(-columns // width)
         self.cast_grid, self.settle_grid = (tiles,), (min(tiles, 4 * device.compute_units),)
