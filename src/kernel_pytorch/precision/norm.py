@@ -169,9 +169,12 @@ def _takes(caster: Caster, x: Any, weight: torch.Tensor | None) -> bool:
 def _norm(
     x: torch.Tensor, weight: torch.Tensor | None, eps: float, wish: Wish | None
 ) -> tuple[torch.Tensor, torch.Tensor, Kept | None]:
-    """y and rstd, and the cast that is wished for, with what it lost added to the counts of the layer behind."""
-    x_RH = x.detach().reshape(math.prod(x.shape[:-1]), x.shape[-1])
-    weight_H = None if weight is None else weight.detach().contiguous()
+    """y and rstd, and the cast that is wished for, with what it lost added to the counts of the layer behind.
+
+    Where no gradient is recorded.
+    """
+    x_RH = x if x.ndim == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+    weight_H = weight if weight is None or weight.is_contiguous() else weight.contiguous()
     number_format, transposed, power_of_two, counts, history = None, False, False, None, None
     layer = None if wish is None else wish.layer()
     if wish is not None and layer is not None:
@@ -242,7 +245,7 @@ class _Norm(torch.autograd.Function):
     ) -> torch.Tensor:
         y, rstd, cast = _norm(x, weight, eps, wish)
         casts.append(cast)
-        ctx.save_for_backward(x, weight, rstd.view(x.shape[:-1]))
+        ctx.save_for_backward(x, weight, rstd)
         return y
 
     @staticmethod
