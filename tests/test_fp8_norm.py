@@ -884,6 +884,49 @@ def test_triton_writes_counts_and_histories_in_place(recipe: str, monkeypatch: p
     assert (found[0][1]["1.counts"][0, 0, 0] > 0) == (recipe == "delayed")
 
 
+@both_recipes
+@pytest.mark.parametrize("where", ["cpu", "cuda"])
+def test_on_a_device_training_has_the_same_bits_with_the_cast_and_without(
+    recipe: str, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In bfloat16, with sizes that the matrix units take and rows that are not a multiple of a strip."""
+    if where == "cuda" and not torch.cuda.is_available():
+        pytest.skip("needs a GPU")
+
+    class Wide(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(Block(320) for _ in range(2))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for each in self.blocks:
+                x = each(x)
+            return x
+
+    found = []
+    for cast in (True, False):
+        torch.manual_seed(0)
+        net = kp.fp8.convert(Wide().to(where, torch.bfloat16), recipe, monitor=None)
+        if not cast:
+            monkeypatch.setattr(Caster, "wish", lambda *_: None)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        outputs = []
+        for number in range(5):
+            x = random(3, 50, 320, seed=number, dtype=torch.bfloat16).to(where)
+            with torch.no_grad():
+                net.blocks[0].norm_1.weight.mul_(100.0 if number == 3 else 1.0)
+            y = net(x)
+            y.square().mean().backward()
+            outputs += [y.detach(), *(p.grad.clone() for p in net.parameters())]
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append((outputs, everything(net)))
+    for one, other in zip(found[0][0], found[1][0], strict=True):
+        assert torch.equal(one, other)
+    same(found[0][1], found[1][1])
+    assert (found[0][1]["blocks.0.q.counts"][0, 0, 0] > 0) == (recipe == "delayed")
+
+
 # The report
 
 
