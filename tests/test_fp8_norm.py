@@ -248,10 +248,14 @@ def test_only_where_asked_and_before_a_layer_of_its_width() -> None:
 def test_hugging_faces_norm() -> None:
     modeling = pytest.importorskip("transformers.models.llama.modeling_llama", reason="transformers is missing")
     net = kp.fp8.convert(pair(norm=modeling.LlamaRMSNorm(40, eps=1e-5)), "tensorwise")
-    assert caster_of(net[0]).eps == 1e-5
-    x = random(9, 40).requires_grad_()
-    exact = RMS_NORM.reference(x.detach().double(), None, 1e-5)[0]
-    torch.testing.assert_close(net[0](x).double(), exact, rtol=1e-5, atol=1e-6)
+    assert caster_of(net[0]).eps == "variance_epsilon"
+    for eps in (1e-5, 0.25):
+        net[0].variance_epsilon = eps  # it is the module's own as before
+        x = random(9, 40).requires_grad_()
+        y = net[0](x)
+        assert type(y.grad_fn).__name__ == "_NormBackward"
+        exact = RMS_NORM.reference(x.detach().double(), None, eps)[0]
+        torch.testing.assert_close(y.double(), exact, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)

@@ -71,16 +71,16 @@ def _caster(module: nn.Module, auto: bool) -> Caster | None:
     """How a module computes that is an RMSNorm; None for any other."""
     if type(module) is nn.RMSNorm:
         one = len(module.normalized_shape) == 1
-        return Caster(module.normalized_shape[0], module.eps, True, auto) if one else None
+        return Caster(module.normalized_shape[0], "eps", True, auto) if one else None
     names = [name for name, _ in module.named_parameters()]
     nothing_else = next(module.children(), None) is None and next(module.buffers(), None) is None
     weight = module._parameters.get("weight")
     if names != ["weight"] or not nothing_else or weight is None or weight.ndim != 1:
         return None
     width = weight.shape[0]
-    for eps in dict.fromkeys(value for value in vars(module).values() if type(value) is float and 0 < value < 1):
-        if _computes(module, width, eps):
-            return Caster(width, eps, False, auto)
+    for name, eps in vars(module).items():
+        if type(eps) is float and 0 < eps < 1 and _computes(module, width, eps):
+            return Caster(width, name, False, auto)
     return None
 
 
@@ -137,7 +137,8 @@ def _forward(module: Any, *others: Any, **named: Any) -> Any:
         if recording and type(y) is torch.Tensor:
             caster.mark(y, again, None)
         return y
-    eps = _default_eps(x.dtype) if caster.eps is None else caster.eps
+    eps = getattr(module, caster.eps)
+    eps = _default_eps(x.dtype) if eps is None else float(eps)
     if not recording:
         return _norm(x, weight, eps, None)[0]
     wish = caster.wish(x, again)

@@ -55,9 +55,9 @@ class Caster:
     may lie outside of what is repeated.
     """
 
-    def __init__(self, width: int, eps: float | None, rounds_to_input: bool, auto: bool) -> None:
+    def __init__(self, width: int, eps: str, rounds_to_input: bool, auto: bool) -> None:
         self.width, self.eps, self.rounds_to_input, self.auto = width, eps, rounds_to_input, auto
-        """The numbers of a row; None for torch's own eps; whether a float32 weight leaves the result in x's dtype."""
+        """The numbers of a row; the module's attribute with eps; whether a float32 weight leaves x's dtype as it is."""
         self._wishes: dict[bool, Wish] = {}
         self._last: dict[bool, Offer] = {}
         self._shared = False
