@@ -56,8 +56,11 @@ class Caster:
     """
 
     def __init__(self, width: int, eps: str, rounds_to_input: bool, auto: bool) -> None:
-        self.width, self.eps, self.rounds_to_input, self.auto = width, eps, rounds_to_input, auto
-        """The numbers of a row; the module's attribute with eps; whether a float32 weight leaves x's dtype as it is."""
+        self.width, self.auto = width, auto
+        self.eps = eps
+        """The name of the module's attribute with eps."""
+        self.rounds_to_input = rounds_to_input
+        """Whether the result is in x's dtype also with a weight in float32."""
         self._wishes: dict[bool, Wish] = {}
         self._last: dict[bool, Offer] = {}
         self._shared = False
