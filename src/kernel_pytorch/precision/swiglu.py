@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from kernel_pytorch.ops.fp8_swiglu import fp8_swiglu, fp8_swiglu_grad
+from kernel_pytorch.precision.gathered_weight import turned
 from kernel_pytorch.precision.kept_cast import NAMES, product
 from kernel_pytorch.precision.layer import Float8Linear
 from kernel_pytorch.precision.linear import (
@@ -196,6 +197,7 @@ def fp8_swiglu_mlp(
         needs_dx,
         needs_dh,
         *needs_dw,
+        tuple(cast.data_t is cast.data for cast in weights),
     )
     y: torch.Tensor = y_MN.reshape(*x.shape[:-1], y_MN.shape[-1])
     return y
@@ -245,6 +247,7 @@ class _SwiGLU(torch.autograd.Function):
         needs_dgate: bool,
         needs_dup: bool,
         needs_ddown: bool,
+        to_turn: tuple[bool, bool, bool],
     ) -> torch.Tensor:
         gate_MF = product(x_8, gate_8, x_inverse, gate_inverse, dtype, "fast", direct)
         up_MF = product(x_8, up_8, x_inverse, up_inverse, dtype, "fast", direct)
@@ -260,6 +263,7 @@ class _SwiGLU(torch.autograd.Function):
         ctx.histories = (gate_history, up_history, down_history)
         ctx.formats = (forward_format, gradient_format, power_of_two)
         ctx.needs = (needs_dx, needs_dh, needs_dgate, needs_dup, needs_ddown)
+        ctx.to_turn = to_turn
         ctx.dtypes = (x_MK.dtype, gate_weight.dtype, up_weight.dtype, down_weight.dtype)
         return y
 
@@ -269,6 +273,10 @@ class _SwiGLU(torch.autograd.Function):
             ctx.saved_tensors
         )
         down_inverse, down_8t = rest
+        gate_8t, up_8t, down_8t = (
+            turned(weight_8) if late else weight_8
+            for weight_8, late in zip((gate_8t, up_8t, down_8t), ctx.to_turn, strict=True)
+        )
         forward_format, gradient_format, power_of_two = ctx.formats
         needs_dx, needs_dh, needs_dgate, needs_dup, needs_ddown = ctx.needs
         gate_counts, up_counts, down_counts = ctx.counts
@@ -323,4 +331,4 @@ class _SwiGLU(torch.autograd.Function):
             ddown = product(dy.data_t, h_t, dy.inverse, h_inverse, name, "promoted", dy.direct).to(down_dtype)
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # create_graph=True
             dx, dgate, dup, ddown = (refuse_second(gradient, dy_MN) for gradient in (dx, dgate, dup, ddown))
-        return (dx, dgate, dup, ddown, *[None] * 30)
+        return (dx, dgate, dup, ddown, *[None] * 31)

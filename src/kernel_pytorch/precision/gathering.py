@@ -1,0 +1,298 @@
+"""FSDP2 that gathers the weights of converted layers in 8 bits: a byte for a number, and nothing quantised twice.
+
+A weight with one scale for the tensor needs the largest magnitude over all of its shards before any of them can be
+cast. Those of all layers go around in one small all-reduce, at the first all-gather of every forward: whoever has
+changed a weight by then, in whatever way, has changed its scale too. Each rank casts its shard with it, the codes are
+gathered, and the layer multiplies them as they are; the transposed copy is made from them in the backward, after FSDP2
+has gathered them again if it freed them. Codes and scale are those that the layer's own cast would have, to the bit.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from kernel_pytorch.ops.fp8_cast.part import amax_of_part, cast_of_part, inverses_from
+from kernel_pytorch.precision.gathered_weight import GatheredWeight
+from kernel_pytorch.precision.layer import Float8Linear
+from kernel_pytorch.precision.linear import formats_on
+from kernel_pytorch.precision.monitor import layers_of
+from kernel_pytorch.precision.recipe import Recipe
+
+__all__ = ["gather", "stop_gathering"]
+
+
+def gather(model: nn.Module, *, layers: Callable[[str, nn.Linear], bool] | None = None) -> nn.Module:
+    """Let FSDP2 gather the weights of converted layers in 8 bits: half the bytes of bfloat16, a quarter of float32.
+
+    Call it after ``fully_shard``. Parameters stay what FSDP2 made them: optimizers, state dicts and checkpoints see no
+    difference, and every result is the same to the bit. Between gathering and resharding, a layer's ``weight`` has
+    its shape and format, but no numbers that others than the layer could read; who tries gets an error.
+
+    Layers of recipes with scales of rows or blocks, of ``auto``, or with y or dx in high precision need more than
+    the codes, and stay as they are, as do weights that are shared, offloaded, or split over a second mesh;
+    ``kp.fp8.report`` has the reason for each. A layer that falls back to its own precision gets its weight in that
+    precision on all ranks, from the second forward after it on; until then it goes on in 8 bits.
+
+    Args:
+        model: converted, then given to ``fully_shard`` with as many of its parts as you like. Ranks must call it alike.
+        layers: called with the name and the layer; those it answers False for are gathered in their own precision.
+
+    Returns:
+        The model.
+
+    Example:
+        >>> import torch, kernel_pytorch as kp
+        >>> from torch.distributed.fsdp import fully_shard
+        >>> def prepared(model):  # on every rank that torchrun has started
+        ...     kp.fp8.convert(model, "tensorwise")
+        ...     for block in model.blocks:
+        ...         fully_shard(block)
+        ...     return kp.fp8.gather(fully_shard(model))
+    """
+    from kernel_pytorch.precision import fsdp2
+
+    converted = layers_of(model)
+    if not converted:
+        raise ValueError("model: it has no converted layer; use kp.fp8.convert(model) first")
+    roots = fsdp2.outermost(model)
+    if not roots:
+        raise ValueError("model: no part of it is sharded by FSDP2; use fully_shard(model) first")
+    fsdp2.check_torch()
+    stop_gathering(model)
+    fsdp2.reshard(model)
+    sharded = fsdp2.sharded_weights(model)
+    for name, layer in converted.items():
+        layer.fp8_gather = _refusal(name, layer, sharded.get(layer), layers)
+    for root in roots:
+        inside = [module for module in root.modules() if isinstance(module, Float8Linear)]
+        served = {layer: sharded[layer] for layer in inside if layer.fp8_gather is None}
+        if served:
+            Together(root, served)
+    return model
+
+
+def stop_gathering(model: nn.Module) -> None:
+    """Let FSDP2 gather all weights in their own precision again."""
+    together = {
+        layer.fp8_gather.together for layer in layers_of(model).values() if isinstance(layer.fp8_gather, Shard)
+    }
+    for each in together:
+        each.stop()
+    for layer in layers_of(model).values():
+        layer.fp8_gather = None
+
+
+def _refusal(
+    name: str, layer: Float8Linear, sharded: Any, layers: Callable[[str, nn.Linear], bool] | None
+) -> str | None:
+    """Why a layer's weight is gathered in its own precision; None where it is not."""
+    recipe = layer.fp8_recipe
+    needed = [product for product in ("y", "dx") if product in recipe.high_precision]
+    if sharded is None:
+        return "FSDP2 has not sharded it"
+    if layers is not None and not layers(name, layer):
+        return "left out"
+    if layer.fp8_auto:
+        return "auto decides with each input what is in 8 bits"
+    if recipe.weight != "tensor":
+        return f"its weight has a scale for each {recipe.weight}"
+    if needed:
+        return f"{' and '.join(needed)} in high precision"
+    reason: str | None = sharded.refusal
+    return reason
+
+
+class Shard:
+    """This rank's part of the weight of a layer, as FSDP2 asks for it."""
+
+    def __init__(self, layer: Float8Linear, sharded: Any, together: Together, index: int) -> None:
+        self.layer, self.sharded, self.together, self.index = layer, sharded, together, index
+        self.in_8_bits = True
+        self.version = -1
+        """Of the parameter, when its largest magnitude was last taken."""
+
+    @property
+    def parameter(self) -> Any:
+        """The DTensor that optimizers see."""
+        return self.sharded.record.sharded_param
+
+    def rounded(self) -> torch.Tensor:
+        """In the format that FSDP2 would gather."""
+        local: torch.Tensor = self.parameter._local_tensor.detach()
+        return local.to(self.sharded.group.mp_policy.param_dtype or local.dtype)
+
+    # What FSDP2 calls.
+
+    def size(self) -> torch.Size:
+        size: torch.Size = self.parameter._local_tensor.size()
+        return size
+
+    @torch.no_grad()
+    def fsdp_pre_all_gather(
+        self,
+        mesh: Any,  # noqa: ARG002
+        outer_size: torch.Size,  # noqa: ARG002
+        outer_stride: tuple[int, ...],  # noqa: ARG002
+        module: nn.Module,  # noqa: ARG002
+        mp_policy: Any,  # noqa: ARG002
+    ) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
+        together, layer = self.together, self.layer
+        if together.stale or self.version != self.parameter._version:
+            together.refresh()
+        part = self.rounded()
+        codes, counts = cast_of_part(part, together.amaxes[self.index], *together.kind(layer.fp8_recipe, part))
+        layer.fp8_forward_counts[1].add_(counts)
+        sent = codes.view(torch.uint8)
+        missing = self.sharded.record.padded_sharded_param_size[0] - part.shape[0]
+        if missing:
+            sent = nn.functional.pad(sent, (0, 0, 0, missing))
+        # The scale is the same on all ranks already: it need not be gathered.
+        return (sent,), together.inverses[self.index]
+
+    @torch.no_grad()
+    def fsdp_post_all_gather(
+        self,
+        all_gather_outputs: tuple[torch.Tensor, ...],
+        metadata: torch.Tensor,
+        param_dtype: torch.dtype,
+        *,
+        out: Any = None,
+    ) -> tuple[torch.Tensor, list[torch.Tensor]] | None:
+        if out is not None:  # its codes are the memory that has just been filled
+            with torch.autograd._unsafe_preserve_version_counter(out.inverse):  # as FSDP2 does for the codes
+                out.inverse.copy_(metadata)
+            return None
+        n, k = self.sharded.record._orig_size
+        number_format, _ = self.together.kind(self.layer.fp8_recipe, all_gather_outputs[0])
+        codes = all_gather_outputs[0].view(-1)[: n * k].view(n, k).view(_dtype_of(number_format))
+        return GatheredWeight(codes, metadata.clone(), param_dtype), []
+
+
+def _dtype_of(number_format: str) -> torch.dtype:
+    from kernel_pytorch.precision.formats import FORMATS
+
+    return FORMATS[number_format].dtype
+
+
+class Together:
+    """The layers inside one outermost module of FSDP2: their largest magnitudes go around together."""
+
+    def __init__(self, root: nn.Module, served: dict[Float8Linear, Any]) -> None:
+        from kernel_pytorch.precision import fsdp2
+
+        self.shards = [Shard(layer, sharded, self, i) for i, (layer, sharded) in enumerate(served.items())]
+        self.stale = True
+        """Whether a weight may have changed since the magnitudes were last taken."""
+        self.amaxes = self.inverses = torch.empty(0)
+        self._kept: tuple[torch.Tensor, ...] = ()
+        self._fallen: tuple[torch.Tensor, torch.Event | None] | None = None
+        for shard in self.shards:
+            shard.layer.fp8_gather = shard
+            fsdp2.take_over(shard.sharded, shard)
+        self._hook = root.register_forward_pre_hook(self._before_forward, prepend=True)
+        _together.add(self)
+
+    def stop(self) -> None:
+        """Make FSDP2's records what they were."""
+        from kernel_pytorch.precision import fsdp2
+
+        self._hook.remove()
+        _together.discard(self)
+        for shard in self.shards:
+            if not shard.sharded.idle:
+                shard.sharded.group.reshard()
+            fsdp2.hand_back(shard.sharded)
+
+    def kind(self, recipe: Recipe, part: torch.Tensor) -> tuple[str, bool]:
+        """The format of the codes on this device, and whether the scale is a power of two."""
+        return formats_on(part.device.type, part.device.index, recipe.gradient_format)[0], recipe.power_of_two
+
+    def holds(self, parameters: Iterable[Any]) -> bool:
+        """Whether one of the weights is among these."""
+        own = {id(shard.parameter) for shard in self.shards}
+        return any(id(parameter) in own for parameter in parameters)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _before_forward(self, *_: Any) -> None:
+        self.stale = True
+        self._follow_fallbacks()
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Find the largest magnitudes over all shards, and which layers have fallen back on any rank."""
+        # Whoever uses the last ones on another stream is done before these are let go of.
+        self._kept = (self.amaxes, self.inverses)
+        parts = [shard.rounded() for shard in self.shards]
+        amaxes = torch.stack([amax_of_part(part) for part in parts])
+        fallen = torch.tensor([float(shard.layer.fp8_fallback is not None) for shard in self.shards])
+        both = torch.stack([amaxes, fallen.to(amaxes.device, non_blocking=True)])
+        for group, indices in self._by_group().items():
+            if group.size() > 1:
+                own = both if len(indices) == len(self.shards) else both[:, indices]
+                torch.distributed.all_reduce(own, torch.distributed.ReduceOp.MAX, group)
+                if own is not both:
+                    both[:, indices] = own
+        self.amaxes = both[0]
+        inverses = torch.empty_like(self.amaxes)
+        kinds = [self.kind(shard.layer.fp8_recipe, part) for shard, part in zip(self.shards, parts, strict=True)]
+        for kind in dict.fromkeys(kinds):
+            chosen = [i for i, other in enumerate(kinds) if other == kind]
+            if len(chosen) == len(kinds):
+                inverses = inverses_from(self.amaxes, *kind)
+            else:
+                inverses[chosen] = inverses_from(self.amaxes[chosen], *kind)
+        self.inverses = inverses
+        self._fetch(both[1])
+        for shard in self.shards:
+            shard.version = shard.parameter._version
+        self.stale = False
+
+    def _by_group(self) -> dict[Any, list[int]]:
+        found: dict[Any, list[int]] = {}
+        for shard in self.shards:
+            found.setdefault(shard.sharded.record.shard_mesh.get_group(), []).append(shard.index)
+        return found
+
+    def _fetch(self, fallen: torch.Tensor) -> None:
+        """Copy to the host without waiting."""
+        if fallen.device.type == "cpu":
+            self._fallen = (fallen.clone(), None)
+            return
+        host = torch.empty(fallen.shape, dtype=fallen.dtype, pin_memory=True)
+        host.copy_(fallen, non_blocking=True)
+        event = torch.Event(fallen.device.type)
+        event.record()
+        self._fallen = (host, event)
+
+    def _follow_fallbacks(self) -> None:
+        """Gather in their own precision what has fallen back on any rank by the last forward: all ranks alike."""
+        if self._fallen is None:
+            return
+        from kernel_pytorch.precision import fsdp2
+
+        fallen, event = self._fallen
+        if event is not None:
+            event.synchronize()
+        for shard, in_8_bits in zip(self.shards, (fallen == 0).tolist(), strict=True):
+            if shard.in_8_bits and not in_8_bits and shard.sharded.idle:
+                shard.in_8_bits = False
+                fsdp2.restart(shard.sharded)
+
+
+_together: weakref.WeakSet[Together] = weakref.WeakSet()
+
+
+def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    if _together:
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        for each in list(_together):
+            each.stale = each.stale or each.holds(parameters)
+
+
+register_optimizer_step_post_hook(_after_step)
