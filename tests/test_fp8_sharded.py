@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+import io
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from ranks import Ranks, started
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import kernel_pytorch as kp
+from kernel_pytorch.ops.fp8_cast import fp8_cast
+from kernel_pytorch.ops.fp8_cast.part import amax_of_part, cast_of_part, inverses_from
 from kernel_pytorch.precision.gathered_weight import GatheredWeight
 from kernel_pytorch.precision.layer import Float8Linear
 
@@ -29,25 +34,31 @@ def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
             yield ranks
 
 
-# What runs on the ranks.
+# The cast of parts
 
 
-class Block(nn.Module):
-    """A SwiGLU between layers; 5 rows lie unevenly on 2 and on 4 ranks, one of which has none of them."""
+@pytest.mark.parametrize("power_of_two", [False, True])
+@pytest.mark.parametrize("size", [0.0, 1e-45, 6e-36, 1e-30, 1.0, 1e30])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_casts_of_parts_are_the_cast(dtype: torch.dtype, size: float, power_of_two: bool) -> None:
+    x = (torch.randn(11, 24, generator=torch.Generator().manual_seed(0)) * size).to(dtype)
+    x[3, 4], x[7, 2], x[10, 3] = torch.inf, torch.nan, -torch.inf
+    whole = fp8_cast(x, power_of_two=power_of_two)
+    parts = x.split([5, 0, 4, 2])
+    amax = torch.stack([amax_of_part(part) for part in parts]).max()
+    casts = [cast_of_part(part, amax, "e4m3fn", power_of_two) for part in parts]
+    codes = torch.cat([data.view(torch.uint8) for data, _ in casts])
+    assert torch.equal(codes, whole.data.view(torch.uint8))
+    assert torch.equal(sum(counts for _, counts in casts), whole.counts[0])
+    assert torch.equal(inverses_from(amax.repeat(2), "e4m3fn", power_of_two), whole.inverse.repeat(2))
 
-    def __init__(self, width: int, hidden: int, checkpointed: bool) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(width, 5), nn.Linear(5, width, bias=False)
-        self.mlp = MLP(width, hidden)
-        self.norm = nn.LayerNorm(width)
-        self.checkpointed = checkpointed
 
-    def inner(self, x: torch.Tensor) -> torch.Tensor:
-        x = x + self.mlp(self.norm(x))
-        return x + self.last(torch.relu(self.first(x)))
+def test_what_is_larger_than_it_should_be_is_counted() -> None:
+    _, counts = cast_of_part(torch.tensor([[1.0, 2.0, -3.0, torch.inf]]), torch.tensor(1.5), "e4m3fn", False)
+    assert counts.tolist() == [2, 0, 1, 4]
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return checkpoint(self.inner, x, use_reentrant=False) if self.checkpointed else self.inner(x)
+
+# What runs on the ranks
 
 
 class MLP(nn.Module):
@@ -60,6 +71,23 @@ class MLP(nn.Module):
         return self.down_proj(nn.functional.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
+class Block(nn.Module):
+    """A SwiGLU and two layers; 5 rows lie unevenly on 2 and on 4 ranks, the last of which has none of them."""
+
+    def __init__(self, checkpointed: bool) -> None:
+        super().__init__()
+        self.norm, self.mlp = nn.LayerNorm(24), MLP(24, 40)
+        self.first, self.last = nn.Linear(24, 5), nn.Linear(5, 24, bias=False)
+        self.checkpointed = checkpointed
+
+    def inner(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.mlp(self.norm(x))
+        return x + self.last(torch.relu(self.first(x)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(self.inner, x, use_reentrant=False) if self.checkpointed else self.inner(x)
+
+
 @dataclass(frozen=True)
 class Case:
     """A way to shard and to train."""
@@ -68,47 +96,86 @@ class Case:
     fuse: bool = True
     each_layer: bool = False
     reshard: bool = True
-    accumulate: int = 1
+    batches: int = 1
+    """So many are accumulated in a step."""
     sync: bool = True
-    """Whether gradients are reduced after each of the batches that are accumulated, or after the last."""
+    """Whether gradients are reduced after each of them, or after the last."""
     mixed: bool = False
     checkpointed: bool = False
     dtype: torch.dtype = torch.float32
+    frozen: bool = False
+    columns: bool = False
+    """Whether weights are split by columns where that can be."""
+    replicas: int = 1
+    compiled: bool = False
+
+    def __str__(self) -> str:
+        changed = {name: value for name, value in vars(self).items() if value != vars(Case())[name]}
+        return "-".join(f"{name}={value}" for name, value in changed.items()) or "plain"
 
 
-def mesh_of(group: Any) -> DeviceMesh:
-    return DeviceMesh.from_group(group, "cpu", mesh=torch.arange(dist.get_world_size(group)))
+def mesh_of(group: Any, replicas: int = 1) -> DeviceMesh:
+    ranks = dist.get_world_size(group)
+    if replicas > 1:
+        return DeviceMesh("cpu", torch.arange(ranks).view(replicas, -1), mesh_dim_names=("replicas", "shards"))
+    return DeviceMesh.from_group(group, "cpu", mesh=torch.arange(ranks))
 
 
-def sharded(group: Any, case: Case, *, gathered: bool) -> nn.Module:
+def unsharded(case: Case) -> nn.Sequential:
     torch.manual_seed(0)
-    model = nn.Sequential(*(Block(24, 40, case.checkpointed) for _ in range(2))).to(case.dtype)
+    model = nn.Sequential(*(Block(case.checkpointed) for _ in range(2))).to(case.dtype)
+    model[0].first.weight.requires_grad_(not case.frozen)
     kp.fp8.convert(model, case.recipe, fuse_swiglu=case.fuse, monitor=None)
+    return model
+
+
+def by_columns(parameter: nn.Parameter) -> Shard | None:
+    return Shard(1) if parameter.ndim == 2 and parameter.shape[1] % 4 == 0 else None
+
+
+def sharded(group: Any, case: Case, *, gathered: bool = True) -> Any:
+    model = unsharded(case)
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if case.mixed else MixedPrecisionPolicy()
     parts = [module for module in model.modules() if isinstance(module, Float8Linear) and case.each_layer]
+    for block in model if case.compiled else ():
+        block.compile(backend="aot_eager")
+    mesh = mesh_of(group, case.replicas)
     for part in (*parts, *model, model):
-        fully_shard(part, mesh=mesh_of(group), reshard_after_forward=case.reshard, mp_policy=policy)
+        fully_shard(
+            part,
+            mesh=mesh,
+            reshard_after_forward=case.reshard,
+            mp_policy=policy,
+            shard_placement_fn=by_columns if case.columns else None,
+        )
     return kp.fp8.gather(model) if gathered else model
 
 
-def batch(group: Any, seed: int, dtype: torch.dtype) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(100 * seed + dist.get_rank(group))
+def batch(group: Any, number: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(100 * number + dist.get_rank(group))
     return torch.randn(6, 24, generator=generator).to(dtype)
+
+
+def local(tensor: Any) -> torch.Tensor:
+    found: torch.Tensor = tensor.detach().to_local() if isinstance(tensor, DTensor) else tensor.detach()
+    return found.clone()
 
 
 def step(group: Any, model: Any, optimizer: Any, case: Case, number: int) -> list[torch.Tensor]:
     """One step of training; outputs, the gradients of inputs and of weights, and the weights after it."""
     found = []
-    for micro in range(case.accumulate):
-        model.set_requires_gradient_sync(case.sync or micro == case.accumulate - 1)
+    for micro in range(case.batches):
+        if isinstance(model, FSDPModule):
+            model.set_requires_gradient_sync(case.sync or micro == case.batches - 1)
         x = batch(group, 10 * number + micro, case.dtype).requires_grad_()
         y = model(x)
         (y.float().square().mean() * 100).backward()
         found += [y.detach(), x.grad]
-    found += [parameter.grad.to_local().clone() for parameter in model.parameters()]
+    parameters = list(model.parameters())
+    found += [local(parameter.grad) for parameter in parameters if parameter.requires_grad]
     optimizer.step()
     optimizer.zero_grad()
-    return [*found, *(parameter.to_local().detach().clone() for parameter in model.parameters())]
+    return [*found, *map(local, parameters)]
 
 
 def same(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> None:
@@ -118,24 +185,92 @@ def same(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> None:
         assert bool(one.isfinite().all())
 
 
-def trains_the_same(group: Any, case: Case) -> None:
+def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def train_the_same(
+    group: Any, case: Case, between: Callable[[Any, int], None] = lambda *_: None, steps: int = 3
+) -> tuple[Any, Any]:
+    """A model whose weights are gathered in 8 bits, and one with plain FSDP2: no bit differs in any step."""
     model, plain = (sharded(group, case, gathered=gathered) for gathered in (True, False))
-    optimizers = [torch.optim.AdamW(each.parameters(), lr=1e-2) for each in (model, plain)]
-    for number in range(3):
+    optimizers = [optimizer_of(each) for each in (model, plain)]
+    for number in range(steps):
         found, wanted = (
             step(group, each, optimizer, case, number)
             for each, optimizer in zip((model, plain), optimizers, strict=True)
         )
         same(found, wanted)
+        for each in (model, plain):
+            between(each, number)
+    return model, plain
 
 
-CASES = (
-    Case(),
-    Case("delayed", accumulate=2, mixed=True),
-)
+# Training
+
+
+def as_without_fsdp2(group: Any, case: Case) -> None:
+    model, alone = sharded(group, case, gathered=False), unsharded(case)
+    optimizers = [optimizer_of(each) for each in (model, alone)]
+    for number in range(4):
+        found = step(group, model, optimizers[0], case, number)
+        same(found, step(group, alone, optimizers[1], case, number))
+    for name, value in alone.state_dict().items():
+        # Whether layers in 8 bits of their own share their input's cast, and who remembers it then, is open.
+        if not name.endswith("up_proj.fp8_state"):
+            assert torch.equal(local(model.state_dict()[name]), value), name
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "rowwise"])
+@pytest.mark.parametrize("each_layer", [True, False])
+def test_fsdp2_trains_the_same(pool: Ranks, recipe: str, each_layer: bool) -> None:
+    pool.run(as_without_fsdp2, 1, Case(recipe, fuse=not each_layer, each_layer=each_layer))
+
+
+def in_8_bits(group: Any, case: Case) -> None:
+    model, _ = train_the_same(group, case)
+    kinds = []
+    for layer in layers_of(model):
+        layer.register_forward_pre_hook(lambda layer, _: kinds.append(type(layer.weight)))
+    model(batch(group, 0, case.dtype))
+    assert kinds == [GatheredWeight] * len(layers_of(model))
+
+
+def layers_of(model: nn.Module) -> list[Float8Linear]:
+    return [module for module in model.modules() if isinstance(module, Float8Linear)]
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(),
+        Case("delayed", mixed=True, batches=2),
+        Case("delayed", reshard=False, batches=3, sync=False),
+        Case("tensorwise-high-wgrad", reshard=False, mixed=True, checkpointed=True, batches=2),
+        Case("delayed", checkpointed=True, each_layer=True, fuse=False),
+        Case(dtype=torch.bfloat16, frozen=True, columns=True),
+    ],
+    ids=str,
+)
 def test_training_is_the_same_to_the_bit(pool: Ranks, ranks: int, case: Case) -> None:
-    pool.run(trains_the_same, ranks, case)
+    pool.run(in_8_bits, ranks, case)
+
+
+def test_with_replicas_of_shards(pool: Ranks) -> None:
+    pool.run(in_8_bits, 4, Case("delayed", replicas=2))
+
+
+@pytest.mark.parametrize("fuse", [True, False])
+def test_compiled_blocks(pool: Ranks, fuse: bool) -> None:
+    pool.run(compiled, 2, Case("delayed", fuse=fuse, compiled=True))
+
+
+def compiled(group: Any, case: Case) -> None:
+    counted = torch._dynamo.utils.counters
+    counted.clear()
+    train_the_same(group, case)
+    assert not counted["graph_break"]
+    assert counted["stats"]["unique_graphs"] <= 4  # each model's blocks once, or once with either input's history
+
+

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
 
 from kernel_pytorch.precision.kept_cast import Kept
 
@@ -64,10 +65,15 @@ class GatheredWeight(torch.Tensor):
     def __tensor_unflatten__(inner: dict[str, torch.Tensor], dtype: Any, *_: Any) -> GatheredWeight:
         return GatheredWeight(inner["codes"], inner["inverse"], dtype)
 
+    def _stable_hash_for_caching(self) -> str:
+        # What torch.compile's cache tells compiled functions apart by.
+        inner = [(each.dtype, [*each.shape], each.stride()) for each in (self.codes, self.inverse)]
+        return f"GatheredWeight {self.device} {self.dtype} {self.requires_grad} {inner}"
+
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        self = args[0]
+        self = next(each for each in pytree.arg_tree_leaves(*args, **kwargs) if isinstance(each, cls))
         if func in _SAME:
             return cls(self.codes, self.inverse, self.dtype)
         if func is _aten.as_strided.default and [*args[1]] == [*self.shape] and [*args[2]] == [*self.stride()]:

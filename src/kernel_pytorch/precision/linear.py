@@ -161,7 +161,7 @@ def checked_linear(
     if torch.compiler.is_compiling():
         from kernel_pytorch.precision.traced_linear import traced_linear
 
-        return traced_linear(x, weight, bias, recipe, products, memory)
+        return traced_linear(x, weight, bias, recipe, products, memory, weight_cast)
     turned_x, turned_weight = products.needs_dw and products.dw_in_8, products.needs_dx and products.dx_in_8
     x_MK = x if x.ndim == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
     x_cast = None

@@ -20,7 +20,7 @@ from torch import nn
 
 from kernel_pytorch.ops.fp8_swiglu import fp8_swiglu, fp8_swiglu_grad
 from kernel_pytorch.precision.gathered_weight import turned
-from kernel_pytorch.precision.kept_cast import NAMES, product
+from kernel_pytorch.precision.kept_cast import NAMES, Kept, product
 from kernel_pytorch.precision.layer import Float8Linear
 from kernel_pytorch.precision.linear import (
     cast_of_gradient,
@@ -184,7 +184,7 @@ def fp8_swiglu_mlp(
         x_8.data,
         x_8.inverse,
         x_8.data_t,
-        *(tensor for cast in weights for tensor in (cast.data, cast.inverse, cast.data_t)),
+        *(tensor for cast in weights for tensor in _tensors(cast)),
         down.fp8_forward_counts,
         down.fp8_history if recipe.delayed else None,
         *(layer.fp8_gradient_counts for layer in layers),
@@ -197,10 +197,14 @@ def fp8_swiglu_mlp(
         needs_dx,
         needs_dh,
         *needs_dw,
-        tuple(cast.data_t is cast.data for cast in weights),
     )
     y: torch.Tensor = y_MN.reshape(*x.shape[:-1], y_MN.shape[-1])
     return y
+
+
+def _tensors(cast: Kept) -> tuple[torch.Tensor | None, ...]:
+    """data, inverse, and data_t where it is another: torch.compile wants each tensor once."""
+    return (cast.data, cast.inverse, None if cast.data_t is cast.data else cast.data_t)
 
 
 def _count(counts: torch.Tensor, lost: torch.Tensor, numbers: int) -> None:
@@ -222,13 +226,13 @@ class _SwiGLU(torch.autograd.Function):
         x_8t: torch.Tensor,
         gate_8: torch.Tensor,
         gate_inverse: torch.Tensor,
-        gate_8t: torch.Tensor,
+        gate_8t: torch.Tensor | None,
         up_8: torch.Tensor,
         up_inverse: torch.Tensor,
-        up_8t: torch.Tensor,
+        up_8t: torch.Tensor | None,
         down_8: torch.Tensor,
         down_inverse: torch.Tensor,
-        down_8t: torch.Tensor,
+        down_8t: torch.Tensor | None,
         h_counts: torch.Tensor,
         h_history: torch.Tensor | None,
         gate_counts: torch.Tensor,
@@ -247,7 +251,6 @@ class _SwiGLU(torch.autograd.Function):
         needs_dgate: bool,
         needs_dup: bool,
         needs_ddown: bool,
-        to_turn: tuple[bool, bool, bool],
     ) -> torch.Tensor:
         gate_MF = product(x_8, gate_8, x_inverse, gate_inverse, dtype, "fast", direct)
         up_MF = product(x_8, up_8, x_inverse, up_inverse, dtype, "fast", direct)
@@ -257,13 +260,17 @@ class _SwiGLU(torch.autograd.Function):
             h_history.copy_(h.next_history)
         y = product(h.data, down_8, h.inverse, down_inverse, dtype, "fast", direct)
         keep = needs_dh or needs_ddown
+        ctx.to_turn = [weight_8t is None for weight_8t in (gate_8t, up_8t, down_8t)]
+        gate_8t, up_8t, down_8t = (
+            weight_8 if weight_8t is None else weight_8t
+            for weight_8, weight_8t in ((gate_8, gate_8t), (up_8, up_8t), (down_8, down_8t))
+        )
         saved = (gate_MF, up_MF, h.inverse, x_inverse, x_8t, gate_inverse, gate_8t, up_inverse, up_8t)
         ctx.save_for_backward(*((*saved, down_inverse, down_8t) if keep else ()))
         ctx.counts = (gate_counts, up_counts, down_counts)
         ctx.histories = (gate_history, up_history, down_history)
         ctx.formats = (forward_format, gradient_format, power_of_two)
         ctx.needs = (needs_dx, needs_dh, needs_dgate, needs_dup, needs_ddown)
-        ctx.to_turn = to_turn
         ctx.dtypes = (x_MK.dtype, gate_weight.dtype, up_weight.dtype, down_weight.dtype)
         return y
 
@@ -331,4 +338,4 @@ class _SwiGLU(torch.autograd.Function):
             ddown = product(dy.data_t, h_t, dy.inverse, h_inverse, name, "promoted", dy.direct).to(down_dtype)
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # create_graph=True
             dx, dgate, dup, ddown = (refuse_second(gradient, dy_MN) for gradient in (dx, dgate, dup, ddown))
-        return (dx, dgate, dup, ddown, *[None] * 31)
+        return (dx, dgate, dup, ddown, *[None] * 30)
