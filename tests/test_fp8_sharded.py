@@ -359,7 +359,30 @@ def gathered_early(model: Any, number: int) -> None:  # noqa: ARG001
     model[1].unshard(async_op=True)
 
 
-WAYS = (changed_in_place, changed_past_the_version, loaded, assigned, moved, gathered_early)
+def changed_within_a_forward(model: Any, number: int) -> None:
+    def change(block: Any, _: Any) -> None:
+        handle.remove()
+        with torch.no_grad():
+            block.last.weight.mul_(FACTORS[number])
+
+    handle = model[1].register_forward_pre_hook(change, prepend=True)
+
+
+def changed_and_gathered_early(model: Any, number: int) -> None:
+    changed_past_the_version(model, number)
+    model[1].unshard()
+
+
+WAYS = (
+    changed_in_place,
+    changed_past_the_version,
+    loaded,
+    assigned,
+    moved,
+    gathered_early,
+    changed_within_a_forward,
+    changed_and_gathered_early,
+)
 
 
 def changes(group: Any, way: int) -> None:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, ShardedState
 
 __all__ = ["Sharded", "outermost", "restart", "sharded_weights", "take_over", "hand_back"]
@@ -32,6 +33,12 @@ class Sharded(NamedTuple):
         """Whether it is neither gathered nor being gathered."""
         resting: bool = self.record.sharded_state == ShardedState.SHARDED
         return resting and self.group._all_gather_result is None
+
+    @property
+    def by_hand(self) -> bool:
+        """Whether it is being gathered by a call of ``unshard``, and neither by a forward nor by a backward."""
+        idle: bool = self.group._training_state == TrainingState.IDLE
+        return idle
 
     @property
     def refusal(self) -> str | None:

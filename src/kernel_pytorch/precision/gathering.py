@@ -114,8 +114,8 @@ class Shard:
     def __init__(self, layer: Float8Linear, sharded: Any, together: Together, index: int) -> None:
         self.layer, self.sharded, self.together, self.index = layer, sharded, together, index
         self.in_8_bits = True
-        self.version = -1
-        """Of the parameter, when its largest magnitude was last taken."""
+        self.seen: tuple[Any, int] | None = None
+        """The parameter and its version, when its largest magnitude was last taken; None where it may have changed."""
 
     @property
     def parameter(self) -> Any:
@@ -143,7 +143,9 @@ class Shard:
         mp_policy: Any,  # noqa: ARG002
     ) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
         together, layer = self.together, self.layer
-        if together.stale or self.version != self.parameter._version:
+        parameter, seen = self.parameter, self.seen
+        unchanged = seen is not None and seen[0] is parameter and seen[1] == parameter._version
+        if not unchanged or self.sharded.by_hand:
             together.refresh()
         part = self.rounded()
         codes, counts = cast_of_part(part, together.amaxes[self.index], *together.kind(layer.fp8_recipe, part))
@@ -187,11 +189,10 @@ class Together:
         from kernel_pytorch.precision import fsdp2
 
         self.shards = [Shard(layer, sharded, self, i) for i, (layer, sharded) in enumerate(served.items())]
-        self.stale = True
-        """Whether a weight may have changed since the magnitudes were last taken."""
         self.amaxes = self.inverses = torch.empty(0)
         self._kept: tuple[torch.Tensor, ...] = ()
         self._fallen: tuple[torch.Tensor, torch.Event | None] | None = None
+        self._seen: dict[int, Shard] = {}
         for shard in self.shards:
             shard.layer.fp8_gather = shard
             fsdp2.take_over(shard.sharded, shard)
@@ -213,14 +214,17 @@ class Together:
         """The format of the codes on this device, and whether the scale is a power of two."""
         return formats_on(part.device.type, part.device.index, recipe.gradient_format)[0], recipe.power_of_two
 
-    def holds(self, parameters: Iterable[Any]) -> bool:
-        """Whether one of the weights is among these."""
-        own = {id(shard.parameter) for shard in self.shards}
-        return any(id(parameter) in own for parameter in parameters)
+    def changed(self, parameters: Iterable[Any]) -> None:
+        """These may have changed."""
+        for parameter in parameters:
+            shard = self._seen.get(id(parameter))
+            if shard is not None:
+                shard.seen = None
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _before_forward(self, *_: Any) -> None:
-        self.stale = True
+        for shard in self.shards:
+            shard.seen = None
         self._follow_fallbacks()
 
     @torch.no_grad()
@@ -250,8 +254,8 @@ class Together:
         self.inverses = inverses
         self._fetch(both[1])
         for shard in self.shards:
-            shard.version = shard.parameter._version
-        self.stale = False
+            shard.seen = (shard.parameter, shard.parameter._version)
+        self._seen = {id(shard.parameter): shard for shard in self.shards}
 
     def _by_group(self) -> dict[Any, list[int]]:
         found: dict[Any, list[int]] = {}
@@ -292,7 +296,7 @@ def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     if _together:
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         for each in list(_together):
-            each.stale = each.stale or each.holds(parameters)
+            each.changed(parameters)
 
 
 register_optimizer_step_post_hook(_after_step)
