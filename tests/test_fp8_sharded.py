@@ -423,6 +423,25 @@ def test_several_graphs_at_once(pool: Ranks) -> None:
     pool.run(several_graphs, 2)
 
 
+def step_before_the_backward(group: Any) -> None:
+    """FSDP2 gathers for the backward what weights are by then, also where the step leaves no trace in versions."""
+    found = []
+    for trace in (True, False):
+        model = sharded(group, Case(each_layer=True))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5, foreach=not trace)
+        model(batch(group, 0)).square().mean().backward()
+        x = batch(group, 1).requires_grad_()
+        y = model(x)
+        optimizer.step()
+        y.square().mean().backward()
+        found.append([y.detach(), x.grad, *(local(parameter.grad) for parameter in model.parameters())])
+    same(*found)
+
+
+def test_a_step_between_forward_and_backward(pool: Ranks) -> None:
+    pool.run(step_before_the_backward, 2)
+
+
 # What others see
 
 
