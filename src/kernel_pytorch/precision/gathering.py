@@ -148,8 +148,8 @@ class Shard:
         if not unchanged or self.sharded.by_hand:
             together.refresh()
         part = self.rounded()
-        codes, counts = cast_of_part(part, together.amaxes[self.index], *together.kind(layer.fp8_recipe, part))
-        layer.fp8_forward_counts[1].add_(counts)
+        kind = together.kind(layer.fp8_recipe, part)
+        codes = cast_of_part(part, together.amaxes[self.index], *kind, layer.fp8_forward_counts, 1)
         sent = codes.view(torch.uint8)
         missing = self.sharded.record.padded_sharded_param_size[0] - part.shape[0]
         if missing:

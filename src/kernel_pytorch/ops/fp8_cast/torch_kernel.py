@@ -54,7 +54,7 @@ def _spread(scale: torch.Tensor, granularity: str, rows: int, columns: int) -> t
     return scale
 
 
-def quantised(
+def _quantised(
     x_RC: torch.Tensor, finite_RC: torch.Tensor, scale: torch.Tensor, granularity: str, chosen: Format
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The contiguous matrix in the format, and (0, underflowed, not finite, all)."""
@@ -103,7 +103,7 @@ def forward(
         outgrown = (magnitude_RC * remembered > chosen.largest).count_nonzero() * (before > 0)
         scale = torch.where((before > 0) & (outgrown == 0), remembered, scale)
         next_history = torch.cat([amax.reshape(1), history[:-1]])
-    data, counts = quantised(x_RC, finite_RC, scale, granularity, chosen)
+    data, counts = _quantised(x_RC, finite_RC, scale, granularity, chosen)
     inverse = _inverse(x, scale, granularity, rows, columns)
     data_t, inverse_t = data.new_empty((0, 0)), inverse.new_empty(0)
     counts_t = torch.zeros_like(counts)
@@ -115,7 +115,7 @@ def forward(
         # Turned once: every operation below would walk across memory otherwise.
         x_CR, magnitude_CR, finite_CR = (matrix.t().contiguous() for matrix in (x_RC, magnitude_RC, finite_RC))
         own = scale_from_amax(group_amax(magnitude_CR, granularity), chosen.largest, power_of_two)
-        data_t, counts_t = quantised(x_CR, finite_CR, own, granularity, chosen)
+        data_t, counts_t = _quantised(x_CR, finite_CR, own, granularity, chosen)
         inverse_t = _inverse(x, own, granularity, columns, rows)
     both = torch.stack([counts, counts_t])
     if outgrown is not None:
