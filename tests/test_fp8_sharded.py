@@ -11,7 +11,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from ranks import Ranks, started
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -25,6 +24,7 @@ from kernel_pytorch.ops.fp8_cast.part import amax_of_part, cast_of_part, inverse
 from kernel_pytorch.precision.gathered_weight import GatheredWeight
 from kernel_pytorch.precision.layer import Float8Linear
 from kernel_pytorch.testing import interpreting, pretend
+from ranks import Ranks, started
 
 
 @pytest.fixture(scope="module")
@@ -296,7 +296,7 @@ class Traffic(TorchDispatchMode):
 
 
 def traffic(group: Any, case: Case, gathered: bool) -> tuple[list[int], list[int], int]:
-    """Of one step, after a first one: bytes of the all-gathers and all-reduces, and those of 8 bits for each weight."""
+    """Bytes of the all-gathers and of the all-reduces of one step after the first, and how many numbers there are."""
     torch.manual_seed(0)
     model: Any = nn.Sequential(*(MLP(24, 40) for _ in range(3)))
     kp.fp8.convert(model, case.recipe, monitor=None)
@@ -357,7 +357,7 @@ def moved(model: Any, number: int) -> None:
     model._apply(lambda tensor: tensor * FACTORS[number])
 
 
-def gathered_early(model: Any, number: int) -> None:  # noqa: ARG001
+def gathered_early(model: Any, number: int) -> None:
     model[1].unshard(async_op=True)
 
 

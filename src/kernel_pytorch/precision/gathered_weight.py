@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 from kernel_pytorch.precision.kept_cast import Kept
 
-__all__ = ["GatheredWeight", "turned"]
+__all__ = ["GatheredWeight", "transposed_codes"]
 
 _aten = torch.ops.aten
 _SAME = (_aten.detach.default, _aten.alias.default)
@@ -27,7 +27,7 @@ _LIKE = (
 )
 
 
-def turned(codes: torch.Tensor) -> torch.Tensor:
+def transposed_codes(codes: torch.Tensor) -> torch.Tensor:
     """The transposed copy of a matrix in an 8-bit format."""
     # As bytes, for not every device copies 8-bit floats with strides.
     return codes.view(torch.uint8).t().contiguous().view(codes.dtype)
@@ -38,7 +38,7 @@ class GatheredWeight(torch.Tensor):
 
     codes: torch.Tensor
     """(N, K) in an 8-bit format: memory of FSDP2's, freed and filled again by it."""
-    inverse: torch.Tensor
+    inverse_scale: torch.Tensor
     """float32, no dimensions: that of the codes which are there."""
 
     @staticmethod
@@ -46,7 +46,7 @@ class GatheredWeight(torch.Tensor):
         made: GatheredWeight = torch.Tensor._make_wrapper_subclass(
             cls, codes.shape, strides=codes.stride(), dtype=dtype, device=codes.device
         )
-        made.codes, made.inverse = codes, inverse
+        made.codes, made.inverse_scale = codes, inverse
         return made
 
     def cast(self) -> Kept:
@@ -54,30 +54,30 @@ class GatheredWeight(torch.Tensor):
 
         Only the backward needs that, and makes it then: FSDP2 frees the codes in between.
         """
-        return Kept(self.codes, self.codes, self.inverse, self.inverse)
+        return Kept(self.codes, self.codes, self.inverse_scale, self.inverse_scale)
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
-        return ["codes", "inverse"], self.dtype
+        return ["codes", "inverse_scale"], self.dtype
 
     @staticmethod
     def __tensor_unflatten__(inner: dict[str, torch.Tensor], dtype: Any, *_: Any) -> GatheredWeight:
-        return GatheredWeight(inner["codes"], inner["inverse"], dtype)
+        return GatheredWeight(inner["codes"], inner["inverse_scale"], dtype)
 
     def _stable_hash_for_caching(self) -> str:
         # What torch.compile's cache tells compiled functions apart by.
-        inner = [(each.dtype, [*each.shape], each.stride()) for each in (self.codes, self.inverse)]
+        inner = [(each.dtype, [*each.shape], each.stride()) for each in (self.codes, self.inverse_scale)]
         return f"GatheredWeight {self.device} {self.dtype} {self.requires_grad} {inner}"
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         kwargs = kwargs or {}
         self = next(each for each in pytree.arg_tree_leaves(*args, **kwargs) if isinstance(each, cls))
         if func in _SAME:
-            return cls(self.codes, self.inverse, self.dtype)
+            return cls(self.codes, self.inverse_scale, self.dtype)
         if func is _aten.as_strided.default and [*args[1]] == [*self.shape] and [*args[2]] == [*self.stride()]:
-            return cls(self.codes, self.inverse, self.dtype)
+            return cls(self.codes, self.inverse_scale, self.dtype)
         if func in _LIKE:
             # One number stands for all of them: nobody reads it.
             number = torch.empty(1, dtype=self.dtype, device=self.device)
@@ -89,6 +89,5 @@ class GatheredWeight(torch.Tensor):
             f"kp.fp8.gather(model, layers=...)"
         )
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # noqa: ARG002
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"GatheredWeight(shape={[*self.shape]}, dtype={self.dtype}, codes={self.codes.dtype})"
-

@@ -2,9 +2,9 @@
 
 A weight with one scale for the tensor needs the largest magnitude over all of its shards before any of them can be
 cast. Those of all layers go around in one small all-reduce, at the first all-gather of every forward: whoever has
-changed a weight by then, in whatever way, has changed its scale too. Each rank casts its shard with it, the codes are
-gathered, and the layer multiplies them as they are; the transposed copy is made from them in the backward, after FSDP2
-has gathered them again if it freed them. Codes and scale are those that the layer's own cast would have, to the bit.
+changed a weight by then, in whatever way, has changed its scale too. Each rank casts its shard with it, the codes
+are gathered, and the layer multiplies them as they are; the transposed copy is made from them in the backward, after
+FSDP2 has gathered them again if it freed them. Codes and scale are those of the layer's own cast, to the bit.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from kernel_pytorch.ops.fp8_cast.part import amax_of_part, cast_of_part, inverses_from
@@ -30,9 +31,9 @@ __all__ = ["gather", "stop_gathering"]
 def gather(model: nn.Module, *, layers: Callable[[str, nn.Linear], bool] | None = None) -> nn.Module:
     """Let FSDP2 gather the weights of converted layers in 8 bits: half the bytes of bfloat16, a quarter of float32.
 
-    Call it after ``fully_shard``. Parameters stay what FSDP2 made them: optimizers, state dicts and checkpoints see no
-    difference, and every result is the same to the bit. Between gathering and resharding, a layer's ``weight`` has
-    its shape and format, but no numbers that others than the layer could read; who tries gets an error.
+    Call it after ``fully_shard``. Parameters stay what FSDP2 made them: optimizers, state dicts and checkpoints see
+    no difference, and every result is the same to the bit. Between gathering and resharding, a layer's ``weight``
+    has its shape and format, but no numbers that others than the layer could read; who tries gets an error.
 
     Layers of recipes with scales of rows or blocks, of ``auto``, or with y or dx in high precision need more than
     the codes, and stay as they are, as do weights that are shared, offloaded, or split over a second mesh;
@@ -40,7 +41,7 @@ def gather(model: nn.Module, *, layers: Callable[[str, nn.Linear], bool] | None 
     precision on all ranks, from the second forward after it on; until then it goes on in 8 bits.
 
     Args:
-        model: converted, then given to ``fully_shard`` with as many of its parts as you like. Ranks must call it alike.
+        model: converted, then given to ``fully_shard`` with as many of its parts as you like; alike on all ranks.
         layers: called with the name and the layer; those it answers False for are gathered in their own precision.
 
     Returns:
@@ -115,7 +116,7 @@ class Shard:
         self.layer, self.sharded, self.together, self.index = layer, sharded, together, index
         self.in_8_bits = True
         self.seen: tuple[Any, int] | None = None
-        """The parameter and its version, when its largest magnitude was last taken; None where it may have changed."""
+        """The parameter and its version when its magnitude was last taken; None where it may have changed."""
 
     @property
     def parameter(self) -> Any:
@@ -167,8 +168,8 @@ class Shard:
         out: Any = None,
     ) -> tuple[torch.Tensor, list[torch.Tensor]] | None:
         if out is not None:  # its codes are the memory that has just been filled
-            with torch.autograd._unsafe_preserve_version_counter(out.inverse):  # as FSDP2 does for the codes
-                out.inverse.copy_(metadata)
+            with _unsafe_preserve_version_counter(out.inverse_scale):  # as FSDP2 does for the codes
+                out.inverse_scale.copy_(metadata)
             return None
         n, k = self.sharded.record._orig_size
         number_format, _ = self.together.kind(self.layer.fp8_recipe, all_gather_outputs[0])
@@ -233,7 +234,11 @@ class Together:
         # Whoever uses the last ones on another stream is done before these are let go of.
         self._kept = (self.amaxes, self.inverses)
         parts = [shard.rounded() for shard in self.shards]
-        amaxes = torch.stack([amax_of_part(part) for part in parts])
+        found = [
+            amax_of_part(part if shard.in_8_bits else part[:0])
+            for shard, part in zip(self.shards, parts, strict=True)
+        ]
+        amaxes = torch.stack(found)
         fallen = torch.tensor([float(shard.layer.fp8_fallback is not None) for shard in self.shards])
         both = torch.stack([amaxes, fallen.to(amaxes.device, non_blocking=True)])
         for group, indices in self._by_group().items():

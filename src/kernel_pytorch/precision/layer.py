@@ -195,10 +195,11 @@ class Float8Linear(nn.Linear):
     def weight_cast(self, recipe: Recipe, number_format: str, transposed: bool) -> Kept | None:
         """The cast of the weight since it last changed, kept where gradients are accumulated over several forwards.
 
-        What FSDP2 has gathered in 8 bits is the cast. None where the call should make one of its own. A weight counts as unchanged where its version and its place
-        are the same, no optimizer has made a step, and nothing has happened to its gradient but that one backward
-        added to it: whoever updates weights past the version counter, through ``.data``, clears that before the next
-        forward. (One who does so beside an optimizer and clears later gets a cast that is out of date.)
+        What FSDP2 has gathered in 8 bits is the cast. None where the call should make one of its own. A weight
+        counts as unchanged where its version and its place are the same, no optimizer has made a step, and nothing
+        has happened to its gradient but that one backward added to it: whoever updates weights past the version
+        counter, through ``.data``, clears that before the next forward. (One who does so beside an optimizer and
+        clears later gets a cast that is out of date.)
         With one forward a step, keeping a cast would only take memory.
         """
         weight = self.weight

@@ -16,7 +16,7 @@ from kernel_pytorch.hardware_abstraction.registry import device_of
 from kernel_pytorch.ops.fp8_cast import fp8_cast
 from kernel_pytorch.ops.fp8_cast.definition import HISTORY
 from kernel_pytorch.precision.formats import E4M3FN, E5M2, FormatPair, for_device
-from kernel_pytorch.precision.gathered_weight import turned
+from kernel_pytorch.precision.gathered_weight import transposed_codes
 from kernel_pytorch.precision.kept_cast import NAMES, Kept, kept_cast, product
 from kernel_pytorch.precision.recipe import Recipe, recipe_named
 
@@ -412,7 +412,7 @@ class _Linear(torch.autograd.Function):
         dtypes = (x_dtype, weight_dtype, bias_dtype if ctx.needs_input_grad[2] else None)
         saved = ctx.saved_tensors
         if ctx.to_turn:
-            saved = (turned(saved[0]), *saved[1:])
+            saved = (transposed_codes(saved[0]), *saved[1:])
         gradients = backward_products(ctx.products, dtypes, saved, dy_MN, ctx.counts, ctx.history)
         if torch.is_grad_enabled():  # create_graph=True
             gradients = tuple(refuse_second(gradient, dy_MN) for gradient in gradients)

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from kernel_pytorch.ops.fp8_swiglu import fp8_swiglu, fp8_swiglu_grad
-from kernel_pytorch.precision.gathered_weight import turned
+from kernel_pytorch.precision.gathered_weight import transposed_codes
 from kernel_pytorch.precision.kept_cast import NAMES, Kept, product
 from kernel_pytorch.precision.layer import Float8Linear
 from kernel_pytorch.precision.linear import (
@@ -281,7 +281,7 @@ class _SwiGLU(torch.autograd.Function):
         )
         down_inverse, down_8t = rest
         gate_8t, up_8t, down_8t = (
-            turned(weight_8) if late else weight_8
+            transposed_codes(weight_8) if late else weight_8
             for weight_8, late in zip((gate_8t, up_8t, down_8t), ctx.to_turn, strict=True)
         )
         forward_format, gradient_format, power_of_two = ctx.formats

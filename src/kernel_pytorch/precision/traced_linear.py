@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from kernel_pytorch.precision.gathered_weight import turned
+from kernel_pytorch.precision.gathered_weight import transposed_codes
 from kernel_pytorch.precision.kept_cast import Kept, linear_backward_op, linear_forward_op
 from kernel_pytorch.precision.linear import (
     Memory,
@@ -59,7 +59,7 @@ def traced_linear(
 
 
 def _tensors(cast: Kept | None) -> tuple[torch.Tensor | None, ...]:
-    """Of a cast, each once, as torch.compile wants them: data, inverse, and data_t and inverse_t where they differ."""
+    """Of a cast, each once, as torch.compile wants them: data and inverse; data_t and inverse_t if others."""
     if cast is None:
         return (None,) * 4
     data_t = None if cast.data_t is cast.data else cast.data_t
@@ -115,7 +115,7 @@ class _Traced(torch.autograd.Function):
         dtypes = (x_dtype, weight_dtype, bias_dtype if ctx.needs_input_grad[2] else None)
         saved = ctx.saved_tensors
         if ctx.to_turn:
-            saved = (turned(saved[0]), *saved[1:])
+            saved = (transposed_codes(saved[0]), *saved[1:])
         gradients = backward_products(Products(*ctx.products), dtypes, saved, dy_MN, ctx.counts, ctx.history)
         return (*gradients, *[None] * 21)
 
