@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,19 +12,14 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import checkpoint
 
 import kernel_pytorch as kp
-from kernel_pytorch.ops.fp8_cast import fp8_cast
-from kernel_pytorch.ops.fp8_cast.part import amax_of_part, cast_of_part, inverses_from
 from kernel_pytorch.precision.gathered_weight import GatheredWeight
-from kernel_pytorch.precision.layer import Float8Linear
-from kernel_pytorch.testing import interpreting, pretend
 from ranks import Ranks, started
+from sharded_models import MLP, Case, batch, layers_of, local, mesh_of, optimizer_of, same, sharded, step, unsharded
 
 
 @pytest.fixture(scope="module")
@@ -35,180 +30,20 @@ def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
             yield ranks
 
 
-# The cast of parts
-
-PLACES = [(torch.float32, "cpu/avx512"), (torch.bfloat16, "cpu/avx512")]
-if interpreting():  # Triton's interpreter computes bfloat16 wrongly
-    PLACES.append((torch.float32, "nvidia/h200"))
+# Training
 
 
-@pytest.mark.parametrize("power_of_two", [False, True])
-@pytest.mark.parametrize("size", [0.0, 1e-45, 6e-36, 1e-30, 1.0, 1e30])
-@pytest.mark.parametrize(("dtype", "device"), PLACES)
-def test_the_casts_of_parts_are_the_cast(dtype: torch.dtype, device: str, size: float, power_of_two: bool) -> None:
-    x = (torch.randn(11, 24, generator=torch.Generator().manual_seed(0)) * size).to(dtype)
-    x[3, 4], x[7, 2], x[10, 3] = torch.inf, torch.nan, -torch.inf
-    whole, parts = fp8_cast(x, power_of_two=power_of_two), x.split([5, 0, 4, 2])
-    counts = torch.zeros(2, 2, 4, dtype=torch.int64)
-    with pretend(device):
-        amaxes = torch.stack([amax_of_part(part) for part in parts])
-        amax = amaxes.max()
-        codes = [cast_of_part(part, amax, "e4m3fn", power_of_two, counts, 1) for part in parts]
-    assert torch.equal(torch.cat([data.view(torch.uint8) for data in codes]), whole.data.view(torch.uint8))
-    assert torch.equal(counts[1, 0], whole.counts[0])
-    assert counts.sum() == counts[1, 0].sum()
-    assert torch.equal(inverses_from(amaxes.max().repeat(2), "e4m3fn", power_of_two), whole.inverse.repeat(2))
-
-
-# What runs on the ranks
-
-
-class MLP(nn.Module):
-    def __init__(self, width: int, hidden: int) -> None:
-        super().__init__()
-        self.gate_proj, self.up_proj = (nn.Linear(width, hidden, bias=False) for _ in range(2))
-        self.down_proj = nn.Linear(hidden, width, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down_proj(nn.functional.silu(self.gate_proj(x)) * self.up_proj(x))
-
-
-class Block(nn.Module):
-    """A SwiGLU and two layers; 5 rows lie unevenly on 2 and on 4 ranks, the last of which has none of them."""
-
-    def __init__(self, checkpointed: bool) -> None:
-        super().__init__()
-        self.norm, self.mlp = nn.LayerNorm(24), MLP(24, 40)
-        self.first, self.last = nn.Linear(24, 5), nn.Linear(5, 24, bias=False)
-        self.checkpointed = checkpointed
-
-    def inner(self, x: torch.Tensor) -> torch.Tensor:
-        x = x + self.mlp(self.norm(x))
-        return x + self.last(torch.relu(self.first(x)))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return checkpoint(self.inner, x, use_reentrant=False) if self.checkpointed else self.inner(x)
-
-
-@dataclass(frozen=True)
-class Case:
-    """A way to shard and to train."""
-
-    recipe: str = "tensorwise"
-    fuse: bool = True
-    each_layer: bool = False
-    reshard: bool = True
-    batches: int = 1
-    """So many are accumulated in a step."""
-    sync: bool = True
-    """Whether gradients are reduced after each of them, or after the last."""
-    mixed: bool = False
-    checkpointed: bool = False
-    dtype: torch.dtype = torch.float32
-    frozen: bool = False
-    columns: bool = False
-    """Whether weights are split by columns where that can be."""
-    replicas: int = 1
-    compiled: bool = False
-
-    def __str__(self) -> str:
-        changed = {name: value for name, value in vars(self).items() if value != vars(Case())[name]}
-        return "-".join(f"{name}={value}" for name, value in changed.items()) or "plain"
-
-
-def mesh_of(group: Any, replicas: int = 1) -> DeviceMesh:
-    ranks = dist.get_world_size(group)
-    if replicas > 1:
-        return DeviceMesh("cpu", torch.arange(ranks).view(replicas, -1), mesh_dim_names=("replicas", "shards"))
-    return DeviceMesh.from_group(group, "cpu", mesh=torch.arange(ranks))
-
-
-def unsharded(case: Case) -> nn.Sequential:
-    torch.manual_seed(0)
-    model = nn.Sequential(*(Block(case.checkpointed) for _ in range(2))).to(case.dtype)
-    model[0].first.weight.requires_grad_(not case.frozen)
-    kp.fp8.convert(model, case.recipe, fuse_swiglu=case.fuse, monitor=None)
-    return model
-
-
-def by_columns(parameter: nn.Parameter) -> Shard | None:
-    return Shard(1) if parameter.ndim == 2 and parameter.shape[1] % 4 == 0 else None
-
-
-def sharded(group: Any, case: Case, *, gathered: bool = True) -> Any:
-    model = unsharded(case)
-    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if case.mixed else MixedPrecisionPolicy()
-    parts = [module for module in model.modules() if isinstance(module, Float8Linear) and case.each_layer]
-    for block in model if case.compiled else ():
-        block.compile(backend="aot_eager")
-    mesh = mesh_of(group, case.replicas)
-    for part in (*parts, *model, model):
-        fully_shard(
-            part,
-            mesh=mesh,
-            reshard_after_forward=case.reshard,
-            mp_policy=policy,
-            shard_placement_fn=by_columns if case.columns else None,
-        )
-    return kp.fp8.gather(model) if gathered else model
-
-
-def batch(group: Any, number: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(100 * number + dist.get_rank(group))
-    return torch.randn(6, 24, generator=generator).to(dtype)
-
-
-def local(tensor: Any) -> torch.Tensor:
-    found: torch.Tensor = tensor.detach().to_local() if isinstance(tensor, DTensor) else tensor.detach()
-    return found.clone()
-
-
-def step(group: Any, model: Any, optimizer: Any, case: Case, number: int) -> list[torch.Tensor]:
-    """One step of training; outputs, the gradients of inputs and of weights, and the weights after it."""
-    found = []
-    for micro in range(case.batches):
-        if isinstance(model, FSDPModule):
-            model.set_requires_gradient_sync(case.sync or micro == case.batches - 1)
-        x = batch(group, 10 * number + micro, case.dtype).requires_grad_()
-        y = model(x)
-        (y.float().square().mean() * 100).backward()
-        found += [y.detach(), x.grad]
-    parameters = list(model.parameters())
-    found += [local(parameter.grad) for parameter in parameters if parameter.requires_grad]
-    optimizer.step()
-    optimizer.zero_grad()
-    return [*found, *map(local, parameters)]
-
-
-def same(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> None:
-    assert len(found) == len(wanted)
-    for i, (one, other) in enumerate(zip(found, wanted, strict=True)):
-        assert torch.equal(one, other), i
-        assert bool(one.isfinite().all())
-
-
-def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=1e-2)
-
-
-def train_the_same(
-    group: Any, case: Case, between: Callable[[Any, int], None] = lambda *_: None, steps: int = 3
-) -> tuple[Any, Any]:
+def train_the_same(group: Any, case: Case) -> tuple[Any, Any]:
     """A model whose weights are gathered in 8 bits, and one with plain FSDP2: no bit differs in any step."""
     model, plain = (sharded(group, case, gathered=gathered) for gathered in (True, False))
     optimizers = [optimizer_of(each) for each in (model, plain)]
-    for number in range(steps):
+    for number in range(3):
         found, wanted = (
             step(group, each, optimizer, case, number)
             for each, optimizer in zip((model, plain), optimizers, strict=True)
         )
         same(found, wanted)
-        for each in (model, plain):
-            between(each, number)
     return model, plain
-
-
-# Training
 
 
 def as_without_fsdp2(group: Any, case: Case) -> None:
@@ -238,10 +73,6 @@ def in_8_bits(group: Any, case: Case) -> None:
     assert kinds == [GatheredWeight] * len(layers_of(model))
 
 
-def layers_of(model: nn.Module) -> list[Float8Linear]:
-    return [module for module in model.modules() if isinstance(module, Float8Linear)]
-
-
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 @pytest.mark.parametrize(
     "case",
@@ -257,6 +88,28 @@ def layers_of(model: nn.Module) -> list[Float8Linear]:
 )
 def test_training_is_the_same_to_the_bit(pool: Ranks, ranks: int, case: Case) -> None:
     pool.run(in_8_bits, ranks, case)
+
+
+def nothing_kept(group: Any) -> None:
+    """After a forward, FSDP2 has freed whatever layers keep of their weights for the backward."""
+    model, kept = sharded(group, Case(fuse=False)), []
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        kept.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        y = model[0](batch(group, 0))
+    weights = {tuple(layer.weight.shape) for layer in layers_of(model[0])}
+    codes = [tensor for tensor in kept if tensor.itemsize == 1 and tuple(tensor.shape) in weights]
+    assert len(codes) == 5
+    assert [tensor.untyped_storage().nbytes() for tensor in codes] == [0] * 5
+    y.square().mean().backward()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_no_copy_of_a_weight_waits_for_the_backward(pool: Ranks, ranks: int) -> None:
+    pool.run(nothing_kept, ranks)
 
 
 def test_with_replicas_of_shards(pool: Ranks) -> None:
