@@ -118,7 +118,7 @@ def test_with_replicas_of_shards(pool: Ranks) -> None:
 
 @pytest.mark.parametrize("fuse", [True, False])
 def test_compiled_blocks(pool: Ranks, fuse: bool) -> None:
-    pool.run(compiled, 2, Case("delayed", fuse=fuse, compiled=True))
+    pool.run(compiled, 2 if fuse else 1, Case("delayed", fuse=fuse, compiled=True))
 
 
 def compiled(group: Any, case: Case) -> None:
@@ -260,6 +260,24 @@ def test_every_change_of_a_weight_is_seen(pool: Ranks, way: int) -> None:
     pool.run(changes, 2, way)
 
 
+def parts_alone(group: Any) -> None:
+    """Blocks are called without the model around them, and their weights are written past the version."""
+    found: list[list[torch.Tensor]] = []
+    for gathered in (True, False):
+        model = sharded(group, Case(), gathered=gathered)
+        found.append([])
+        for number in range(3):
+            y = model[1](model[0](batch(group, number)))
+            y.square().mean().backward()
+            found[-1].append(y.detach())
+            changed_past_the_version(model, number)
+    same(*found)
+
+
+def test_parts_that_are_called_alone(pool: Ranks) -> None:
+    pool.run(parts_alone, 2)
+
+
 def several_graphs(group: Any) -> None:
     """Two forwards, one without gradients between them, and the backwards in the order of the forwards."""
     found = []
@@ -357,7 +375,7 @@ def test_reading_a_gathered_weight_is_an_error_with_a_remedy(pool: Ranks) -> Non
 
 def reverting(group: Any) -> None:
     model, plain = train_the_same(group, Case())
-    model(batch(group, 0))  # the root's own stay gathered
+    model[1].unshard(async_op=True)
     for each in (model, plain):
         kp.fp8.revert(each)
     assert not layers_of(model)
@@ -453,6 +471,21 @@ def falling_back(group: Any) -> dict[str, str]:
         )
         same(found, wanted)
     return notes(model)
+
+
+def another_recipe(group: Any) -> None:
+    model = sharded(group, Case())
+    model(batch(group, 0))
+    for layer in layers_of(model):
+        layer.fp8_recipe = kp.fp8.RECIPES["rowwise"]
+    model(batch(group, 0))
+
+
+def test_another_recipe_is_an_error_with_a_remedy(pool: Ranks) -> None:
+    for kind, message in pool.outcomes(another_recipe, 1):
+        assert kind == "error"
+        assert "recipe rowwise now and had tensorwise" in message
+        assert "call kp.fp8.gather(model) again" in message
 
 
 def test_a_fallback_on_one_rank(pool: Ranks) -> None:

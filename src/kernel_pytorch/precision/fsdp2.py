@@ -90,10 +90,26 @@ def outermost(model: nn.Module) -> list[nn.Module]:
 
 
 def reshard(model: nn.Module) -> None:
-    """Free whatever is gathered."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
+    """Free whatever is gathered, or being gathered."""
+    for group in _groups(model):
+        group.wait_for_unshard()
+        group.reshard()
+
+
+def begins_forward(module: nn.Module) -> bool:
+    """Of a module inside the outermost, whose forward is about to run: whether nothing around it is running."""
+    state: Any = _state(module)
+    recomputing = state._training_state == TrainingState.PRE_BACKWARD
+    return state._state_ctx.iter_forward_root is None and not recomputing
+
+
+def parts(root: nn.Module) -> list[nn.Module]:
+    """The modules given to ``fully_shard`` inside the outermost, itself first."""
+    return [module for module in root.modules() if isinstance(module, FSDPModule)]
+
+
+def _state(module: Any) -> Any:
+    return module._get_fsdp_state()
 
 
 def sharded_weights(model: nn.Module) -> dict[nn.Module, Sharded]:
@@ -115,7 +131,7 @@ def _groups(model: nn.Module) -> Iterator[Any]:
     for module in model.modules():
         if not isinstance(module, FSDPModule):
             continue
-        state: Any = module._get_fsdp_state()
+        state = _state(module)
         groups = getattr(state, "_fsdp_param_groups", None)
         if groups is None:
             groups = [state._fsdp_param_group]  # before torch 2.12

@@ -66,7 +66,7 @@ def gather(model: nn.Module, *, layers: Callable[[str, nn.Linear], bool] | None 
         raise ValueError("model: no part of it is sharded by FSDP2; use fully_shard(model) first")
     fsdp2.check_torch()
     stop_gathering(model)
-    fsdp2.reshard(model)
+    fsdp2.reshard(model)  # what is gathered is made anew
     sharded = fsdp2.sharded_weights(model)
     for name, layer in converted.items():
         layer.fp8_gather = _refusal(name, layer, sharded.get(layer), layers)
@@ -114,6 +114,7 @@ class Shard:
 
     def __init__(self, layer: Float8Linear, sharded: Any, together: Together, index: int) -> None:
         self.layer, self.sharded, self.together, self.index = layer, sharded, together, index
+        self.recipe = layer.fp8_recipe
         self.in_8_bits = True
         self.seen: tuple[Any, int] | None = None
         """The parameter and its version when its magnitude was last taken; None where it may have changed."""
@@ -144,12 +145,17 @@ class Shard:
         mp_policy: Any,  # noqa: ARG002
     ) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
         together, layer = self.together, self.layer
+        if layer.fp8_recipe != self.recipe:
+            raise ValueError(
+                f"a layer has the recipe {layer.fp8_recipe} now and had {self.recipe} when FSDP2 began to gather its "
+                f"weight in 8 bits: call kp.fp8.gather(model) again"
+            )
         parameter, seen = self.parameter, self.seen
         unchanged = seen is not None and seen[0] is parameter and seen[1] == parameter._version
         if not unchanged or self.sharded.by_hand:
             together.refresh()
         part = self.rounded()
-        kind = together.kind(layer.fp8_recipe, part)
+        kind = together.kind(self.recipe, part)
         codes = cast_of_part(part, together.amaxes[self.index], *kind, layer.fp8_forward_counts, 1)
         sent = codes.view(torch.uint8)
         missing = self.sharded.record.padded_sharded_param_size[0] - part.shape[0]
@@ -172,7 +178,7 @@ class Shard:
                 out.inverse_scale.copy_(metadata)
             return None
         n, k = self.sharded.record._orig_size
-        number_format, _ = self.together.kind(self.layer.fp8_recipe, all_gather_outputs[0])
+        number_format, _ = self.together.kind(self.recipe, all_gather_outputs[0])
         codes = all_gather_outputs[0].view(-1)[: n * k].view(n, k).view(_dtype_of(number_format))
         return GatheredWeight(codes, metadata.clone(), param_dtype), []
 
@@ -189,6 +195,7 @@ class Together:
     def __init__(self, root: nn.Module, served: dict[Float8Linear, Any]) -> None:
         from kernel_pytorch.precision import fsdp2
 
+        self.root = root
         self.shards = [Shard(layer, sharded, self, i) for i, (layer, sharded) in enumerate(served.items())]
         self.amaxes = self.inverses = torch.empty(0)
         self._kept: tuple[torch.Tensor, ...] = ()
@@ -197,19 +204,22 @@ class Together:
         for shard in self.shards:
             shard.layer.fp8_gather = shard
             fsdp2.take_over(shard.sharded, shard)
-        self._hook = root.register_forward_pre_hook(self._before_forward, prepend=True)
+        inside = fsdp2.parts(root)[1:]
+        self._hooks = [root.register_forward_pre_hook(self._before_forward, prepend=True)]
+        self._hooks += [part.register_forward_pre_hook(self._before_part, prepend=True) for part in inside]
         _together.add(self)
 
     def stop(self) -> None:
         """Make FSDP2's records what they were."""
         from kernel_pytorch.precision import fsdp2
 
-        self._hook.remove()
+        for hook in self._hooks:
+            hook.remove()
         _together.discard(self)
+        fsdp2.reshard(self.root)
         for shard in self.shards:
-            if not shard.sharded.idle:
-                shard.sharded.group.reshard()
             fsdp2.hand_back(shard.sharded)
+            shard.layer.fp8_gather = None
 
     def kind(self, recipe: Recipe, part: torch.Tensor) -> tuple[str, bool]:
         """The format of the codes on this device, and whether the scale is a power of two."""
@@ -224,9 +234,17 @@ class Together:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _before_forward(self, *_: Any) -> None:
+        # Who writes weights past their versions, through ``.data``, tells nobody.
         for shard in self.shards:
             shard.seen = None
         self._follow_fallbacks()
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _before_part(self, part: nn.Module, *_: Any) -> None:
+        from kernel_pytorch.precision import fsdp2
+
+        if fsdp2.begins_forward(part):
+            self._before_forward()
 
     @torch.no_grad()
     def refresh(self) -> None:
@@ -249,7 +267,7 @@ class Together:
                     both[:, indices] = own
         self.amaxes = both[0]
         inverses = torch.empty_like(self.amaxes)
-        kinds = [self.kind(shard.layer.fp8_recipe, part) for shard, part in zip(self.shards, parts, strict=True)]
+        kinds = [self.kind(shard.recipe, part) for shard, part in zip(self.shards, parts, strict=True)]
         for kind in dict.fromkeys(kinds):
             chosen = [i for i, other in enumerate(kinds) if other == kind]
             if len(chosen) == len(kinds):
