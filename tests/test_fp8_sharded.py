@@ -58,8 +58,9 @@ def as_without_fsdp2(group: Any, case: Case) -> None:
             assert torch.equal(local(model.state_dict()[name]), value), name
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "rowwise"])
-@pytest.mark.parametrize("each_layer", [True, False])
+@pytest.mark.parametrize(
+    ("recipe", "each_layer"), [("tensorwise", True), ("delayed", True), ("delayed", False), ("rowwise", False)]
+)
 def test_fsdp2_trains_the_same(pool: Ranks, recipe: str, each_layer: bool) -> None:
     pool.run(as_without_fsdp2, 1, Case(recipe, fuse=not each_layer, each_layer=each_layer))
 
@@ -73,21 +74,22 @@ def in_8_bits(group: Any, case: Case) -> None:
     assert kinds == [GatheredWeight] * len(layers_of(model))
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])
 @pytest.mark.parametrize(
-    "case",
+    ("case", "sizes"),
     [
-        Case(),
-        Case("delayed", mixed=True, batches=2),
-        Case("delayed", reshard=False, batches=3, sync=False),
-        Case("tensorwise-high-wgrad", reshard=False, mixed=True, checkpointed=True, batches=2),
-        Case("delayed", checkpointed=True, each_layer=True, fuse=False),
-        Case(dtype=torch.bfloat16, frozen=True, columns=True),
+        (Case(), (1, 2, 4)),
+        (Case("delayed", mixed=True, batches=2), (1, 2)),
+        (Case("delayed", reshard=False, batches=3, sync=False), (2, 4)),
+        (Case("tensorwise-high-wgrad", reshard=False, mixed=True, checkpointed=True, batches=2), (2,)),
+        (Case("delayed", checkpointed=True, each_layer=True, fuse=False), (2,)),
+        (Case(dtype=torch.bfloat16, frozen=True, columns=True), (2,)),
+        (Case("delayed", replicas=2), (4,)),
     ],
     ids=str,
 )
-def test_training_is_the_same_to_the_bit(pool: Ranks, ranks: int, case: Case) -> None:
-    pool.run(in_8_bits, ranks, case)
+def test_training_is_the_same_to_the_bit(pool: Ranks, case: Case, sizes: tuple[int, ...]) -> None:
+    for ranks in sizes:
+        pool.run(in_8_bits, ranks, case)
 
 
 def nothing_kept(group: Any) -> None:
@@ -107,13 +109,8 @@ def nothing_kept(group: Any) -> None:
     y.square().mean().backward()
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_no_copy_of_a_weight_waits_for_the_backward(pool: Ranks, ranks: int) -> None:
-    pool.run(nothing_kept, ranks)
-
-
-def test_with_replicas_of_shards(pool: Ranks) -> None:
-    pool.run(in_8_bits, 4, Case("delayed", replicas=2))
+def test_no_copy_of_a_weight_waits_for_the_backward(pool: Ranks) -> None:
+    pool.run(nothing_kept, 2)
 
 
 @pytest.mark.parametrize("fuse", [True, False])
@@ -165,9 +162,7 @@ def traffic(group: Any, case: Case, gathered: bool) -> tuple[list[int], list[int
     return sent.gathered, sent.reduced, sum(local(parameter).numel() for parameter in model.parameters())
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("mixed", [True, False])
-@pytest.mark.parametrize("reshard", [True, False])
+@pytest.mark.parametrize(("ranks", "mixed", "reshard"), [(2, True, True), (2, False, False), (4, True, False)])
 def test_a_gathered_number_is_a_byte(pool: Ranks, ranks: int, mixed: bool, reshard: bool) -> None:
     case = Case(mixed=mixed, reshard=reshard)
     for found, plain in zip(
