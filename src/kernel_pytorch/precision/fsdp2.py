@@ -19,7 +19,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, ShardedSt
 
 __all__ = ["Sharded", "outermost", "restart", "sharded_weights", "take_over", "hand_back"]
 
-_NEEDED = ("_sharded_local_tensor", "_init_extensions", "init_unsharded_param", "reset_sharded_param", "shard_mesh")
+_NEEDED = ("_sharded_local_tensor", "_init_extensions", "init_unsharded_param", "reset_sharded_param")
 
 
 class Sharded(NamedTuple):

@@ -19,11 +19,11 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from kernel_pytorch.ops.fp8_cast.part import amax_of_part, cast_of_part, inverses_from
+from kernel_pytorch.precision.formats import FORMATS
 from kernel_pytorch.precision.gathered_weight import GatheredWeight
 from kernel_pytorch.precision.layer import Float8Linear
 from kernel_pytorch.precision.linear import formats_on
 from kernel_pytorch.precision.monitor import layers_of
-from kernel_pytorch.precision.recipe import Recipe
 
 __all__ = ["gather", "stop_gathering"]
 
@@ -129,6 +129,15 @@ class Shard:
         local: torch.Tensor = self.parameter._local_tensor.detach()
         return local.to(self.sharded.group.mp_policy.param_dtype or local.dtype)
 
+    def amax(self) -> torch.Tensor:
+        """The largest magnitude of this part; 0 where nobody asks."""
+        part = self.rounded()
+        return amax_of_part(part if self.in_8_bits else part[:0])
+
+    def kind(self, where: torch.device) -> tuple[str, bool]:
+        """The format of the codes on a device, and whether the scale is a power of two."""
+        return formats_on(where.type, where.index, self.recipe.gradient_format)[0], self.recipe.power_of_two
+
     # What FSDP2 calls.
 
     def size(self) -> torch.Size:
@@ -155,8 +164,8 @@ class Shard:
         if not unchanged or self.sharded.by_hand:
             together.refresh()
         part = self.rounded()
-        kind = together.kind(self.recipe, part)
-        codes = cast_of_part(part, together.amaxes[self.index], *kind, layer.fp8_forward_counts, 1)
+        amax, kind = together.amaxes[self.index], self.kind(part.device)
+        codes = cast_of_part(part, amax, *kind, layer.fp8_forward_counts, 1)
         sent = codes.view(torch.uint8)
         missing = self.sharded.record.padded_sharded_param_size[0] - part.shape[0]
         if missing:
@@ -178,15 +187,10 @@ class Shard:
                 out.inverse_scale.copy_(metadata)
             return None
         n, k = self.sharded.record._orig_size
-        number_format, _ = self.together.kind(self.recipe, all_gather_outputs[0])
-        codes = all_gather_outputs[0].view(-1)[: n * k].view(n, k).view(_dtype_of(number_format))
+        sent = all_gather_outputs[0]
+        number_format, _ = self.kind(sent.device)
+        codes = sent.view(-1)[: n * k].view(n, k).view(FORMATS[number_format].dtype)
         return GatheredWeight(codes, metadata.clone(), param_dtype), []
-
-
-def _dtype_of(number_format: str) -> torch.dtype:
-    from kernel_pytorch.precision.formats import FORMATS
-
-    return FORMATS[number_format].dtype
 
 
 class Together:
@@ -221,10 +225,6 @@ class Together:
             fsdp2.hand_back(shard.sharded)
             shard.layer.fp8_gather = None
 
-    def kind(self, recipe: Recipe, part: torch.Tensor) -> tuple[str, bool]:
-        """The format of the codes on this device, and whether the scale is a power of two."""
-        return formats_on(part.device.type, part.device.index, recipe.gradient_format)[0], recipe.power_of_two
-
     def changed(self, parameters: Iterable[Any]) -> None:
         """These may have changed."""
         for parameter in parameters:
@@ -251,14 +251,9 @@ class Together:
         """Find the largest magnitudes over all shards, and which layers have fallen back on any rank."""
         # Whoever uses the last ones on another stream is done before these are let go of.
         self._kept = (self.amaxes, self.inverses)
-        parts = [shard.rounded() for shard in self.shards]
-        found = [
-            amax_of_part(part if shard.in_8_bits else part[:0])
-            for shard, part in zip(self.shards, parts, strict=True)
-        ]
-        amaxes = torch.stack(found)
-        fallen = torch.tensor([float(shard.layer.fp8_fallback is not None) for shard in self.shards])
-        both = torch.stack([amaxes, fallen.to(amaxes.device, non_blocking=True)])
+        both = torch.stack([shard.amax() for shard in self.shards]).repeat(2, 1)
+        fallen = [float(shard.layer.fp8_fallback is not None) for shard in self.shards]
+        both[1] = torch.tensor(fallen, device=both.device) if any(fallen) else 0.0
         for group, indices in self._by_group().items():
             if group.size() > 1:
                 own = both if len(indices) == len(self.shards) else both[:, indices]
@@ -267,7 +262,7 @@ class Together:
                     both[:, indices] = own
         self.amaxes = both[0]
         inverses = torch.empty_like(self.amaxes)
-        kinds = [self.kind(shard.recipe, part) for shard, part in zip(self.shards, parts, strict=True)]
+        kinds = [shard.kind(both.device) for shard in self.shards]
         for kind in dict.fromkeys(kinds):
             chosen = [i for i, other in enumerate(kinds) if other == kind]
             if len(chosen) == len(kinds):
@@ -283,7 +278,7 @@ class Together:
     def _by_group(self) -> dict[Any, list[int]]:
         found: dict[Any, list[int]] = {}
         for shard in self.shards:
-            found.setdefault(shard.sharded.record.shard_mesh.get_group(), []).append(shard.index)
+            found.setdefault(shard.sharded.record.mesh_info.shard_process_group, []).append(shard.index)
         return found
 
     def _fetch(self, fallen: torch.Tensor) -> None:
