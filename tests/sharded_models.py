@@ -64,22 +64,26 @@ class Case:
     """Whether weights are split by columns where that can be."""
     replicas: int = 1
     compiled: bool = False
+    device: str = "cpu"
 
     def __str__(self) -> str:
         changed = {name: value for name, value in vars(self).items() if value != vars(Case())[name]}
         return "-".join(f"{name}={value}" for name, value in changed.items()) or "plain"
 
 
-def mesh_of(group: Any, replicas: int = 1) -> DeviceMesh:
+PLAIN = Case()
+
+
+def mesh_of(group: Any, replicas: int = 1, device: str = "cpu") -> DeviceMesh:
     ranks = dist.get_world_size(group)
     if replicas > 1:
-        return DeviceMesh("cpu", torch.arange(ranks).view(replicas, -1), mesh_dim_names=("replicas", "shards"))
-    return DeviceMesh.from_group(group, "cpu", mesh=torch.arange(ranks))
+        return DeviceMesh(device, torch.arange(ranks).view(replicas, -1), mesh_dim_names=("replicas", "shards"))
+    return DeviceMesh.from_group(group, device, mesh=torch.arange(ranks))
 
 
 def unsharded(case: Case) -> nn.Sequential:
     torch.manual_seed(0)
-    model = nn.Sequential(*(Block(case.checkpointed) for _ in range(2))).to(case.dtype)
+    model = nn.Sequential(*(Block(case.checkpointed) for _ in range(2))).to(case.device, case.dtype)
     model[0].first.weight.requires_grad_(not case.frozen)
     kp.fp8.convert(model, case.recipe, fuse_swiglu=case.fuse, monitor=None)
     return model
@@ -95,7 +99,7 @@ def sharded(group: Any, case: Case, *, gathered: bool = True) -> Any:
     parts = [module for module in model.modules() if isinstance(module, Float8Linear) and case.each_layer]
     for block in model if case.compiled else ():
         block.compile(backend="aot_eager")
-    mesh = mesh_of(group, case.replicas)
+    mesh = mesh_of(group, case.replicas, case.device)
     for part in (*parts, *model, model):
         fully_shard(
             part,
@@ -107,9 +111,9 @@ def sharded(group: Any, case: Case, *, gathered: bool = True) -> Any:
     return kp.fp8.gather(model) if gathered else model
 
 
-def batch(group: Any, number: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+def batch(group: Any, number: int, case: Case = PLAIN) -> torch.Tensor:
     generator = torch.Generator().manual_seed(100 * number + dist.get_rank(group))
-    return torch.randn(6, 24, generator=generator).to(dtype)
+    return torch.randn(6, 24, generator=generator).to(case.device, case.dtype)
 
 
 def local(tensor: Any) -> torch.Tensor:
@@ -123,7 +127,7 @@ def step(group: Any, model: Any, optimizer: Any, case: Case, number: int) -> lis
     for micro in range(case.batches):
         if isinstance(model, FSDPModule):
             model.set_requires_gradient_sync(case.sync or micro == case.batches - 1)
-        x = batch(group, 10 * number + micro, case.dtype).requires_grad_()
+        x = batch(group, 10 * number + micro, case).requires_grad_()
         y = model(x)
         (y.float().square().mean() * 100).backward()
         found += [y.detach(), x.grad]

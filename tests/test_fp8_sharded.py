@@ -70,7 +70,7 @@ def in_8_bits(group: Any, case: Case) -> None:
     kinds = []
     for layer in layers_of(model):
         layer.register_forward_pre_hook(lambda layer, _: kinds.append(type(layer.weight)))
-    model(batch(group, 0, case.dtype))
+    model(batch(group, 0, case))
     assert kinds == [GatheredWeight] * len(layers_of(model))
 
 
@@ -90,6 +90,13 @@ def in_8_bits(group: Any, case: Case) -> None:
 def test_training_is_the_same_to_the_bit(pool: Ranks, case: Case, sizes: tuple[int, ...]) -> None:
     for ranks in sizes:
         pool.run(in_8_bits, ranks, case)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("case", [Case("delayed", mixed=True, batches=2), Case(dtype=torch.bfloat16)], ids=str)
+def test_training_on_a_gpu(pool: Ranks, case: Case) -> None:
+    """One rank: nothing is sent, but parts are cast on streams of their own."""
+    pool.run(in_8_bits, 1, replace(case, device="cuda"))
 
 
 def nothing_kept(group: Any) -> None:
