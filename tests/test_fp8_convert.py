@@ -1541,6 +1541,22 @@ def test_a_shape_is_measured_once(fabricated: list[tuple[Any, ...]]) -> None:
     assert len(fabricated) == 4
 
 
+@pytest.mark.parametrize(("issuing", "best"), [(0.1, PRODUCTS), (7.0, ())])
+def test_a_compiled_layer_may_wait_longer_for_the_cpu(
+    monkeypatch: pytest.MonkeyPatch, issuing: float, best: tuple[str, ...]
+) -> None:
+    """A choice that is faster by itself is not taken where 1.5 times its work for the CPU would be slower."""
+    monkeypatch.setattr(plan_module, "_kept", {})
+    monkeypatch.setattr(plan_module, "_repeats", lambda *_: 1)
+    monkeypatch.setattr(
+        plan_module, "_seconds", lambda run, *_: 10.0 - len(run.args[0])
+    )  # the more in 8 bits the faster
+    monkeypatch.setattr(plan_module, "_issuing", lambda *_: issuing)
+    call = (torch.device("cpu"), 64, (24, 40), torch.float32, torch.float32, True, RECIPES["tensorwise"])
+    assert measured_choice(*call).best == PRODUCTS
+    assert measured_choice(*call, compiled=True).best == best
+
+
 def test_the_report_has_what_was_measured(fabricated: list[tuple[Any, ...]]) -> None:
     model = kp.fp8.convert(linear())
     call = ((24, 40), torch.float32, torch.float32, True, RECIPES["delayed"])
