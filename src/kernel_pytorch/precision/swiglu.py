@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from kernel_pytorch.precision.gathered_weight import GatheredWeight, transposed_codes
 from kernel_pytorch.precision.kept_cast import NAMES, Kept
 from kernel_pytorch.precision.kept_swiglu import (
     Needs,
@@ -178,7 +179,8 @@ def fp8_swiglu_mlp(
         *(layer.fp8_gradient_history if recipe.delayed else None for layer in layers),
     )
     y_MN: torch.Tensor
-    if torch.compiler.is_compiling() and all(needs):
+    gathered = any(isinstance(layer.weight, GatheredWeight) for layer in layers)
+    if torch.compiler.is_compiling() and all(needs) and not gathered:
         y_MN = _Whole.apply(  # type: ignore[no-untyped-call]
             x_MK,
             *(layer.weight for layer in layers),
@@ -209,7 +211,7 @@ def fp8_swiglu_mlp(
         x_8.data,
         x_8.inverse,
         x_8.data_t,
-        *(tensor for cast in casts for tensor in (cast.data, cast.inverse, cast.data_t)),
+        *(tensor for cast in casts for tensor in _tensors(cast)),
         down.fp8_forward_counts,
         down.fp8_history if recipe.delayed else None,
         *of_gradients,
@@ -221,6 +223,11 @@ def fp8_swiglu_mlp(
         *needs,
     )
     return y_MN.reshape(*x.shape[:-1], y_MN.shape[-1])
+
+
+def _tensors(cast: Kept) -> tuple[torch.Tensor | None, ...]:
+    """data, inverse, and data_t where it is another: torch.compile wants each tensor once."""
+    return (cast.data, cast.inverse, None if cast.data_t is cast.data else cast.data_t)
 
 
 class _SwiGLU(torch.autograd.Function):
@@ -238,13 +245,13 @@ class _SwiGLU(torch.autograd.Function):
         x_8t: torch.Tensor,
         gate_8: torch.Tensor,
         gate_inverse: torch.Tensor,
-        gate_8t: torch.Tensor,
+        gate_8t: torch.Tensor | None,
         up_8: torch.Tensor,
         up_inverse: torch.Tensor,
-        up_8t: torch.Tensor,
+        up_8t: torch.Tensor | None,
         down_8: torch.Tensor,
         down_inverse: torch.Tensor,
-        down_8t: torch.Tensor,
+        down_8t: torch.Tensor | None,
         h_counts: torch.Tensor,
         h_history: torch.Tensor | None,
         gate_counts: torch.Tensor,
@@ -262,9 +269,9 @@ class _SwiGLU(torch.autograd.Function):
     ) -> torch.Tensor:
         y, saved = swiglu_forward(
             Kept(x_8, x_8t, x_inverse, x_inverse, direct),
-            Kept(gate_8, gate_8t, gate_inverse, gate_inverse),
-            Kept(up_8, up_8t, up_inverse, up_inverse),
-            Kept(down_8, down_8t, down_inverse, down_inverse),
+            Kept(gate_8, gate_8 if gate_8t is None else gate_8t, gate_inverse, gate_inverse),
+            Kept(up_8, up_8 if up_8t is None else up_8t, up_inverse, up_inverse),
+            Kept(down_8, down_8 if down_8t is None else down_8t, down_inverse, down_inverse),
             dtype,
             forward_format,
             power_of_two,
@@ -272,6 +279,9 @@ class _SwiGLU(torch.autograd.Function):
             h_history,
         )
         wanted = Needs(*needs)
+        ctx.to_turn = [
+            name for name, data_t in (("gate_t", gate_8t), ("up_t", up_8t), ("down_t", down_8t)) if data_t is None
+        ]
         ctx.save_for_backward(*(saved if wanted.dh or wanted.ddown else ()))
         ctx.counts = (gate_counts, up_counts, down_counts)
         ctx.histories = (gate_history, up_history, down_history)
@@ -286,6 +296,8 @@ class _SwiGLU(torch.autograd.Function):
         needs = Needs(*ctx.needs)
         *counts, down_counts = ctx.counts
         *histories, down_history = ctx.histories
+        saved = Saved(*ctx.saved_tensors)
+        saved = saved._replace(**{name: transposed_codes(getattr(saved, name)) for name in ctx.to_turn})
         dy = cast_of_gradient(
             dy_MN,
             gradient_format,
@@ -297,7 +309,7 @@ class _SwiGLU(torch.autograd.Function):
         )
         found = swiglu_backward(
             dy,
-            Saved(*ctx.saved_tensors),
+            saved,
             NAMES[dy_MN.dtype],
             (forward_format, gradient_format),
             power_of_two,
