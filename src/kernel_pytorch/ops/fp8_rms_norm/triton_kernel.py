@@ -1,9 +1,9 @@
 """fp8_rms_norm in Triton, one source for NVIDIA and AMD.
 
-Memory-bound: a program takes a strip of rows, reads it for its sums of squares, and reads it again, from its end back
-and so out of the cache, to write y and, where a history gives the scale, both copies: x comes from memory once and y
-is not read at all. Without a history the scale is known only when all of y is, so a second kernel reads y for its
-codes. What has outgrown its history is cast again by a last kernel, which otherwise only writes down what is known.
+Memory-bound: x is read for its sums of squares, and again by tiles, the last rows first and so partly out of the
+cache, to write y and, where a history gives the scale, both copies: y is not read at all. Without a history the scale
+is known only when all of y is, so a third kernel reads y for its codes. What has outgrown its history is cast again
+by a last kernel, which otherwise only writes down what is known.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from kernel_pytorch.ops.fp8_cast.triton_tiles import (
     largest_remembered,
     load_quarter,
     load_quarters,
+    load_tile,
     magnitudes,
     offer,
     quarter_with_scale,
@@ -38,47 +39,31 @@ from kernel_pytorch.ops.fp8_cast.triton_tiles import (
     scale_from_amax,
 )
 from kernel_pytorch.ops.fp8_rms_norm.definition import without_cast
-from kernel_pytorch.ops.triton_launch import Place, launch
+from kernel_pytorch.ops.triton_launch import Launches, Place
 from kernel_pytorch.precision.formats import FORMATS
 
-# A strip of 32 rows is turned into 32 adjacent bytes. One program with many warps fills a compute unit, so that the
-# strips that are being read for the first or second time all fit into the cache; tiles in flight hide its waiting.
-_ROWS, _WIDEST = 32, 256
-_NUMBERS_A_THREAD = 16
-_STAGES = 3
-_TILE = (32, 128, 4)  # rows, columns and warps where y is read to be cast, as in fp8_cast
+# Rows, columns and warps of a tile, as in fp8_cast.
+_TILE = (32, 128, 4)
+_SQUARES_TILE = (4, 1024, 8)
 
 
-# The strip.
+# The norm.
 
 
 @triton.jit
-def _squares(x, i, j, k, rows, columns, row_stride, column_stride, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Those of a quarter of tile (i, j), to be kept in the cache for the second reading."""
-    corner = x + i.to(tl.int64) * ROWS * row_stride + j.to(tl.int64) * COLUMNS * column_stride
-    row, column = tl.arange(0, ROWS // 4) * 4 + k, tl.arange(0, COLUMNS)
-    inside = (row < rows - i * ROWS)[:, None] & (column < columns - j * COLUMNS)[None, :]
-    places = row[:, None] * row_stride + column[None, :] * column_stride
-    values = tl.load(corner + places, mask=inside, other=0.0, eviction_policy="evict_last").to(tl.float32)
-    return values * values
-
-
-@triton.jit
-def _rstd(squares, rstd, i, k, rows, columns, EPS: tl.constexpr, ROWS: tl.constexpr):
-    """Of the rows of a quarter, as a column; kept for the backward."""
-    row = i * ROWS + tl.arange(0, ROWS // 4) * 4 + k
-    found = tl.rsqrt(tl.sum(squares, axis=1) / columns + EPS)
-    tl.store(rstd + row, found, mask=row < rows)
-    return found[:, None]
-
-
-@triton.jit
-def _factors(weight, j, columns, COLUMNS: tl.constexpr):
-    """The weights of the columns of tile j, as a row."""
-    column = tl.arange(0, COLUMNS)
-    inside = column < columns - j * COLUMNS
-    found = tl.load(weight + j * COLUMNS + column, mask=inside, other=0.0, eviction_policy="evict_last")
-    return found.to(tl.float32)[None, :]
+def _squares(
+    x, rstd, rows, columns, row_stride, column_stride, EPS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):  # fmt: skip
+    """One over the root of the mean square of each of some rows."""
+    i = tl.program_id(0)
+    total = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
+    for step in range(tl.cdiv(columns, COLUMNS)):
+        values = load_tile(
+            x, i, tl.full((), 0, tl.int32) + step, rows, columns, row_stride, column_stride, ROWS, COLUMNS
+        )
+        total += values * values
+    row = i * ROWS + tl.arange(0, ROWS)
+    tl.store(rstd + row, tl.rsqrt(tl.sum(total, axis=1) / columns + EPS), mask=row < rows)
 
 
 @triton.jit
@@ -89,13 +74,12 @@ def _normal(
     """A quarter of tile (i, j) of y: written, and as it was rounded, in float32; zeros beyond the end."""
     row, column = tl.arange(0, ROWS // 4) * 4 + k, tl.arange(0, COLUMNS)
     inside = (row < rows - i * ROWS)[:, None] & (column < columns - j * COLUMNS)[None, :]
-    corner = x + i.to(tl.int64) * ROWS * row_stride + j.to(tl.int64) * COLUMNS * column_stride
-    places = row[:, None] * row_stride + column[None, :] * column_stride
-    values = tl.load(corner + places, mask=inside, other=0.0, eviction_policy="evict_first").to(tl.float32)
-    rounded = (values * rstd * factors).to(y.dtype.element_ty)
+    values = load_quarter(x, i, j, k, rows, columns, row_stride, column_stride, ROWS, COLUMNS)
+    of_row = tl.load(rstd + i * ROWS + row, mask=row < rows - i * ROWS, other=0.0)
+    rounded = (values * of_row[:, None] * factors).to(y.dtype.element_ty)
     corner = y + i.to(tl.int64) * ROWS * columns + j.to(tl.int64) * COLUMNS
-    tl.store(corner + row[:, None] * columns + column[None, :], rounded, mask=inside, cache_modifier=".cs")
-    # Beyond the end a row that is not finite has made NaN of zeros, which nobody may count.
+    tl.store(corner + row[:, None] * columns + column[None, :], rounded, mask=inside)
+    # Beyond the end a weight that is not finite has made NaN of zeros, which nobody may count.
     return tl.where(inside, rounded.to(tl.float32), 0.0)
 
 
@@ -103,60 +87,42 @@ def _normal(
 def _norm(
     x, weight, y, rstd, data, data_t, amax, tried, history,
     rows, columns, row_stride, column_stride, history_length,
-    EPS: tl.constexpr, HAS_WEIGHT: tl.constexpr, CAST: tl.constexpr, STAGES: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr, CAST: tl.constexpr,
     TURNED: tl.constexpr, WORDS: tl.constexpr, POWER_OF_TWO: tl.constexpr, HISTORY: tl.constexpr,
     LARGEST: tl.constexpr, HALF_SMALLEST: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr,
     NAN: tl.constexpr, FNUZ: tl.constexpr, HARDWARE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """A strip of y; with a HISTORY also of its copies, by the history's scale. Finds the amax where it must CAST."""
-    i = tl.program_id(0)
+    """A tile of y; with a HISTORY also of its copies, by the history's scale. Finds the amax where it must CAST."""
     across = tl.cdiv(columns, COLUMNS)
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)  # what was read last comes first
+    i, j = tile // across, tile % across
     strides = (row_stride, column_stride)
-    q_0 = tl.zeros((ROWS // 4, COLUMNS), dtype=tl.float32)
-    q_1, q_2, q_3 = q_0, q_0, q_0
-    zero = tl.full((), 0, tl.int32)
-    for step in tl.range(0, across, num_stages=STAGES):
-        j = zero + step
-        q_0 += _squares(x, i, j, 0, rows, columns, *strides, ROWS, COLUMNS)
-        q_1 += _squares(x, i, j, 1, rows, columns, *strides, ROWS, COLUMNS)
-        q_2 += _squares(x, i, j, 2, rows, columns, *strides, ROWS, COLUMNS)
-        q_3 += _squares(x, i, j, 3, rows, columns, *strides, ROWS, COLUMNS)
-    r_0 = _rstd(q_0, rstd, i, 0, rows, columns, EPS, ROWS)
-    r_1 = _rstd(q_1, rstd, i, 1, rows, columns, EPS, ROWS)
-    r_2 = _rstd(q_2, rstd, i, 2, rows, columns, EPS, ROWS)
-    r_3 = _rstd(q_3, rstd, i, 3, rows, columns, EPS, ROWS)
+    factors = 1.0
+    if HAS_WEIGHT:
+        column = j * COLUMNS + tl.arange(0, COLUMNS)
+        factors = tl.load(weight + column, mask=column < columns, other=0.0).to(tl.float32)[None, :]
+    v_0 = _normal(x, factors, y, rstd, i, j, 0, rows, columns, *strides, ROWS, COLUMNS)
+    v_1 = _normal(x, factors, y, rstd, i, j, 1, rows, columns, *strides, ROWS, COLUMNS)
+    v_2 = _normal(x, factors, y, rstd, i, j, 2, rows, columns, *strides, ROWS, COLUMNS)
+    v_3 = _normal(x, factors, y, rstd, i, j, 3, rows, columns, *strides, ROWS, COLUMNS)
     if HISTORY > 0:
         before = largest_remembered(history, history_length, HISTORY)
         scale = scale_from_amax(before, LARGEST, POWER_OF_TWO) * 0.5
-        if i == 0:
+        if tl.program_id(0) == 0:
             tl.store(amax + 1, before.to(tl.int32, bitcast=True))
-    largest = tl.full((), 0.0, tl.float32)
-    highest = tl.zeros((ROWS // 4, COLUMNS), dtype=tl.float32)
-    for step in tl.range(0, across, num_stages=STAGES):
-        j = across - 1 - (zero + step)
-        factors = _factors(weight, j, columns, COLUMNS) if HAS_WEIGHT else 1.0
-        v_0 = _normal(x, factors, y, r_0, i, j, 0, rows, columns, *strides, ROWS, COLUMNS)
-        v_1 = _normal(x, factors, y, r_1, i, j, 1, rows, columns, *strides, ROWS, COLUMNS)
-        v_2 = _normal(x, factors, y, r_2, i, j, 2, rows, columns, *strides, ROWS, COLUMNS)
-        v_3 = _normal(x, factors, y, r_3, i, j, 3, rows, columns, *strides, ROWS, COLUMNS)
-        if HISTORY > 0:
-            found = emit(
-                v_0, v_1, v_2, v_3, scale, scale, scale, scale, data, data_t, i, j, rows, columns,
-                True, TURNED, WORDS, LARGEST, MANTISSA, BIAS, NAN, FNUZ, HARDWARE, ROWS, COLUMNS,
-            )  # fmt: skip
-            seen = counted(
-                found, quarter_with_scale, (y, columns, 1, scale), data, data_t, tried, i, j, rows, columns,
-                True, TURNED, False, HALF_SMALLEST, NAN, ROWS, COLUMNS,
-            )  # fmt: skip
-            largest = tl.maximum(largest, seen)
-        elif CAST:
-            m_01 = tl.maximum(magnitudes(v_0), magnitudes(v_1))
-            m_23 = tl.maximum(magnitudes(v_2), magnitudes(v_3))
-            highest = tl.maximum(highest, tl.maximum(m_01, m_23))
-    if HISTORY > 0:
+        found = emit(
+            v_0, v_1, v_2, v_3, scale, scale, scale, scale, data, data_t, i, j, rows, columns,
+            True, TURNED, WORDS, LARGEST, MANTISSA, BIAS, NAN, FNUZ, HARDWARE, ROWS, COLUMNS,
+        )  # fmt: skip
+        largest = counted(
+            found, quarter_with_scale, (y, columns, 1, scale), data, data_t, tried, i, j, rows, columns,
+            True, TURNED, False, HALF_SMALLEST, NAN, ROWS, COLUMNS,
+        )  # fmt: skip
         offer(amax, largest)
     elif CAST:
-        offer(amax, tl.max(tl.max(highest, axis=1), axis=0))
+        m_01 = tl.maximum(magnitudes(v_0), magnitudes(v_1))
+        m_23 = tl.maximum(magnitudes(v_2), magnitudes(v_3))
+        offer(amax, tl.max(tl.max(tl.maximum(m_01, m_23), axis=1), axis=0))
 
 
 # The casts of y as it lies in memory.
@@ -230,6 +196,12 @@ def _settle(
 
 # Launching.
 
+# What kernels are given, in the order in which a call of PreparedNorm lists it.
+_ARGUMENTS = (
+    "x", "weight", "y", "rstd", "data", "data_t", "inverse", "amax", "tried", "final_amax", "counts", "history",
+    "rows", "columns", "row_stride", "column_stride", "history_length",
+)  # fmt: skip
+
 
 class PreparedNorm:
     """The norm of matrices of one kind: what is the same for all of them is worked out once.
@@ -253,36 +225,36 @@ class PreparedNorm:
         rows, columns = self.shape = shape
         # Without a cast nothing is made of the format, but kernels must be told one.
         chosen = FORMATS[number_format or "e4m3fn"]
-        self.dtype, self.casts, self.length = chosen.dtype, number_format is not None, length
+        self.dtype, self.casts = chosen.dtype, number_format is not None
         self.turned = (columns, rows) if transposed else (0, 0)
-        self.words = rows % 4 == 0 and transposed
-        self.strides = strides
-        self.key = (shape, strides, eps, number_format, transposed, power_of_two, length)
+        self.turned_as = torch.int32 if rows % 4 == 0 and transposed else torch.uint8
+        self.sizes = (rows, columns, *strides, length)
+        height, width, warps = _TILE
         common: dict[str, Any] = {
             "TURNED": transposed,
             "WORDS": rows % 4 == 0,
             "POWER_OF_TWO": power_of_two,
+            "ROWS": height,
+            "COLUMNS": width,
+            "num_warps": warps,
             **encoding(device, chosen),
         }
         history = {"HISTORY": triton.next_power_of_2(length) if length else 0}
-        width = min(_WIDEST, max(16, triton.next_power_of_2(columns)))
-        warps = max(1, _ROWS * width // (_NUMBERS_A_THREAD * max(32, device.warp_size)))
-        self.grid = (-(-rows // _ROWS),)
-        self.constants = {
-            "EPS": eps,
-            "CAST": self.casts,
-            "STAGES": _STAGES,
-            "ROWS": _ROWS,
-            "COLUMNS": width,
-            "num_warps": warps,
-            **common,
-            **history,
-        }
-        height, width, warps = _TILE
         tiles = -(-rows // height) * -(-columns // width)
-        self.cast_grid, self.settle_grid = (tiles,), (min(tiles, 4 * device.compute_units),)
-        self.cast_constants = {"ROWS": height, "COLUMNS": width, "num_warps": warps, **common}
-        self.settle_constants = {**self.cast_constants, **history}
+        below, beside, many = _SQUARES_TILE
+        of_squares = {"EPS": eps, "ROWS": below, "COLUMNS": beside, "num_warps": many}
+        key = (shape, strides, eps, number_format, transposed, power_of_two, length)
+
+        def launches(has_weight: bool) -> Launches:
+            of_norm = {"HAS_WEIGHT": has_weight, "CAST": self.casts, **history, **common}
+            kernels = [(_squares, (-(-rows // below),), of_squares), (_norm, (tiles,), of_norm)]
+            if length:
+                kernels.append((_settle, (min(tiles, 4 * device.compute_units),), {**history, **common}))
+            elif self.casts:
+                kernels.append((_cast, (tiles,), common))
+            return Launches(kernels, _ARGUMENTS, (*key, has_weight))
+
+        self.launches = {has_weight: launches(has_weight) for has_weight in (True, False)}
 
     def __call__(
         self,
@@ -292,38 +264,37 @@ class PreparedNorm:
         history: Place | None = None,
         amax: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, ...]:
-        rows, columns = self.shape
         y = x.new_empty(self.shape)
-        rstd = x.new_empty(rows, dtype=torch.float32)
+        rstd = x.new_empty(self.shape[0], dtype=torch.float32)
         data = x.new_empty(self.shape if self.casts else (0, 0), dtype=self.dtype)
         data_t = x.new_empty(self.turned, dtype=self.dtype)
         inverse = x.new_empty((), dtype=torch.float32)
-        shared = x.new_zeros(SCRATCH // 4, dtype=torch.int32) if self.casts else inverse.view(torch.int32)
-        largest = Place(shared, torch.float32, SCRATCH_LARGEST) if amax is None else amax
-        plain = Place(data, torch.uint8)
-        turned = Place(data_t, torch.int32 if self.words else torch.uint8)
-        # Where there is no first try, a place in its stead that nothing is written to.
-        tried = Place(shared, torch.int64, SCRATCH_TRIED) if self.casts else rstd
-        pointers = (x, *(place for place in (weight, counts, history) if place is not None))
-        aligned = tuple(place.data_ptr() % 16 for place in pointers)
-        key = (x.dtype, x.device, None if weight is None else weight.dtype, aligned, amax is None, *self.key)
-        launch(
-            _norm, self.grid, key,
-            x, x if weight is None else weight, y, rstd, plain, turned, shared, tried,
-            rstd if history is None else history, rows, columns, *self.strides, self.length,
-            HAS_WEIGHT=weight is not None, **self.constants,
+        # Where there is no cast, places in the stead of others that nothing is written to.
+        shared = x.new_zeros(SCRATCH // 4, dtype=torch.int32) if self.casts else rstd.view(torch.int32)
+        from_x, found, squares, scale = x.data_ptr(), shared.data_ptr(), rstd.data_ptr(), inverse.data_ptr()
+        from_weight = from_x if weight is None else weight.data_ptr()
+        to_counts = squares if counts is None else counts.data_ptr()
+        remembered = squares if history is None else history.data_ptr()
+        largest = found + SCRATCH_LARGEST if amax is None else amax.data_ptr()
+
+        def typed() -> tuple[Any, ...]:
+            return (
+                x, x if weight is None else weight, y, rstd, Place(data, torch.uint8), Place(data_t, self.turned_as),
+                inverse, shared, Place(shared, torch.int64, SCRATCH_TRIED) if self.casts else rstd,
+                rstd if not self.casts else Place(shared, torch.float32, SCRATCH_LARGEST) if amax is None else amax,
+                rstd if counts is None else counts, rstd if history is None else history, *self.sizes,
+            )  # fmt: skip
+
+        aligned = tuple(address % 16 for address in (from_x, from_weight, to_counts, remembered, largest))
+        self.launches[weight is not None](
+            x.get_device(),
+            (x.dtype, None if weight is None else weight.dtype, *aligned),
+            (
+                from_x, from_weight, y.data_ptr(), squares, data.data_ptr(), data_t.data_ptr(), scale, found,
+                found + SCRATCH_TRIED, largest, to_counts, remembered, *self.sizes,
+            ),
+            typed,
         )  # fmt: skip
-        if history is not None:
-            launch(
-                _settle, self.settle_grid, key,
-                y, plain, turned, inverse, shared, largest, tried, counts, history, rows, columns, self.length,
-                **self.settle_constants,
-            )  # fmt: skip
-        elif self.casts:
-            launch(
-                _cast, self.cast_grid, key,
-                y, plain, turned, inverse, shared, largest, counts, rows, columns, **self.cast_constants,
-            )  # fmt: skip
         return y, rstd, data, data_t, inverse
 
 
