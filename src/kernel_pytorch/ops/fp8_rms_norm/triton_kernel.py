@@ -44,7 +44,7 @@ from kernel_pytorch.precision.formats import FORMATS
 
 # Rows, columns and warps of a tile, as in fp8_cast.
 _TILE = (32, 128, 4)
-_SQUARES_TILE = (4, 1024, 8)
+_SQUARES_TILE = (4, 1024, 4)
 
 
 # The norm.
