@@ -1469,8 +1469,9 @@ def test_auto_computes_what_was_measured_to_be_faster(
         assert (sqnr(found[name], exact[name]) > 60) == (product in high)
     results(model, random(2, 17, 40))
     assert len(asked) == 1  # a size that was seen is not asked about again
-    kind, _, rows, shape, dtype, weight_dtype, bias, fields, needs_dx, needs_dw = asked[0]
+    kind, _, rows, shape, dtype, weight_dtype, bias, fields, needs_dx, needs_dw, compiled = asked[0]
     assert (kind, rows, shape, bias, needs_dx, needs_dw) == ("cpu", 48, (24, 40), True, True, True)
+    assert not compiled
     assert (dtype, weight_dtype, Recipe(**dict(fields))) == (torch.float32, torch.float32, RECIPES["delayed"])
 
 
@@ -1478,7 +1479,7 @@ def test_an_evaluation_does_not_decide_for_training(
     monkeypatch: pytest.MonkeyPatch, products: list[tuple[int, ...]]
 ) -> None:
     """y alone gains nothing, the three products together do."""
-    monkeypatch.setattr(plan_module, "_high_precision", lambda *key: () if key[-1] else PRODUCTS)
+    monkeypatch.setattr(plan_module, "_high_precision", lambda *key: () if key[-2] else PRODUCTS)
     model = kp.fp8.convert(linear())
     with torch.no_grad():
         model.eval()(random(64, 40))
@@ -1548,9 +1549,8 @@ def test_a_compiled_layer_may_wait_longer_for_the_cpu(
     """A choice that is faster by itself is not taken where 1.5 times its work for the CPU would be slower."""
     monkeypatch.setattr(plan_module, "_kept", {})
     monkeypatch.setattr(plan_module, "_repeats", lambda *_: 1)
-    monkeypatch.setattr(
-        plan_module, "_seconds", lambda run, *_: 10.0 - len(run.args[0])
-    )  # the more in 8 bits the faster
+    monkeypatch.setattr(plan_module, "_seconds", lambda run, *_: 10.0 - len(run.args[0]))  # the more in 8 bits
+    monkeypatch.setattr(torch.random, "fork_rng", lambda **_: contextlib.nullcontext())
     monkeypatch.setattr(plan_module, "_issuing", lambda *_: issuing)
     call = (torch.device("cpu"), 64, (24, 40), torch.float32, torch.float32, True, RECIPES["tensorwise"])
     assert measured_choice(*call).best == PRODUCTS

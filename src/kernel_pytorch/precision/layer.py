@@ -27,10 +27,11 @@ from kernel_pytorch.precision.linear import (
     checked_linear,
     products_of,
 )
+from kernel_pytorch.precision.offer import meet
 from kernel_pytorch.precision.plan import Measured, measured_for, measured_recipe
 from kernel_pytorch.precision.recipe import Recipe
 
-__all__ = ["BUFFERS", "Float8Linear"]
+__all__ = ["BUFFERS", "Float8Linear", "optimizer_steps"]
 
 _STATE_KEY = "fp8_state"
 BUFFERS = {
@@ -50,6 +51,11 @@ def _count_step(*_: Any) -> None:
 
 
 register_optimizer_step_post_hook(_count_step)
+
+
+def optimizer_steps() -> int:
+    """How many steps optimizers have made in this process."""
+    return _steps
 
 
 class Float8Linear(nn.Linear):
@@ -171,6 +177,8 @@ class Float8Linear(nn.Linear):
         if call is None:
             return nn.functional.linear(x, self.weight, self.bias)
         recipe, products = call
+        if products.y_in_8 and not torch.compiler.is_compiling():
+            meet(x, self, recipe, products.forward_format, products.needs_dw and products.dw_in_8)
         cast = self.weight_cast(recipe, products.forward_format, products.needs_dx and products.dx_in_8)
         return checked_linear(x, self.weight, self.bias, recipe, products, self.fp8_memory(recipe), cast)
 

@@ -18,6 +18,7 @@ from kernel_pytorch.ops.fp8_cast.definition import HISTORY
 from kernel_pytorch.precision.formats import E4M3FN, E5M2, FormatPair, for_device
 from kernel_pytorch.precision.gathered_weight import transposed_codes
 from kernel_pytorch.precision.kept_cast import NAMES, Kept, kept_cast, product
+from kernel_pytorch.precision.offer import input_key
 from kernel_pytorch.precision.recipe import Recipe, recipe_named
 
 __all__ = [
@@ -242,10 +243,13 @@ def cast_of_input(
     transposed: bool,
     memory: Memory,
 ) -> Kept:
-    """The input of a layer in 8 bits. Layers that are given the very same tensor share one cast."""
+    """The input of a layer in 8 bits. Layers that are given the very same tensor share one cast.
+
+    It may be there already: a norm casts its output for the layers behind it.
+    """
     key = None
     if shareable(x):
-        key = (x._version, recipe.input, recipe.power_of_two, recipe.delayed, transposed)
+        key = input_key(x, recipe, transposed)
         kept = getattr(x, "_fp8_cast", None)
         if kept is not None and kept[0] == key:
             shared: Kept = kept[1]

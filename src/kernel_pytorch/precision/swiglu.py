@@ -37,6 +37,7 @@ from kernel_pytorch.precision.linear import (
     refuse_second,
     working_dtype,
 )
+from kernel_pytorch.precision.offer import meet
 from kernel_pytorch.precision.recipe import Recipe
 
 __all__ = ["fp8_swiglu_mlp", "fuse", "fused_in", "unfuse"]
@@ -192,13 +193,10 @@ def fp8_swiglu_mlp(
             recipe.power_of_two,
         )
         return y_MN.reshape(*x.shape[:-1], y_MN.shape[-1])
-    x_8 = cast_of_input(
-        x,
-        recipe,
-        forward_format,
-        transposed=needs_dw[0] or needs_dw[1],
-        memory=gate.fp8_memory(recipe),
-    )
+    turned_x = needs_dw[0] or needs_dw[1]
+    if not torch.compiler.is_compiling():
+        meet(x, gate, recipe, forward_format, turned_x)
+    x_8 = cast_of_input(x, recipe, forward_format, transposed=turned_x, memory=gate.fp8_memory(recipe))
     casts = []
     for layer, turned in ((gate, needs_dx), (up, needs_dx), (down, needs_dh)):
         kept = layer.weight_cast(recipe, forward_format, turned)
