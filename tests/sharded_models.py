@@ -32,7 +32,7 @@ class Block(nn.Module):
 
     def __init__(self, checkpointed: bool) -> None:
         super().__init__()
-        self.norm, self.mlp = nn.LayerNorm(24), MLP(24, 40)
+        self.norm, self.mlp = nn.RMSNorm(24), MLP(24, 40)
         self.first, self.last = nn.Linear(24, 5), nn.Linear(5, 24, bias=False)
         self.checkpointed = checkpointed
 

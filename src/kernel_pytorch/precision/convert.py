@@ -109,8 +109,8 @@ def revert(model: nn.Module) -> nn.Module:
     """
     unwatch(model)
     unfuse(model)
-    unfuse_norms(model)
     stop_gathering(model)
+    unfuse_norms(model)
     ignored = [name for name in getattr(model, _IGNORED_BY_DDP, []) if not name.endswith(tuple(BUFFERS))]
     if ignored:
         setattr(model, _IGNORED_BY_DDP, ignored)
@@ -200,12 +200,12 @@ def _layer_report(name: str, layer: Float8Linear, fused: str | None, norm: str |
         notes.append(f"fell back: {layer.fp8_fallback}")
     if fused is not None:
         notes.append(f"part of the fused SwiGLU {fused!r}" if fused else "part of a fused SwiGLU")
-    if norm is not None:
-        notes.append(f"its input is cast by the norm {norm!r}")
     if isinstance(layer.fp8_gather, Shard):
         notes.append(f"gathered in {'8 bits' if layer.fp8_gather.in_8_bits else 'its own precision: it fell back'}")
     elif layer.fp8_gather is not None:
         notes.append(f"gathered in its own precision: {layer.fp8_gather}")
+    if norm is not None:
+        notes.append(f"its input is cast by the norm {norm!r}")
     ragged = [
         f"{side} = {size}" for side, size in (("K", layer.in_features), ("N", layer.out_features)) if size % 16
     ]
