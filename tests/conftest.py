@@ -6,9 +6,18 @@ from pathlib import Path
 import pytest
 import torch
 
+from scheduling import Clock, pytest_xdist_make_scheduler
+
+__all__ = ["pytest_xdist_make_scheduler"]
+
 HAS_GPU = torch.cuda.is_available() or (hasattr(torch, "xpu") and torch.xpu.is_available())
 if not HAS_GPU:
     os.environ["TRITON_INTERPRET"] = "1"  # before any kernel module is imported
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("dist", "no") != "no":  # in the process that hands out the tests
+        config.pluginmanager.register(Clock())
 
 
 @pytest.fixture(autouse=True)
