@@ -1,5 +1,6 @@
 """The order in which workers get the tests."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -43,6 +44,20 @@ def test_long_scopes_come_first_and_a_parameter_may_be_a_scope(tmp_path: Path) -
     assert "test_few.py took" not in done.stdout
 
 
+@pytest.mark.parametrize(
+    ("test", "scope"),
+    [
+        ("tests/test_x.py::test_one[aten::add-2]", "tests/test_x.py"),
+        ("tests/test_x.py::TestA::test_one[2]", "tests/test_x.py::TestA"),
+        ("docs/setup.md::line:12,column:1", "docs/setup.md"),
+        ("tests/test_cross_compile.py::test_one[attention]", "tests/test_cross_compile.py[attention]"),
+        ("tests/test_cross_compile.py::test_one", "tests/test_cross_compile.py"),
+    ],
+)
+def test_what_is_run_in_one_go(test: str, scope: str) -> None:
+    assert scheduling.scope_of(test) == scope
+
+
 def test_what_is_named_is_there() -> None:
-    paths = {scope.partition("[")[0] for scope in [*scheduling.SECONDS, *scheduling.BY_PARAMETER]}
+    paths = {re.split(r"\[|::", scope)[0] for scope in [*scheduling.SECONDS, *scheduling.BY_PARAMETER]}
     assert [path for path in paths if not (ROOT / path).is_file()] == []
