@@ -1,6 +1,7 @@
 """Shared test set-up. Without a GPU, Triton kernels run in the interpreter."""
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -24,3 +25,12 @@ def pytest_configure(config: pytest.Config) -> None:
 def _own_choice_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No test reads or writes the user's measured choices."""
     monkeypatch.setenv("KERNEL_PYTORCH_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Small tensors on busy cores: threads that wait for each other take ten times as long."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

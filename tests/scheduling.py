@@ -36,12 +36,12 @@ SECONDS = {
     "tests/test_site.py": 50,
     "tests/test_third_party_backend.py": 50,
     "API.md": 45,
-    "tests/test_attention.py": 45,
     "docs/tutorials/lower-a-llama.md": 40,
     "tests/test_cross_compile.py[rms_norm]": 35,
     "tests/test_fp8_convert.py": 30,
     "tests/test_fp8_linear.py": 30,
     "tests/test_backends.py::TestCpu": 30,
+    "tests/test_attention_layout.py": 30,
     "tests/test_attention_properties.py": 30,
 }
 # Files whose tests share nothing but what belongs to their last parameter: each parameter is a scope of its own.
