@@ -1,9 +1,10 @@
 """Executes the documentation: every python block of the pages named below is a test.
 
 A block that needs a GPU is preceded by ``<!--- skip: next if(not has_gpu, reason="needs a GPU") -->``.
-Blocks of one page share their names and run in order. Where ``SHELL`` applies, blocks in bash run as well, in a
-folder of their own for each page, with the checkout's demos and benchmarks in it; one that cannot, such as
-``make install``, is preceded by ``<!--- skip: next "the reason" -->``.
+Blocks of one page share their names and run in order. On the pages that are written by hand, blocks in bash run as
+well, in a folder of their own for each page, with the checkout's demos and benchmarks in it; one that cannot, such as
+``make install``, is preceded by ``<!--- skip: next "the reason" -->``. For the commands of other pages see
+tests/test_documentation.py.
 """
 
 import doctest
@@ -16,6 +17,10 @@ from typing import Any
 from unittest import SkipTest
 
 import pytest
+
+# Workers and their children share the cores: a thread that waits must not keep one busy. Before torch is loaded.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
 import torch
 from sybil import Example, Sybil
 from sybil.parsers.myst import CodeBlockParser, PythonCodeBlockParser, SkipParser
@@ -26,7 +31,8 @@ HAS_GPU = torch.cuda.is_available() or (hasattr(torch, "xpu") and torch.xpu.is_a
 if not HAS_GPU:
     os.environ["TRITON_INTERPRET"] = "1"  # before any kernel module is imported, as in tests/conftest.py
 if "PYTEST_XDIST_WORKER" in os.environ:
-    torch.set_num_threads(1)  # workers share the cores; torch's threads would wait for each other
+    torch.set_num_threads(1)  # torch's threads would wait for those of other workers
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # in programs that tests start
 
 
 @pytest.fixture
@@ -80,11 +86,11 @@ def _below(folder: str, suffix: str) -> list[str]:
 
 _FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 _FIXTURES = ["documentation_cache"]
-SHELL_PATTERNS = ["docs/setup.md", "docs/tutorials/*.md", "docs/guides/*.md"]
+SHELL_PATTERNS = ["README.md", "CONTRIBUTING.md", "docs/*.md", "docs/tutorials/*.md", "docs/guides/*.md"]
 
 PAGES = Sybil(
     parsers=[PythonCodeBlockParser(doctest_optionflags=_FLAGS), SkipParser()],
-    patterns=["README.md", "CONTRIBUTING.md", "API.md", *_below("docs", "md")],
+    patterns=["API.md", *_below("docs", "md")],
     excludes=SHELL_PATTERNS,
     setup=_names,
     fixtures=_FIXTURES,
@@ -96,6 +102,7 @@ SHELL = Sybil(
         SkipParser(),
     ],
     patterns=SHELL_PATTERNS,
+    excludes=["demos/*.md"],
     setup=_sandbox,
     teardown=_leave,
     fixtures=_FIXTURES,

@@ -190,6 +190,35 @@ def test_every_block_is_executed_or_in_another_language(page: Path, request: pyt
     assert not gaps, f"{name_of(page)}: {gaps}; use python or one of {sorted(languages)}"
 
 
+# Commands of pages that are rendered, or stand beside programs: how they begin, and why they are not run there.
+NOT_RUN = {
+    r"pip install ": "installs a release",
+    r"kernel-pytorch doctor$": "the set-up page runs it",
+    r"kernel-pytorch (lower|run|build-runtime) ": "test_lowering.py runs it, with a model that is there",
+    r'"\$\(kernel-pytorch build-runtime .*/bin/kernel_pytorch_runner ': "the tutorial lower-a-llama.md runs it",
+    r"\.venv/bin/(python|torchrun) .*demos/": "test_demo_runs runs every demo",
+}
+WALKED = ROOT / "docs" / "backends" / "adding-a-backend.md"  # by test_backend_kit.py, every block
+
+
+def commands_without_a_reason(text: str) -> list[str]:
+    blocks = [fence for fence in fences(text) if fence.language in ("bash", "console")]
+    lines = [line.strip() for fence in blocks for line in fence.text.splitlines()]
+    return [line for line in lines if line and not any(re.match(known, line) for known in NOT_RUN)]
+
+
+@pytest.mark.parametrize("page", [page for page in ALL_PAGES if page != WALKED], ids=name_of)
+def test_every_command_is_run_or_has_a_reason(page: Path, request: pytest.FixtureRequest) -> None:
+    if root_conftest(request).SHELL.should_parse(page):
+        return  # the test above lets no block in bash pass there
+    assert commands_without_a_reason(page.read_text(encoding="utf-8")) == []
+
+
+def test_a_command_without_a_reason_is_found() -> None:
+    text = "```bash\npip install x\nrm -r y\n```\n\n```console\n$ z\n```\n\n```text\nw\n```\n"
+    assert commands_without_a_reason(text) == ["rm -r y", "$ z"]
+
+
 @pytest.mark.parametrize(
     "opening", ["```py", "``` python", '```python title="x"', "```", "~~~", ":::{code-block} python"]
 )

@@ -2,26 +2,31 @@
 
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 
 from kernel_pytorch.documentation import freshness
 from kernel_pytorch.documentation.measured import check, duration, refresh, resolve
+from kernel_pytorch.documentation.op_support import lowering_digest
 from kernel_pytorch.documentation.pages import renewed
 from kernel_pytorch.documentation.plots import PLOTS, drawn
 from kernel_pytorch.evidence import (
     Benchmark,
     Block,
+    Checks,
     EvidenceError,
     Execution,
     Facts,
     Measurement,
+    OpSupport,
     Quantiles,
     evidence_directory,
     named_evidence,
     write_record,
 )
+from kernel_pytorch.hardware_abstraction import backend
 from kernel_pytorch.ops.rms_norm import KERNEL_TORCH
 
 CPU = Facts("Some CPU", "arm", "cpu", "neon", 8 << 30, 4)
@@ -280,6 +285,37 @@ def test_the_command_has_a_table_data_and_an_exit_code(
     (only,) = msgspec.json.decode(capsys.readouterr().out)
     assert only["record"] == "rms_norm.cpu"
     assert only["state"] == "current"
+
+
+def test_the_age_of_a_table_of_operators(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("executorch", reason="the extra lowering is not installed")
+    name = "op-support.cpu"
+    path = project / "benchmarks" / "evidence" / f"{name}.json"
+
+    def age(**facts: Any) -> freshness.Age:
+        record = OpSupport("cpu", {}, {"lowering": lowering_digest(backend("cpu"))}, [])
+        write_record(msgspec.structs.replace(record, **facts), path)
+        return next(age for age in freshness.ages(project) if age.record == name)
+
+    assert age().state == "current"
+    assert age(backend="gone").state == "unknown"
+    old = age(sources={"lowering": "another"})
+    assert (old.state, old.changed) == ("older", ("the lowering of cpu",))  # no commit has the record
+
+    source = project / "src" / "kernel_pytorch" / "ops" / "rms_norm" / "api.py"
+    monkeypatch.setattr(freshness, "lowering_sources", lambda _: {"api": source})
+    git(project, "add", "-A")
+    git(project, "-c", "user.name=a", "-c", "user.email=a@b", "commit", "-qm", "the record")
+    source.write_text("two\n")
+    assert age(sources={"lowering": "another"}).changed == ("ops/rms_norm/api.py",)
+
+
+def test_every_record_of_the_checkout_has_an_age() -> None:
+    root = Path(__file__).parents[1]
+    records = named_evidence(root / "benchmarks" / "evidence")
+    wanted = {name for name, record in records.items() if isinstance(record, (Benchmark, Checks, OpSupport))}
+    assert "op-support.cpu" in wanted
+    assert wanted <= {age.record for age in freshness.ages(root)}
 
 
 def test_what_records_measure_is_there() -> None:

@@ -123,6 +123,9 @@ class _Check:
         self.pages = {path: read_page(path) for path in sorted(found)}
         self.tables = sorted(folder.rglob("*.csv"))
         self.result = Conformance(self._name())
+        around = (folder.resolve(), *folder.resolve().parents)
+        # A copy of the folder without the documentation that it is a part of.
+        self.alone = not any((above / sign).exists() for above in around for sign in ("conf.py", ".git"))
 
     def run(self) -> Conformance:
         for role in ROLES:
@@ -241,6 +244,9 @@ class _Check:
         known: set[str] = set()
         count = self.result.blocks
         for block in page.code:
+            if block.open:
+                message = "the block is never closed: all that is added below is part of it"
+                self._say("warning", page.path, block.line, "unclosed-block", message)
             if not block.language:
                 count["unlabelled"] += 1
                 self._say("warning", page.path, block.line, "unlabelled-block", "the block names no language")
@@ -257,7 +263,8 @@ class _Check:
             count["parse"] += 1
             known |= defined | missing  # each missing name is told once
             if missing:
-                message = f"not self-contained: {', '.join(sorted(missing))} comes from nowhere on this page"
+                come = "comes" if len(missing) == 1 else "come"
+                message = f"not self-contained: {', '.join(sorted(missing))} {come} from nowhere on this page"
                 self._say("error", page.path, block.line, "python-undefined", message)
             else:
                 count["self_contained"] += 1
@@ -270,7 +277,10 @@ class _Check:
                 continue
             path, _, anchor = link.target.partition("#")
             there = self._resolved(page.path, path, link.kind) if path else page.path
-            if there is None:
+            if there is None and self._elsewhere(page.path, path):
+                message = f"'{link.target}' leads out of this folder, and what is around it is not here"
+                self._say("note", page.path, link.line, "unchecked-link", message)
+            elif there is None:
                 code = "dead-toctree" if link.kind == "toctree" else "dead-link"
                 self._say("error", page.path, link.line, code, f"'{link.target}' leads to no file")
             elif anchor and there.suffix in (".md", ".rst"):
@@ -279,12 +289,25 @@ class _Check:
                     message = f"'{link.target}': that page has no such heading"
                     self._say("error", page.path, link.line, "dead-link", message)
 
+    def _elsewhere(self, page: Path, target: str) -> bool:
+        """Whether a link leads to what a copy of the folder alone does not have."""
+        if not self.alone:
+            return False
+        if target.startswith("/"):
+            return self.folder.resolve().name not in target.split("/")[:-1]
+        return self.folder.resolve() not in (page.resolve().parent / target).resolve().parents
+
     def _resolved(self, page: Path, target: str, kind: str) -> Path | None:
         # A path from the documentation's root may start in any folder above.
         starts = list(page.parents)[:8] if target.startswith("/") else [page.parent]
-        endings = ("", ".md", ".rst") if kind in ("doc", "toctree") else ("",)
+        # MyST finds a page without its ending, by a role, in a toctree and by a plain link; files have their names.
+        endings = ("",) if kind == "file" else ("", ".md", ".rst")
         plain = target.lstrip("/")
         names = [plain + ending for ending in endings]
+        if target.startswith("/") and self.alone:
+            # The root is not known: what the folder's own pages say of each other is looked up in it.
+            parts = plain.split("/")
+            names += ["/".join(parts[start:]) + ending for start in range(1, len(parts)) for ending in endings]
         if plain.endswith(".html"):
             names += [plain.removesuffix(".html") + ending for ending in (".md", ".rst")]
         for start in starts:

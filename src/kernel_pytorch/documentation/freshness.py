@@ -2,7 +2,8 @@
 
 A record is *stale* where the very text of a kernel that it names has changed: its numbers no longer count, and
 pages that show them fail to build. It is *older* where other files of what it measures have changed since its commit,
-which may or may not have moved its numbers. It is *unknown* where its commit is not in this checkout's history.
+which may or may not have moved its numbers; so is a table of operators that was probed with another text of the
+lowering. It is *unknown* where its commit is not in this checkout's history, or its backend is not installed.
 Otherwise it is *current*. The exit code is 0 when all are.
 """
 
@@ -21,9 +22,11 @@ import msgspec
 from kernel_pytorch.benchmarking import checkout
 from kernel_pytorch.documentation.blocks import fences
 from kernel_pytorch.documentation.measured import stale_kernels
+from kernel_pytorch.documentation.op_support import lowering_digest, lowering_sources
 from kernel_pytorch.documentation.pages import hand_written
 from kernel_pytorch.documentation.plots import PLOTS
-from kernel_pytorch.evidence import Benchmark, Checks, Execution, Record, named_evidence
+from kernel_pytorch.evidence import Benchmark, Checks, Execution, OpSupport, Record, named_evidence
+from kernel_pytorch.hardware_abstraction.registry import backends
 
 __all__ = ["Age", "ages"]
 
@@ -31,6 +34,7 @@ __all__ = ["Age", "ages"]
 _MEASURES = {
     "attention-long": ("ops/attention", "distributed/chunks.py", "distributed/parts.py"),
     "attention-step": ("ops/attention", "distributed/chunks.py", "distributed/parts.py", "ops/rms_norm"),
+    "fp8-grid": ("precision", "ops/fp8_cast", "ops/fp8_matmul", "ops/fp8_swiglu"),
     "fp8-linears": ("precision", "ops/fp8_cast", "ops/fp8_matmul"),
     "fp8-blocks": (
         "precision",
@@ -73,11 +77,12 @@ def ages(root: Path) -> list[Age]:
     shown = Counter(name for name, _ in PLOTS.values())
     for page in hand_written(root):
         shown.update(_LINK.findall(page.read_text(encoding="utf-8")))
-    found = [
-        _age(root, name, record, shown[name])
-        for name, record in records.items()
-        if isinstance(record, (Benchmark, Checks))
-    ]
+    found = []
+    for name, record in records.items():
+        if isinstance(record, (Benchmark, Checks)):
+            found.append(_age(root, name, record, shown[name]))
+        elif isinstance(record, OpSupport):
+            found.append(_age_of_operators(root, name, record, shown[name]))
     return [*found, *_blocks_without_a_record(root, list(records.values()))]
 
 
@@ -93,6 +98,21 @@ def _age(root: Path, name: str, record: Benchmark | Checks, shown: int) -> Age:
     if files is None:
         return Age(name, "unknown", recorded, shown, (f"commit {record.commit[:10]} is not here",))
     return Age(name, "older" if files else "current", recorded, shown, files)
+
+
+def _age_of_operators(root: Path, name: str, record: OpSupport, shown: int) -> Age:
+    """A table of operators keeps no commit: the digest says that the lowering is another, git says what of it."""
+    owner = next((known for known in backends() if known.name == record.backend), None)
+    if owner is None or owner.lowering is None:
+        return Age(name, "unknown", "", shown, (f"no backend {record.backend!r} that lowers is here",))
+    if record.sources.get("lowering") == lowering_digest(owner):
+        return Age(name, "current", "", shown, ())
+    written = ["git", "-C", str(root), "log", "-1", "--format=%H", "--", f"benchmarks/evidence/{name}.json"]
+    commit = subprocess.run(written, capture_output=True, text=True, check=False).stdout.strip()
+    files = [path.resolve() for path in lowering_sources(owner).values()]
+    within = tuple(path.relative_to(root).as_posix() for path in files if root.resolve() in path.parents)
+    changed = _changed_since(root, commit, within) if commit and within else None
+    return Age(name, "older", "", shown, changed or (f"the lowering of {record.backend}",))
 
 
 def _changed_since(root: Path, commit: str, paths: tuple[str, ...]) -> tuple[str, ...] | None:
@@ -154,7 +174,8 @@ def _show(found: list[Age]) -> None:
     console.print(", ".join(f"{count} {state}" for state, count in counts.items()))
     if set(counts) - {"current"}:
         console.print(
-            "BENCHMARKS.md has the command of each record; 'make docs-gpu' runs the blocks that need a GPU."
+            "BENCHMARKS.md has the command of each record; 'make docs-gpu' runs the blocks that need a GPU; "
+            "'make probe' makes the table of operators."
         )
 
 

@@ -165,8 +165,8 @@ def _first_line(error: Exception) -> str:
     return re.sub(r"/\S+/", "", text)[:120]
 
 
-def lowering_digest(record: Backend) -> str:
-    """The digest of what decides a backend's operators: the modules that its lowering imports, and the C++."""
+def lowering_sources(record: Backend) -> dict[str, Path]:
+    """What decides a backend's operators, by name: the modules that its lowering imports, and the C++."""
     if record.lowering is None:
         raise ValueError(f"backend {record.name!r} has no lowering")
     from kernel_pytorch.lowering.target import lowering_from
@@ -182,8 +182,13 @@ def lowering_digest(record: Backend) -> str:
         waiting += _imported(paths[name], first.rpartition(".")[0])
     sources = lowering_from(record.lowering).sources
     native = {path.relative_to(sources).as_posix(): path for path in sources.rglob("*") if path.is_file()}
+    return dict(sorted({**paths, **native}.items()))
+
+
+def lowering_digest(record: Backend) -> str:
+    """The digest of what decides a backend's operators."""
     digest = hashlib.sha256()
-    for name, path in sorted({**paths, **native}.items()):
+    for name, path in lowering_sources(record).items():
         digest.update(name.encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()[:16]
 

@@ -33,6 +33,8 @@ class Code:
     language: str
     text: str
     line: int
+    open: bool = False
+    """Whether nothing ends it but the end of the page; then it may be a directive too."""
 
 
 @dataclass(frozen=True)
@@ -93,6 +95,9 @@ def _read_markdown(page: Page) -> None:
             headings.append((tokens[position + 1].content, int(token.tag[1]), first, last))
         elif token.type == "fence":
             _block(page, token.info.strip(), token.content, first + 1)
+            closing = lines[last - 1].strip(" \t>") if last - first > 1 else ""
+            if last >= len(lines) and not (closing.startswith(token.markup) and set(closing) == {token.markup[0]}):
+                page.code.append(Code("text", "", first + 1, open=True))
         elif token.type == "code_block" and token.content.lstrip().startswith(">>>"):
             page.code.append(Code("python", token.content, first + 1))
         elif token.type == "inline":
@@ -128,7 +133,7 @@ def _block(page: Page, info: str, text: str, line: int) -> None:
     if name in ("code-block", "code", "sourcecode", "code-cell"):
         page.code.append(Code(argument.split()[0] if argument else "python", body, line))
     elif name == "toctree":
-        _toctree(page, body, line, "glob" in options)
+        _toctree(page, text, line, "glob" in options)
     elif name == "eval-rst":
         _rst_blocks(page, body.splitlines(), line)
     elif name in ("csv-table", "include", "literalinclude", "image", "figure"):
@@ -138,10 +143,10 @@ def _block(page: Page, info: str, text: str, line: int) -> None:
 
 
 def _toctree(page: Page, body: str, line: int, glob: bool) -> None:
-    for entry in body.splitlines():
+    for number, entry in enumerate(body.splitlines(), 1):
         word = _target(entry.strip())
-        if word and not (glob and "*" in word) and word != "self":
-            page.links.append(Link(word, line, "toctree"))
+        if word and not (glob and "*" in word) and word != "self" and not word.startswith(":"):
+            page.links.append(Link(word, line + number, "toctree"))
 
 
 def _target(text: str) -> str:
@@ -153,15 +158,16 @@ def _target(text: str) -> str:
 def _read_rst(page: Page) -> None:
     lines = page.text.splitlines()
     headings: list[tuple[str, int, int, int]] = []
-    marks: list[str] = []
+    marks: list[tuple[str, bool]] = []
     for number, (title, rule) in enumerate(itertools.pairwise(lines)):
         plain = title.strip()
         same = rule.strip() and set(rule.strip()) <= {rule.strip()[0]} and rule.strip()[0] in "=-~^\"'#*+`"
         if plain and same and len(rule.strip()) >= max(len(plain), 3) and not set(plain) <= set("=-~^\"'#*+`"):
-            mark = rule.strip()[0]
+            over = number > 0 and lines[number - 1].strip() == rule.strip()  # a rule above makes another level
+            mark = (rule.strip()[0], over)
             if mark not in marks:
                 marks.append(mark)
-            headings.append((plain, marks.index(mark) + 1, number, number + 2))
+            headings.append((plain, marks.index(mark) + 1, number - over, number + 2))
     for found in re.finditer(r":doc:`([^`]+)`", page.text):
         page.links.append(Link(_target(found[1]), page.text.count("\n", 0, found.start()) + 1, "doc"))
     for found in re.finditer(r"`[^`<]*<([^>`]+)>`_", page.text):

@@ -86,10 +86,12 @@ def interpret_all(op: Op) -> list[Interpretation]:
     return results
 
 
-def make_checks(op: Op) -> Checks:
+def make_checks(op: Op, *, interpret: bool = True) -> Checks:
     """The op's record, made in two fresh processes: a kernel module is either interpreted or compiled."""
     compiled = _in_process(op, "compile", {"TRITON_INTERPRET": "0"}, list[Compilation])
-    interpreted = _in_process(op, "interpret", {"TRITON_INTERPRET": "1"}, list[Interpretation])
+    interpreted: list[Interpretation] = []
+    if interpret:
+        interpreted = _in_process(op, "interpret", {"TRITON_INTERPRET": "1"}, list[Interpretation])
     sources = {kernel.name: kernel.source_digest for kernel in triton_kernels(op)}
     return Checks(op.name, versions(), sources, compiled, interpreted)
 
