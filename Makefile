@@ -16,7 +16,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 CHECKED := src tests benchmarks demos docs conftest.py
 SITE := docs/_build/html
-RECORDED := rms_norm attention fp8_cast fp8_swiglu fp8_swiglu_grad
+RECORDED := rms_norm attention fp8_cast fp8_rms_norm fp8_swiglu fp8_swiglu_grad
 
 .PHONY: install demo test check fuzz cross suite docs docs-gpu evidence evidence-check probe clean
 

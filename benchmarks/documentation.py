@@ -49,6 +49,11 @@ class Collector:
         self.incomplete: dict[Fence | None, str] = {}  # blocks of which a line was left out
         self.pages = {path: list(fences(path.read_text(encoding="utf-8"))) for path in pages()}
 
+    def pytest_collection_modifyitems(self, items: list[Any]) -> None:
+        """Sybil's own account of an error fails where it has no frame but the block's own."""
+        for item in items:
+            item.repr_failure = lambda error, _=None: "".join(traceback.format_exception(error.value))
+
     def fence(self, item: Any) -> Fence | None:
         """The block that a test is of; None for a directive such as a skip."""
         blocks = self.pages[Path(item.example.path).resolve()]

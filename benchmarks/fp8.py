@@ -73,6 +73,8 @@ class Workload:
     recipes: tuple[str, ...] = RECIPES
     peers: tuple[str, ...] = PEERS
     compiled: bool = True
+    graphs: bool = False
+    """Whether to run it as CUDA graphs too: what a step waits for the CPU then counts no more."""
     memory: bool = False
 
     @property
@@ -94,7 +96,8 @@ class Workload:
 
 
 WORKLOADS = (
-    Workload("linear-4096", "linears", "linear M 8192, 4096 -> 4096", "linear", (8192,), 4096, 4096),
+    Workload("linear-4096", "linears", "linear M 8192, 4096 -> 4096", "linear", (8192,), 4096, 4096,
+             graphs=True),
     Workload("linear-14336", "linears", "linear M 8192, 4096 -> 14336", "linear", (8192,), 4096, 14336,
              recipes=("delayed", "tensorwise")),
     Workload("linear-28672", "linears", "linear M 16384, 8192 -> 28672", "linear", (16384,), 8192, 28672,
@@ -102,7 +105,8 @@ WORKLOADS = (
     Workload("mlp", "blocks", "SwiGLU MLP 4096/14336, 16384 tokens", "mlp", (16384,), 4096, 14336),
     Workload("block-4096", "blocks", "Llama block 4096/14336, 4 x 4096", "block", (4, 4096), 4096, 14336, (32, 8),
              memory=True),
-    Workload("block-2048", "small-block", "Llama block 2048/5632, 8 x 2048", "block", (8, 2048), 2048, 5632, (16, 8)),
+    Workload("block-2048", "small-block", "Llama block 2048/5632, 8 x 2048", "block", (8, 2048), 2048, 5632, (16, 8),
+             graphs=True),
 )  # fmt: skip
 
 
@@ -205,7 +209,8 @@ def module(work: Workload, device: torch.device) -> nn.Module:
 
 @dataclass(frozen=True)
 class Arm:
-    """One way to run a workload: ``bf16``, one of ``PEERS`` or of ``RECIPES``; ``eager`` or ``compiled``."""
+    """One way to run a workload: ``bf16``, one of ``PEERS`` or of ``RECIPES``; ``eager``, ``compiled`` or ``graphs``,
+    which is compiled with ``mode="reduce-overhead"``."""
 
     recipe: str
     mode: str
@@ -239,6 +244,9 @@ def arms(work: Workload, torchao: bool) -> Iterator[Arm]:
         if mode == "compiled" and torchao:
             yield from (Arm(peer, mode) for peer in work.peers)
         yield from (Arm(recipe, mode) for recipe in work.recipes)
+    if work.graphs:
+        peers = work.peers[:1] if torchao else ()
+        yield from (Arm(recipe, "graphs") for recipe in ("bf16", *peers, work.recipes[0]))
 
 
 class Runner:
@@ -248,8 +256,9 @@ class Runner:
         self.arm = arm
         self.model = arm.converted(module(work, device))
         self.call: Callable[..., torch.Tensor] = self.model
-        if arm.mode == "compiled":
-            self.call = torch.compile(self.model, dynamic=False)
+        if arm.mode != "eager":
+            mode = "reduce-overhead" if arm.mode == "graphs" else "default"
+            self.call = torch.compile(self.model, dynamic=False, mode=mode)
         outputs = work.hidden if work.kind == "linear" else work.width
         generator = torch.Generator(device).manual_seed(1)
         self.x, self.upstream = (

@@ -16,7 +16,7 @@ import test_backends
 from kernel_pytorch.evidence import Checks, Compilation, Interpretation, read_record
 from kernel_pytorch.hardware_abstraction.catalogue import CATALOGUE
 from kernel_pytorch.hardware_abstraction.op import Case, Kernel, Op, registered_op
-from kernel_pytorch.ops import attention, fp8_cast, fp8_swiglu, rms_norm
+from kernel_pytorch.ops import attention, fp8_cast, fp8_rms_norm, fp8_swiglu, rms_norm
 from kernel_pytorch.testing import BackendContract
 from kernel_pytorch.testing.checks import compile_targets, make_checks
 from kernel_pytorch.testing.contract import prepared
@@ -29,6 +29,7 @@ KERNELS = {
     "rms_norm": rms_norm.KERNEL_TRITON,
     "attention": attention.KERNEL_TRITON,
     "fp8_cast": fp8_cast.KERNEL_TRITON,
+    "fp8_rms_norm": fp8_rms_norm.KERNEL_TRITON,
     "fp8_swiglu": fp8_swiglu.KERNEL_TRITON,
     "fp8_swiglu_grad": fp8_swiglu.GRAD_KERNEL_TRITON,
 }
@@ -37,11 +38,12 @@ PHASES = {
     "rms_norm": ("_forward", "_backward"),
     "attention": ("_forward", "_dq", "_dkdv"),
     "fp8_cast": ("_cast",),
+    "fp8_rms_norm": ("_norm",),
     "fp8_swiglu": ("_cast",),
     "fp8_swiglu_grad": ("_cast",),
 }
 # Attention holds a tile of scores beside its sums; where that is too much, the record says how much was spilled.
-MAY_SPILL = {"attention", "fp8_cast", "fp8_swiglu", "fp8_swiglu_grad"}
+MAY_SPILL = {"attention", "fp8_cast", "fp8_rms_norm", "fp8_swiglu", "fp8_swiglu_grad"}
 
 
 def remedy(op: Op) -> str:

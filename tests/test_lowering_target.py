@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 from dataclasses import replace
 
 import pytest
@@ -10,7 +11,9 @@ import torch
 import kernel_pytorch as kp
 from kernel_pytorch.hardware_abstraction import backend, registry
 from kernel_pytorch.lowering import PartitionerOptions, lowering_of, target
+from kernel_pytorch.lowering.build import runtime_prefix
 from kernel_pytorch.lowering.target import lowering_from, register_delegates
+from kernel_pytorch.ops import attention as attention_op
 
 LATER: list[str] = []
 THEIRS = replace(lowering_of("cpu"), delegate="TheirBackend", register=lambda: LATER.append("registered"))
@@ -60,3 +63,25 @@ def test_a_broken_third_party_warns_and_other_programs_run(
 
 def test_our_own_record_is_the_one_that_lower_uses() -> None:
     assert lowering_of("cpu") is target.CPU
+
+
+def test_attention_runs_where_executorch_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    installed = importlib.metadata.distribution
+
+    def distribution(name: str) -> importlib.metadata.Distribution:
+        if name == "executorch":
+            raise importlib.metadata.PackageNotFoundError(name)
+        return installed(name)
+
+    monkeypatch.setattr(importlib.metadata, "distribution", distribution)
+    q, k, v = torch.randn(3, 1, 2, 37, 16)
+    asked = (runtime_prefix, attention_op._runtime_missing)
+    for question in asked:
+        question.cache_clear()
+    try:
+        choice = kp.explain(kp.attention, q, k, v, kp.masks.causal() & kp.masks.window(5))
+    finally:
+        for question in asked:
+            question.cache_clear()
+    assert choice.kernel.name == "tiled"
+    assert any("ExecuTorch is not installed: pip install" in verdict.reason for verdict in choice.verdicts)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from kernel_pytorch.precision.convert import LayerReport, Report, convert, report, revert
 from kernel_pytorch.precision.formats import Format
+from kernel_pytorch.precision.gathering import gather
 from kernel_pytorch.precision.linear import fp8_linear as linear
 from kernel_pytorch.precision.monitor import Losses
 from kernel_pytorch.precision.recipe import RECIPES, Recipe
@@ -19,6 +20,7 @@ __all__ = [
     "Recipe",
     "Report",
     "convert",
+    "gather",
     "linear",
     "report",
     "revert",

@@ -44,6 +44,8 @@ _LIBRARY.define(
     "Tensor mask, float scale, bool lse_flows, str context, str policy) -> (Tensor, Tensor, Tensor)"
 )
 
+_TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
+
 
 def spread_attention(
     q: torch.Tensor,
@@ -57,7 +59,8 @@ def spread_attention(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, lse) of this rank's queries over the keys of all ranks."""
     policy = effective_policy(kernel)
-    if torch.compiler.is_exporting():
+    # Before torch 2.13 a graph that is compiled is told that it is exported.
+    if torch.compiler.is_exporting() and (_TORCH >= (2, 13) or not torch.compiler.is_dynamo_compiling()):
         raise NotImplementedError(
             "group: an exported graph cannot name ranks of this process; export without a group"
         )

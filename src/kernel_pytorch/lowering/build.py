@@ -64,12 +64,13 @@ def executorch_root() -> Path:
 @cache
 def runtime_prefix(sources: Path = SOURCES) -> Path:
     """The folder for the runtime that belongs to these sources, this ExecuTorch and this machine."""
+    installed = executorch_root()
     digest = hashlib.sha256()
     for source in sorted(sources.rglob("*")):
         if source.is_file():
             digest.update(str(source.relative_to(sources)).encode() + b"\0" + source.read_bytes())
     digest.update(importlib.metadata.version("executorch").encode())
-    digest.update(str(executorch_root()).encode() + sysconfig.get_platform().encode())
+    digest.update(str(installed).encode() + sysconfig.get_platform().encode())
     root = os.environ.get("KERNEL_PYTORCH_RUNTIME") or platformdirs.user_cache_path("kernel_pytorch") / "runtime"
     return Path(root) / digest.hexdigest()[:16]
 

@@ -6,13 +6,15 @@ microseconds for a kernel with many arguments, which an eager step that launches
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
 from triton import knobs
 from triton.runtime import driver
 
-__all__ = ["Place", "Ready", "current_stream", "launch", "watched"]
+__all__ = ["Launches", "Place", "Ready", "launch"]
 
 _MOST = 4096
 
@@ -48,17 +50,11 @@ class Ready(NamedTuple):
 _compiled: dict[tuple[Any, ...], Ready] = {}
 
 
-def watched() -> bool:
+def _watched() -> bool:
     """Whether a profiler wants to be told of launches."""
     runtime = knobs.runtime
     enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
     return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
-
-
-def current_stream(index: int) -> int:
-    """Of a GPU."""
-    stream: int = driver.active.get_current_stream(index)
-    return stream
 
 
 def launch(
@@ -77,7 +73,7 @@ def launch(
     """
     full = (id(function), *key)
     ready = _compiled.get(full)
-    if ready is None or watched():
+    if ready is None or _watched():
         typed = [argument.view() if type(argument) is Place else argument for argument in arguments]
         kernel = function[grid](*typed, **constants)
         # Not what an interpreter returns, nor one who only catches launches.
@@ -93,3 +89,51 @@ def launch(
     stream = active.get_current_stream(active.get_current_device())
     ready(stream, *(argument if type(argument) is int else argument.data_ptr() for argument in arguments))
     return ready
+
+
+class Launches:
+    """Kernels that are launched one after another, each with its own choice out of one list of arguments.
+
+    Args:
+        kernels: each with its grid and its constants.
+        names: of the arguments, in their order, by which kernels ask for them.
+        key: what makes one kind of call differ from another, but for what a call says itself.
+    """
+
+    def __init__(
+        self,
+        kernels: Sequence[tuple[Any, tuple[int], dict[str, Any]]],
+        names: Sequence[str],
+        key: tuple[Any, ...],
+    ) -> None:
+        self._kernels, self._key = kernels, key
+        places = {name: number for number, name in enumerate(names)}
+        self._chosen = [
+            itemgetter(*(places[name] for name in function.arg_names if not name.isupper()))
+            for function, _, _ in kernels
+        ]
+        self._ready: dict[tuple[Any, ...], list[Ready]] = {}
+
+    def __call__(
+        self, index: int, which: tuple[Any, ...], addresses: tuple[int, ...], typed: Callable[[], tuple[Any, ...]]
+    ) -> None:
+        """Launch them on the current stream of the GPU with this index, which must be the current one.
+
+        Args:
+            which: what a specialisation depends on besides the key: dtypes and the alignment of pointers.
+            addresses: the arguments as numbers.
+            typed: gives the same arguments as tensors, places and integers, for the first call of a kind.
+        """
+        ready = self._ready.get(which)
+        if ready is None or _watched():
+            arguments = typed()
+            kernels = [
+                launch(function, grid, (index, *which, *self._key), *chosen(arguments), **constants)
+                for (function, grid, constants), chosen in zip(self._kernels, self._chosen, strict=True)
+            ]
+            if None not in kernels:
+                self._ready[which] = [kernel for kernel in kernels if kernel is not None]
+            return
+        stream = driver.active.get_current_stream(index)
+        for kernel, chosen in zip(ready, self._chosen, strict=True):
+            kernel(stream, *chosen(addresses))

@@ -8,8 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from kernel_pytorch.precision.gathering import Shard, stop_gathering
 from kernel_pytorch.precision.layer import BUFFERS, Float8Linear
 from kernel_pytorch.precision.monitor import Losses, layers_of, losses_of, unwatch, watch
+from kernel_pytorch.precision.norm import fuse_norms, norms_in, unfuse_norms
 from kernel_pytorch.precision.plan import Measured
 from kernel_pytorch.precision.recipe import PRODUCTS, RECIPES, Recipe, recipe_named
 from kernel_pytorch.precision.swiglu import fuse, fused_in, unfuse
@@ -27,6 +29,7 @@ def convert(
     *,
     layers: Callable[[str, nn.Linear], bool] | None = None,
     fuse_swiglu: bool = True,
+    fuse_norm: bool = True,
     monitor: int | None = 50,
 ) -> nn.Module:
     """Turn the linear layers of a model to 8-bit training, in place.
@@ -43,6 +46,8 @@ def convert(
             a language model, whose logits are sensitive, is often left out: ``lambda name, _: name != "lm_head"``.
         fuse_swiglu: run ``down(silu(gate(x)) * up(x))`` as one function where a module is found to compute that, with
             the activation going straight into 8 bits, forward and backward.
+        fuse_norm: with scales of tensors, let an RMSNorm write its result also in 8 bits for the layers behind it,
+            which then do not read it; in eager mode, from the second call on.
         monitor: every how many steps of an optimizer the casts' losses are looked at; None for never.
 
     Returns:
@@ -82,6 +87,8 @@ def convert(
         Float8Linear.made_from(linear, chosen, auto)
     if fuse_swiglu:
         fuse(model)
+    if fuse_norm:
+        fuse_norms(model, chosen, auto)
     # Every rank keeps its own counts and histories.
     ignored = list(getattr(model, _IGNORED_BY_DDP, []))
     own = [f"{name}.{buffer}".lstrip(".") for name, _ in found for buffer in BUFFERS]
@@ -102,6 +109,8 @@ def revert(model: nn.Module) -> nn.Module:
     """
     unwatch(model)
     unfuse(model)
+    stop_gathering(model)
+    unfuse_norms(model)
     ignored = [name for name in getattr(model, _IGNORED_BY_DDP, []) if not name.endswith(tuple(BUFFERS))]
     if ignored:
         setattr(model, _IGNORED_BY_DDP, ignored)
@@ -135,6 +144,8 @@ class Report:
     layers: tuple[LayerReport, ...]
     others: tuple[str, ...]
     """Names of the linear layers that were not converted."""
+    norms: dict[str, str | None]
+    """The fused norms by name, each with the name of the layer that it casts for; None where that is not known."""
 
     def __str__(self) -> str:
         head = ["layer", "K -> N", "recipe", *PRODUCTS, "measured", "outgrown", "to zero", "not finite", "notes"]
@@ -159,6 +170,9 @@ class Report:
         ]
         if self.others:
             lines.append(f"not converted: {', '.join(self.others)}")
+        idle = [name or "the model itself" for name, layer in self.norms.items() if layer is None]
+        if idle:
+            lines.append(f"fused norms that cast for no layer so far: {', '.join(idle)}")
         return "\n".join(lines)
 
 
@@ -172,17 +186,26 @@ def report(model: nn.Module) -> Report:
     if not converted:
         raise ValueError("model: it has no converted layer; use kp.fp8.convert(model) first")
     fused = fused_in(model)
-    rows = tuple(_layer_report(name, layer, fused.get(name)) for name, layer in converted.items())
+    names = {id(layer): name for name, layer in converted.items()}
+    norms = {norm: names.get(id(layer)) for norm, layer in norms_in(model).items()}
+    before = {layer: norm for norm, layer in norms.items() if layer is not None}
+    rows = tuple(_layer_report(name, layer, fused.get(name), before.get(name)) for name, layer in converted.items())
     others = tuple(name for name, module in model.named_modules() if type(module) is nn.Linear)
-    return Report(rows, others)
+    return Report(rows, others, norms)
 
 
-def _layer_report(name: str, layer: Float8Linear, fused: str | None) -> LayerReport:
+def _layer_report(name: str, layer: Float8Linear, fused: str | None, norm: str | None) -> LayerReport:
     notes = []
     if layer.fp8_fallback is not None:
         notes.append(f"fell back: {layer.fp8_fallback}")
     if fused is not None:
         notes.append(f"part of the fused SwiGLU {fused!r}" if fused else "part of a fused SwiGLU")
+    if isinstance(layer.fp8_gather, Shard):
+        notes.append(f"gathered in {'8 bits' if layer.fp8_gather.in_8_bits else 'its own precision: it fell back'}")
+    elif layer.fp8_gather is not None:
+        notes.append(f"gathered in its own precision: {layer.fp8_gather}")
+    if norm is not None:
+        notes.append(f"its input is cast by the norm {norm!r}")
     ragged = [
         f"{side} = {size}" for side, size in (("K", layer.in_features), ("N", layer.out_features)) if size % 16
     ]

@@ -20,7 +20,16 @@ from kernel_pytorch.ops.fp8_cast.definition import FP8_CAST
 from kernel_pytorch.ops.fp8_matmul import KERNEL_SCALED_MM, fp8_matmul
 from kernel_pytorch.ops.fp8_matmul.definition import FP8_MATMUL, OUTPUTS
 
-__all__ = ["NAMES", "Kept", "kept_cast", "linear_backward_op", "linear_forward_op", "product"]
+__all__ = [
+    "NAMES",
+    "Kept",
+    "define_op",
+    "direct_cast",
+    "kept_cast",
+    "linear_backward_op",
+    "linear_forward_op",
+    "product",
+]
 
 NAMES = {dtype: name for name, dtype in OUTPUTS.items()}
 """The formats that layers compute in, as ``fp8_matmul`` names them."""
@@ -57,10 +66,10 @@ def kept_cast(
     if torch.compiler.is_compiling():
         data, data_t, inverse, inverse_t = _op(*arguments)
         return Kept(data, data_t, inverse, inverse if transposed and granularity == "tensor" else inverse_t)
-    return _cast(*arguments)
+    return direct_cast(*arguments)
 
 
-def _cast(
+def direct_cast(
     x_RC: torch.Tensor,
     number_format: str,
     granularity: str,
@@ -70,6 +79,7 @@ def _cast(
     row: int,
     history: torch.Tensor | None,
 ) -> Kept:
+    """``kept_cast`` where nothing is being compiled, such as inside an operator."""
     on_gpu = x_RC.is_cuda or x_RC.is_xpu
     if on_gpu and counts is not None and x_RC.numel() > 0 and dispatch.plain_call(x_RC):
         length = 0 if history is None else history.shape[0]
@@ -147,7 +157,7 @@ def _scaled_mm_first(where: torch.device) -> bool:
 
 
 def _apart(*arguments: Any) -> tuple[torch.Tensor, ...]:
-    data, data_t, inverse, inverse_t, _ = _cast(*arguments)
+    data, data_t, inverse, inverse_t, _ = direct_cast(*arguments)
     # Results of a custom op must not be the same memory.
     return data, data_t, inverse, inverse.new_empty(0) if inverse_t is inverse else inverse_t
 
@@ -178,8 +188,8 @@ def _linear_forward(
     history: torch.Tensor | None,
 ) -> tuple[torch.Tensor, ...]:
     """y, and the transposed copies with their scales."""
-    x = _cast(x_MK, number_format, input_granularity, True, power_of_two, counts, 0, history)
-    w = _cast(weight, number_format, weight_granularity, True, power_of_two, counts, 1, None)
+    x = direct_cast(x_MK, number_format, input_granularity, True, power_of_two, counts, 0, history)
+    w = direct_cast(weight, number_format, weight_granularity, True, power_of_two, counts, 1, None)
     y = product(x.data, w.data, x.inverse, w.inverse, dtype, "fast", x.direct)
     return y, x.data_t, x.inverse_t, w.data_t, w.inverse_t
 
@@ -197,7 +207,7 @@ def _linear_backward(
     history: torch.Tensor | None,
 ) -> tuple[torch.Tensor, ...]:
     """dx and dweight, in dy's dtype."""
-    dy = _cast(dy_MN, number_format, granularity, True, power_of_two, counts, 0, history)
+    dy = direct_cast(dy_MN, number_format, granularity, True, power_of_two, counts, 0, history)
     name = NAMES[dy_MN.dtype]
     dx = product(dy.data, weight_8t, dy.inverse, weight_inverse_t, name, "promoted", dy.direct)
     return dx, product(dy.data_t, x_8t, dy.inverse_t, x_inverse_t, name, "promoted", dy.direct)
@@ -226,30 +236,37 @@ def _linear_backward_fake(dy_MN: torch.Tensor, x_8t: torch.Tensor, *_: Any) -> t
     return dy_MN.new_empty((m, k)), dy_MN.new_empty((n, k))
 
 
-# What torch.library.custom_op would put around the calls costs more than a cast.
 _library = torch.library.Library("kernel_pytorch", "FRAGMENT")
-_library.define(
+
+
+def define_op(schema: str, run: Callable[..., Any], of_shapes: Callable[..., Any]) -> Any:
+    """An operator that no gradient flows through, without what ``torch.library.custom_op`` puts around each call:
+    that costs more than a cast."""
+    name = schema.partition("(")[0]
+    _library.define(schema)
+    _library.impl(name, run, "CompositeExplicitAutograd")
+    _library.impl(name, torch.library.fallthrough_kernel, "Autograd")
+    torch.library.register_fake(f"kernel_pytorch::{name}", of_shapes, lib=_library)
+    return getattr(torch.ops.kernel_pytorch, name).default
+
+
+_op = define_op(
     "fp8_kept_cast(Tensor x, str number_format, str granularity, bool transposed, bool power_of_two, "
-    "Tensor(a!)? counts, int row, Tensor(b!)? history) -> (Tensor, Tensor, Tensor, Tensor)"
+    "Tensor(a!)? counts, int row, Tensor(b!)? history) -> (Tensor, Tensor, Tensor, Tensor)",
+    _apart,
+    _fake,
 )
-_library.define(
+linear_forward_op = define_op(
     "fp8_linear_forward(Tensor x, Tensor weight, str dtype, str number_format, str input_granularity, "
     "str weight_granularity, bool power_of_two, Tensor(a!)? counts, Tensor(b!)? history) "
-    "-> (Tensor, Tensor, Tensor, Tensor, Tensor)"
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    _linear_forward,
+    _linear_forward_fake,
 )
-_library.define(
+linear_backward_op = define_op(
     "fp8_linear_backward(Tensor dy, Tensor x_8t, Tensor x_inverse_t, Tensor weight_8t, Tensor weight_inverse_t, "
     "str number_format, str granularity, bool power_of_two, Tensor(a!)? counts, Tensor(b!)? history) "
-    "-> (Tensor, Tensor)"
+    "-> (Tensor, Tensor)",
+    _linear_backward,
+    _linear_backward_fake,
 )
-for _name, _run, _of_shapes in (
-    ("fp8_kept_cast", _apart, _fake),
-    ("fp8_linear_forward", _linear_forward, _linear_forward_fake),
-    ("fp8_linear_backward", _linear_backward, _linear_backward_fake),
-):
-    _library.impl(_name, _run, "CompositeExplicitAutograd")
-    _library.impl(_name, torch.library.fallthrough_kernel, "Autograd")  # no gradient flows through them
-    torch.library.register_fake(f"kernel_pytorch::{_name}", _of_shapes, lib=_library)
-_op = torch.ops.kernel_pytorch.fp8_kept_cast.default
-linear_forward_op = torch.ops.kernel_pytorch.fp8_linear_forward.default
-linear_backward_op = torch.ops.kernel_pytorch.fp8_linear_backward.default

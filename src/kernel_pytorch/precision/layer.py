@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from kernel_pytorch.precision.gathered_weight import GatheredWeight
 from kernel_pytorch.precision.kept_cast import Kept
 from kernel_pytorch.precision.linear import (
     COUNTS_SHAPE,
@@ -26,10 +27,11 @@ from kernel_pytorch.precision.linear import (
     checked_linear,
     products_of,
 )
+from kernel_pytorch.precision.offer import meet
 from kernel_pytorch.precision.plan import Measured, measured_for, measured_recipe
 from kernel_pytorch.precision.recipe import Recipe
 
-__all__ = ["BUFFERS", "Float8Linear"]
+__all__ = ["BUFFERS", "Float8Linear", "optimizer_steps"]
 
 _STATE_KEY = "fp8_state"
 BUFFERS = {
@@ -51,6 +53,11 @@ def _count_step(*_: Any) -> None:
 register_optimizer_step_post_hook(_count_step)
 
 
+def optimizer_steps() -> int:
+    """How many steps optimizers have made in this process."""
+    return _steps
+
+
 class Float8Linear(nn.Linear):
     """Made out of an ``nn.Linear`` in place by ``kp.fp8.convert``; see there."""
 
@@ -61,6 +68,8 @@ class Float8Linear(nn.Linear):
     """Why the layer computes in its own precision from now on, or None."""
     fp8_plain_numel: int
     """Inputs of at most so many numbers are known to gain nothing."""
+    fp8_gather: Any
+    """How FSDP2 gathers the weight: a ``Shard`` of ``gathering``, or why in its own precision; None if unasked."""
     fp8_forward_counts: torch.Tensor
     fp8_history: torch.Tensor
     fp8_gradient_counts: torch.Tensor
@@ -78,7 +87,7 @@ class Float8Linear(nn.Linear):
         """The same object, with another forward."""
         linear.__class__ = Float8Linear
         layer: Any = linear
-        layer.fp8_recipe, layer.fp8_auto, layer.fp8_fallback = recipe, auto, None
+        layer.fp8_recipe, layer.fp8_auto, layer.fp8_fallback, layer.fp8_gather = recipe, auto, None, None
         layer._kept_cast, layer._forwards, layer._accumulates = None, None, False
         layer._calls, layer.fp8_plain_numel, layer._narrow = {}, -1, False
         device = layer.weight.device
@@ -93,7 +102,7 @@ class Float8Linear(nn.Linear):
         for name in BUFFERS:
             del self._buffers[name]
             self._non_persistent_buffers_set.discard(name)
-        for name in ("fp8_recipe", "fp8_auto", "fp8_fallback", "fp8_plain_numel"):
+        for name in ("fp8_recipe", "fp8_auto", "fp8_fallback", "fp8_plain_numel", "fp8_gather"):
             delattr(self, name)
         for name in ("_kept_cast", "_forwards", "_accumulates", "_calls", "_narrow"):
             delattr(self, name)
@@ -110,7 +119,7 @@ class Float8Linear(nn.Linear):
 
         Where x is not the layer's own input but that of the module around it, only what they have in common counts.
         """
-        if self.fp8_fallback is not None:
+        if self.fp8_fallback is not None and not isinstance(self.weight, GatheredWeight):
             return None
         if torch.compiler.is_compiling():
             return self._new_call_for(x, own)
@@ -168,6 +177,8 @@ class Float8Linear(nn.Linear):
         if call is None:
             return nn.functional.linear(x, self.weight, self.bias)
         recipe, products = call
+        if products.y_in_8 and not torch.compiler.is_compiling():
+            meet(x, self, recipe, products.forward_format, products.needs_dw and products.dw_in_8)
         cast = self.weight_cast(recipe, products.forward_format, products.needs_dx and products.dx_in_8)
         return checked_linear(x, self.weight, self.bias, recipe, products, self.fp8_memory(recipe), cast)
 
@@ -192,13 +203,16 @@ class Float8Linear(nn.Linear):
     def weight_cast(self, recipe: Recipe, number_format: str, transposed: bool) -> Kept | None:
         """The cast of the weight since it last changed, kept where gradients are accumulated over several forwards.
 
-        None where the call should make one of its own. A weight counts as unchanged where its version and its place
-        are the same, no optimizer has made a step, and nothing has happened to its gradient but that one backward
-        added to it: whoever updates weights past the version counter, through ``.data``, clears that before the next
-        forward. (One who does so beside an optimizer and clears later gets a cast that is out of date.)
+        What FSDP2 has gathered in 8 bits is the cast. None where the call should make one of its own. A weight
+        counts as unchanged where its version and its place are the same, no optimizer has made a step, and nothing
+        has happened to its gradient but that one backward added to it: whoever updates weights past the version
+        counter, through ``.data``, clears that before the next forward. (One who does so beside an optimizer and
+        clears later gets a cast that is out of date.)
         With one forward a step, keeping a cast would only take memory.
         """
         weight = self.weight
+        if isinstance(weight, GatheredWeight):
+            return weight.cast()
         if (
             torch.compiler.is_compiling()
             or not (self.training and torch.is_grad_enabled())
@@ -239,7 +253,7 @@ class Float8Linear(nn.Linear):
 
     def __getstate__(self) -> dict[str, Any]:
         # Copies and pickles work these out anew.
-        return {**self.__dict__, "_kept_cast": None, "_forwards": None, "_calls": {}}
+        return {**self.__dict__, "_kept_cast": None, "_forwards": None, "_calls": {}, "fp8_gather": None}
 
     # Checkpoints.
 

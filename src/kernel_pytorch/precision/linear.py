@@ -16,7 +16,9 @@ from kernel_pytorch.hardware_abstraction.registry import device_of
 from kernel_pytorch.ops.fp8_cast import fp8_cast
 from kernel_pytorch.ops.fp8_cast.definition import HISTORY
 from kernel_pytorch.precision.formats import E4M3FN, E5M2, FormatPair, for_device
+from kernel_pytorch.precision.gathered_weight import transposed_codes
 from kernel_pytorch.precision.kept_cast import NAMES, Kept, kept_cast, product
+from kernel_pytorch.precision.offer import input_key
 from kernel_pytorch.precision.recipe import Recipe, recipe_named
 
 __all__ = [
@@ -160,7 +162,7 @@ def checked_linear(
     if torch.compiler.is_compiling():
         from kernel_pytorch.precision.traced_linear import traced_linear
 
-        return traced_linear(x, weight, bias, recipe, products, memory)
+        return traced_linear(x, weight, bias, recipe, products, memory, weight_cast)
     turned_x, turned_weight = products.needs_dw and products.dw_in_8, products.needs_dx and products.dx_in_8
     x_MK = x if x.ndim == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
     x_cast = None
@@ -241,10 +243,13 @@ def cast_of_input(
     transposed: bool,
     memory: Memory,
 ) -> Kept:
-    """The input of a layer in 8 bits. Layers that are given the very same tensor share one cast."""
+    """The input of a layer in 8 bits. Layers that are given the very same tensor share one cast.
+
+    It may be there already: a norm casts its output for the layers behind it.
+    """
     key = None
     if shareable(x):
-        key = (x._version, recipe.input, recipe.power_of_two, recipe.delayed, transposed)
+        key = input_key(x, recipe, transposed)
         kept = getattr(x, "_fp8_cast", None)
         if kept is not None and kept[0] == key:
             shared: Kept = kept[1]
@@ -401,13 +406,18 @@ class _Linear(torch.autograd.Function):
         ctx.save_for_backward(*saved)
         ctx.products, ctx.counts, ctx.history = products, memory.gradient_counts, memory.gradient_history
         ctx.dtypes = (x_MK.dtype, weight.dtype, None if bias is None else bias.dtype)
+        in_8 = products.needs_dx and products.dx_in_8 and weight_cast is not None
+        ctx.to_turn = in_8 and weight_cast.data_t is weight_cast.data  # type: ignore[union-attr]
         return y
 
     @staticmethod
     def backward(ctx: Any, dy_MN: torch.Tensor) -> Any:
         x_dtype, weight_dtype, bias_dtype = ctx.dtypes
         dtypes = (x_dtype, weight_dtype, bias_dtype if ctx.needs_input_grad[2] else None)
-        gradients = backward_products(ctx.products, dtypes, ctx.saved_tensors, dy_MN, ctx.counts, ctx.history)
+        saved = ctx.saved_tensors
+        if ctx.to_turn:
+            saved = (transposed_codes(saved[0]), *saved[1:])
+        gradients = backward_products(ctx.products, dtypes, saved, dy_MN, ctx.counts, ctx.history)
         if torch.is_grad_enabled():  # create_graph=True
             gradients = tuple(refuse_second(gradient, dy_MN) for gradient in gradients)
         return (*gradients, None, None, None, None)

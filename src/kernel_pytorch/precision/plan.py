@@ -3,6 +3,9 @@
 Every choice of products is timed as it would run: forward and backward of the layer, one after another without
 waiting, so that what Python costs counts where the device waits for it. One that is not clearly faster than the
 layer in its own precision is not taken, so a converted layer is never slower than it was.
+
+A layer that is being compiled cannot be timed as it will run. Its work for the device is the same and its work for
+the CPU larger, so a choice must be faster even if it waits for ``COMPILED`` times the CPU's part of an eager call.
 """
 
 from __future__ import annotations
@@ -31,6 +34,8 @@ __all__ = ["Measured", "measured_choice", "measured_for", "measured_recipe"]
 
 CLEARLY = 0.98
 """A choice must take at most this part of the time of the layer as it was."""
+COMPILED = 1.5
+"""The CPU's part of a call inside torch.compile, over that of an eager call, at most."""
 _ROUNDS, _SECONDS_A_ROUND = 5, 0.004
 
 
@@ -67,7 +72,7 @@ def measured_recipe(x: torch.Tensor, weight: torch.Tensor, bias: bool, recipe: R
     training = torch.is_grad_enabled() and (weight.requires_grad or x.requires_grad)
     high = _high_precision(
         kind, x.device.index, rounded(rows), tuple(weight.shape), dtype, weight.dtype, bias, _fields(recipe),
-        training and x.requires_grad, training and weight.requires_grad,
+        training and x.requires_grad, training and weight.requires_grad, torch.compiler.is_compiling(),
     )  # fmt: skip
     return replace(recipe, high_precision=high)
 
@@ -105,6 +110,7 @@ def _high_precision(
     fields: tuple[Any, ...],
     needs_dx: bool,
     needs_dw: bool,
+    compiled: bool,
 ) -> tuple[str, ...]:
     """A constant to torch.compile, which takes no objects as arguments of such a function."""
     if kind not in ("cuda", "xpu"):  # no matrix unit for 8 bits: the exact arithmetic is emulated, and slow
@@ -113,7 +119,10 @@ def _high_precision(
         return PRODUCTS  # nothing can be timed inside a graph capture
     device = torch.device(kind, 0 if index is None else index)
     recipe = Recipe(**dict(fields))
-    best = measured_choice(device, rows, weight, dtype, weight_dtype, bias, recipe, needs_dx, needs_dw).best
+    measured = measured_choice(
+        device, rows, weight, dtype, weight_dtype, bias, recipe, needs_dx, needs_dw, compiled
+    )
+    best = measured.best
     return tuple(product for product in PRODUCTS if product not in best)
 
 
@@ -123,7 +132,7 @@ _kept: dict[tuple[object, ...], Measured] = {}
 def measured_for(weight: torch.Tensor, bias: bool, recipe: Recipe) -> tuple[Measured, ...]:
     """Every measurement of layers of this shape in training, in the order of their rows."""
     same = (weight.device, tuple(weight.shape), weight.dtype, bias, recipe, True, True)
-    found = [kept for key, kept in _kept.items() if (key[0], key[2], key[4], *key[5:]) == same]
+    found = [kept for key, kept in _kept.items() if (key[0], key[2], key[4], *key[5:9]) == same]
     return tuple(sorted(found, key=lambda measured: measured.rows))
 
 
@@ -137,9 +146,10 @@ def measured_choice(
     recipe: Recipe,
     needs_dx: bool = True,
     needs_dw: bool = True,
+    compiled: bool = False,
 ) -> Measured:
     """The measurement of one shape: kept for the process, made where it is not there."""
-    key = (device, rows, weight_shape, dtype, weight_dtype, bias, recipe, needs_dx, needs_dw)
+    key = (device, rows, weight_shape, dtype, weight_dtype, bias, recipe, needs_dx, needs_dw, compiled)
     found = _kept.get(key)
     if found is None:
         found = _kept[key] = _measure(*key)
@@ -156,6 +166,7 @@ def _measure(
     recipe: Recipe,
     needs_dx: bool,
     needs_dw: bool,
+    compiled: bool,
 ) -> Measured:
     """Time every choice of products for one shape, each several times in turn; the medians count."""
     n, k = weight_shape
@@ -200,7 +211,10 @@ def _measure(
         times: dict[tuple[str, ...], list[float]] = {choice: [] for choice in choices}
         for _ in range(_ROUNDS):
             for choice in choices:
-                times[choice].append(_seconds(partial(step, choice), repeats[choice], device))
+                taken = _seconds(partial(step, choice), repeats[choice], device)
+                if compiled and choice:
+                    taken = max(taken, COMPILED * _issuing(partial(step, choice), device))
+                times[choice].append(taken)
     return Measured(rows, tuple((choice, statistics.median(found)) for choice, found in times.items()))
 
 
@@ -218,3 +232,13 @@ def _seconds(run: Callable[[], None], repeats: int, device: torch.device) -> flo
         run()
     module.synchronize(device)
     return (time.perf_counter() - started) / repeats
+
+
+def _issuing(run: Callable[[], None], device: torch.device) -> float:
+    """The CPU's part: few enough calls for the device's queue to take them all."""
+    module = torch.get_device_module(device.type)
+    module.synchronize(device)
+    started = time.perf_counter()
+    for _ in range(10):
+        run()
+    return (time.perf_counter() - started) / 10

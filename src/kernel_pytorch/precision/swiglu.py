@@ -18,8 +18,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from kernel_pytorch.ops.fp8_swiglu import fp8_swiglu, fp8_swiglu_grad
-from kernel_pytorch.precision.kept_cast import NAMES, product
+from kernel_pytorch.precision.gathered_weight import GatheredWeight, transposed_codes
+from kernel_pytorch.precision.kept_cast import NAMES, Kept
+from kernel_pytorch.precision.kept_swiglu import (
+    Needs,
+    Saved,
+    swiglu_backward,
+    swiglu_backward_op,
+    swiglu_forward,
+    swiglu_forward_op,
+)
 from kernel_pytorch.precision.layer import Float8Linear
 from kernel_pytorch.precision.linear import (
     cast_of_gradient,
@@ -29,6 +37,7 @@ from kernel_pytorch.precision.linear import (
     refuse_second,
     working_dtype,
 )
+from kernel_pytorch.precision.offer import meet
 from kernel_pytorch.precision.recipe import Recipe
 
 __all__ = ["fp8_swiglu_mlp", "fuse", "fused_in", "unfuse"]
@@ -162,52 +171,68 @@ def fp8_swiglu_mlp(
     needs_dx = recording and x.requires_grad
     needs_dh = needs_dx or needs_dw[0] or needs_dw[1]
     forward_format, gradient_format = formats_on(kind, x.device.index, recipe.gradient_format)
-    x_8 = cast_of_input(
-        x,
-        recipe,
-        forward_format,
-        transposed=needs_dw[0] or needs_dw[1],
-        memory=gate.fp8_memory(recipe),
+    x_MK = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+    needs = Needs(needs_dx, needs_dh, *needs_dw)
+    dtype = NAMES[working_dtype(x)]
+    of_gradients = (
+        *(layer.fp8_gradient_counts for layer in layers),
+        *(layer.fp8_gradient_history if recipe.delayed else None for layer in layers),
     )
-    weights = []
+    y_MN: torch.Tensor
+    gathered = any(isinstance(layer.weight, GatheredWeight) for layer in layers)
+    if torch.compiler.is_compiling() and all(needs) and not gathered:
+        y_MN = _Whole.apply(  # type: ignore[no-untyped-call]
+            x_MK,
+            *(layer.weight for layer in layers),
+            *(layer.fp8_forward_counts for layer in layers),
+            *(layer.fp8_history if recipe.delayed else None for layer in (gate, down)),
+            *of_gradients,
+            dtype,
+            forward_format,
+            gradient_format,
+            recipe.power_of_two,
+        )
+        return y_MN.reshape(*x.shape[:-1], y_MN.shape[-1])
+    turned_x = needs_dw[0] or needs_dw[1]
+    if not torch.compiler.is_compiling():
+        meet(x, gate, recipe, forward_format, turned_x)
+    x_8 = cast_of_input(x, recipe, forward_format, transposed=turned_x, memory=gate.fp8_memory(recipe))
+    casts = []
     for layer, turned in ((gate, needs_dx), (up, needs_dx), (down, needs_dh)):
         kept = layer.weight_cast(recipe, forward_format, turned)
         if kept is None:
             kept = cast_of_weight(
                 layer.weight, recipe, forward_format, transposed=turned, counts=layer.fp8_forward_counts
             )
-        weights.append(kept)
+        casts.append(kept)
     y_MN = _SwiGLU.apply(  # type: ignore[no-untyped-call]
-        x.reshape(math.prod(x.shape[:-1]), x.shape[-1]),
+        x_MK,
         *(layer.weight for layer in layers),
         x_8.data,
         x_8.inverse,
         x_8.data_t,
-        *(tensor for cast in weights for tensor in (cast.data, cast.inverse, cast.data_t)),
+        *(tensor for cast in casts for tensor in _tensors(cast)),
         down.fp8_forward_counts,
         down.fp8_history if recipe.delayed else None,
-        *(layer.fp8_gradient_counts for layer in layers),
-        *(layer.fp8_gradient_history if recipe.delayed else None for layer in layers),
-        NAMES[working_dtype(x)],
+        *of_gradients,
+        dtype,
         forward_format,
         gradient_format,
         recipe.power_of_two,
         x_8.direct,
-        needs_dx,
-        needs_dh,
-        *needs_dw,
+        *needs,
     )
-    y: torch.Tensor = y_MN.reshape(*x.shape[:-1], y_MN.shape[-1])
-    return y
+    return y_MN.reshape(*x.shape[:-1], y_MN.shape[-1])
 
 
-def _count(counts: torch.Tensor, lost: torch.Tensor, numbers: int) -> None:
-    """Add the losses of an input or a gradient, the same in both copies."""
-    counts[0, :, :3].add_(lost)
-    counts[0, :, 3].add_(numbers)
+def _tensors(cast: Kept) -> tuple[torch.Tensor | None, ...]:
+    """data, inverse, and data_t where it is another: torch.compile wants each tensor once."""
+    return (cast.data, cast.inverse, None if cast.data_t is cast.data else cast.data_t)
 
 
 class _SwiGLU(torch.autograd.Function):
+    """Of casts that were made before."""
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -220,13 +245,13 @@ class _SwiGLU(torch.autograd.Function):
         x_8t: torch.Tensor,
         gate_8: torch.Tensor,
         gate_inverse: torch.Tensor,
-        gate_8t: torch.Tensor,
+        gate_8t: torch.Tensor | None,
         up_8: torch.Tensor,
         up_inverse: torch.Tensor,
-        up_8t: torch.Tensor,
+        up_8t: torch.Tensor | None,
         down_8: torch.Tensor,
         down_inverse: torch.Tensor,
-        down_8t: torch.Tensor,
+        down_8t: torch.Tensor | None,
         h_counts: torch.Tensor,
         h_history: torch.Tensor | None,
         gate_counts: torch.Tensor,
@@ -240,87 +265,107 @@ class _SwiGLU(torch.autograd.Function):
         gradient_format: str,
         power_of_two: bool,
         direct: bool,
-        needs_dx: bool,
-        needs_dh: bool,
-        needs_dgate: bool,
-        needs_dup: bool,
-        needs_ddown: bool,
+        *needs: bool,
     ) -> torch.Tensor:
-        gate_MF = product(x_8, gate_8, x_inverse, gate_inverse, dtype, "fast", direct)
-        up_MF = product(x_8, up_8, x_inverse, up_inverse, dtype, "fast", direct)
-        h = fp8_swiglu(gate_MF, up_MF, forward_format, history=h_history, power_of_two=power_of_two)
-        _count(h_counts, h.counts, h.data.numel())
-        if h_history is not None:
-            h_history.copy_(h.next_history)
-        y = product(h.data, down_8, h.inverse, down_inverse, dtype, "fast", direct)
-        keep = needs_dh or needs_ddown
-        saved = (gate_MF, up_MF, h.inverse, x_inverse, x_8t, gate_inverse, gate_8t, up_inverse, up_8t)
-        ctx.save_for_backward(*((*saved, down_inverse, down_8t) if keep else ()))
+        y, saved = swiglu_forward(
+            Kept(x_8, x_8t, x_inverse, x_inverse, direct),
+            Kept(gate_8, gate_8 if gate_8t is None else gate_8t, gate_inverse, gate_inverse),
+            Kept(up_8, up_8 if up_8t is None else up_8t, up_inverse, up_inverse),
+            Kept(down_8, down_8 if down_8t is None else down_8t, down_inverse, down_inverse),
+            dtype,
+            forward_format,
+            power_of_two,
+            h_counts,
+            h_history,
+        )
+        wanted = Needs(*needs)
+        ctx.to_turn = [
+            name for name, data_t in (("gate_t", gate_8t), ("up_t", up_8t), ("down_t", down_8t)) if data_t is None
+        ]
+        ctx.save_for_backward(*(saved if wanted.dh or wanted.ddown else ()))
         ctx.counts = (gate_counts, up_counts, down_counts)
         ctx.histories = (gate_history, up_history, down_history)
         ctx.formats = (forward_format, gradient_format, power_of_two)
-        ctx.needs = (needs_dx, needs_dh, needs_dgate, needs_dup, needs_ddown)
+        ctx.needs = needs
         ctx.dtypes = (x_MK.dtype, gate_weight.dtype, up_weight.dtype, down_weight.dtype)
         return y
 
     @staticmethod
     def backward(ctx: Any, dy_MN: torch.Tensor) -> Any:
-        gate_MF, up_MF, h_inverse, x_inverse, x_8t, gate_inverse, gate_8t, up_inverse, up_8t, *rest = (
-            ctx.saved_tensors
-        )
-        down_inverse, down_8t = rest
         forward_format, gradient_format, power_of_two = ctx.formats
-        needs_dx, needs_dh, needs_dgate, needs_dup, needs_ddown = ctx.needs
-        gate_counts, up_counts, down_counts = ctx.counts
-        gate_history, up_history, down_history = ctx.histories
-        x_dtype, gate_dtype, up_dtype, down_dtype = ctx.dtypes
-        name = NAMES[dy_MN.dtype]
-        dx = dgate = dup = ddown = None
+        needs = Needs(*ctx.needs)
+        *counts, down_counts = ctx.counts
+        *histories, down_history = ctx.histories
+        saved = Saved(*ctx.saved_tensors)
+        saved = saved._replace(**{name: transposed_codes(getattr(saved, name)) for name in ctx.to_turn})
         dy = cast_of_gradient(
             dy_MN,
             gradient_format,
             "tensor",
-            transposed=needs_ddown,
+            transposed=needs.ddown,
             power_of_two=power_of_two,
             counts=down_counts,
             history=down_history,
         )
-        if needs_dh:
-            dh_MF = product(dy.data, down_8t, dy.inverse, down_inverse, name, "promoted", dy.direct)
-            hidden = fp8_swiglu_grad(
-                dh_MF,
-                gate_MF,
-                up_MF,
-                gradient_format,
-                forward_format,
-                h_inverse=h_inverse if needs_ddown else None,
-                gate_history=gate_history,
-                up_history=up_history,
-                power_of_two=power_of_two,
-            )
-            del dh_MF
-            _count(gate_counts, hidden.counts[0], hidden.dgate.numel())
-            _count(up_counts, hidden.counts[1], hidden.dup.numel())
-            if gate_history is not None and up_history is not None:
-                gate_history.copy_(hidden.gate_next_history)
-                up_history.copy_(hidden.up_next_history)
-            if needs_dx:
-                dx = product(hidden.dgate, gate_8t, hidden.dgate_inverse, gate_inverse, name, "promoted", dy.direct)
-                dx.add_(product(hidden.dup, up_8t, hidden.dup_inverse, up_inverse, name, "promoted", dy.direct))
-                dx = dx.to(x_dtype)
-            if needs_dgate:
-                dgate = product(hidden.dgate_t, x_8t, hidden.dgate_inverse, x_inverse, name, "promoted", dy.direct)
-                dgate = dgate.to(gate_dtype)
-            if needs_dup:
-                dup = product(hidden.dup_t, x_8t, hidden.dup_inverse, x_inverse, name, "promoted", dy.direct).to(
-                    up_dtype
-                )
-            h_t = hidden.h_t
-        elif needs_ddown:  # the layers before are frozen: h alone is needed once more
-            h = fp8_swiglu(gate_MF, up_MF, forward_format, power_of_two=power_of_two)
-            h_t, h_inverse = h.data.view(torch.uint8).t().contiguous().view(h.data.dtype), h.inverse
-        if needs_ddown:
-            ddown = product(dy.data_t, h_t, dy.inverse, h_inverse, name, "promoted", dy.direct).to(down_dtype)
+        found = swiglu_backward(
+            dy,
+            saved,
+            NAMES[dy_MN.dtype],
+            (forward_format, gradient_format),
+            power_of_two,
+            needs,
+            tuple(counts),
+            tuple(histories),
+        )
+        gradients = _as(found, ctx.dtypes)
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # create_graph=True
-            dx, dgate, dup, ddown = (refuse_second(gradient, dy_MN) for gradient in (dx, dgate, dup, ddown))
-        return (dx, dgate, dup, ddown, *[None] * 30)
+            gradients = [refuse_second(gradient, dy_MN) for gradient in gradients]
+        return (*gradients, *[None] * 30)
+
+
+def _as(gradients: Any, dtypes: tuple[torch.dtype, ...]) -> list[torch.Tensor | None]:
+    return [None if found is None else found.to(dtype) for found, dtype in zip(gradients, dtypes, strict=True)]
+
+
+class _Whole(torch.autograd.Function):
+    """For torch.compile, where all is asked for: one operator each way, for a step may wait for each of them."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x_MK: torch.Tensor,
+        gate_weight: torch.Tensor,
+        up_weight: torch.Tensor,
+        down_weight: torch.Tensor,
+        gate_counts: torch.Tensor,
+        up_counts: torch.Tensor,
+        down_counts: torch.Tensor,
+        x_history: torch.Tensor | None,
+        h_history: torch.Tensor | None,
+        gate_gradient_counts: torch.Tensor,
+        up_gradient_counts: torch.Tensor,
+        down_gradient_counts: torch.Tensor,
+        gate_history: torch.Tensor | None,
+        up_history: torch.Tensor | None,
+        down_history: torch.Tensor | None,
+        dtype: str,
+        forward_format: str,
+        gradient_format: str,
+        power_of_two: bool,
+    ) -> torch.Tensor:
+        y, *saved = swiglu_forward_op(
+            x_MK, gate_weight, up_weight, down_weight, dtype, forward_format, power_of_two,
+            gate_counts, up_counts, down_counts, x_history, h_history,
+        )  # fmt: skip
+        ctx.save_for_backward(*saved)
+        ctx.formats = (forward_format, gradient_format, power_of_two)
+        ctx.counts = (gate_gradient_counts, up_gradient_counts, down_gradient_counts)
+        ctx.histories = (gate_history, up_history, down_history)
+        ctx.dtypes = (x_MK.dtype, gate_weight.dtype, up_weight.dtype, down_weight.dtype)
+        found: torch.Tensor = y
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, dy_MN: torch.Tensor) -> Any:
+        found = swiglu_backward_op(dy_MN, list(ctx.saved_tensors), *ctx.formats, *ctx.counts, *ctx.histories)
+        return (*_as(found, ctx.dtypes), *[None] * 15)

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from kernel_pytorch.precision.gathered_weight import transposed_codes
 from kernel_pytorch.precision.kept_cast import Kept, linear_backward_op, linear_forward_op
 from kernel_pytorch.precision.linear import (
     Memory,
@@ -28,18 +29,19 @@ def traced_linear(
     recipe: Recipe,
     products: Products,
     memory: Memory,
+    weight_cast: Kept | None,
 ) -> torch.Tensor:
     """As ``checked_linear``."""
     x_MK = x if x.ndim == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
     y: torch.Tensor
-    if bias is None and products.all_in_8:
+    if bias is None and products.all_in_8 and weight_cast is None:
         y = _Whole.apply(x_MK, weight, *memory, recipe.weight, *products)  # type: ignore[no-untyped-call]
     else:
         turned_x, turned_weight = products.needs_dw and products.dw_in_8, products.needs_dx and products.dx_in_8
-        x_cast = weight_cast = None
+        x_cast = None
         if products.y_in_8:
             x_cast = cast_of_input(x, recipe, products.forward_format, transposed=turned_x, memory=memory)
-        if products.y_in_8 or turned_weight:
+        if weight_cast is None and (products.y_in_8 or turned_weight):
             weight_cast = cast_of_weight(
                 weight, recipe, products.forward_format, transposed=turned_weight, counts=memory.counts
             )
@@ -57,10 +59,11 @@ def traced_linear(
 
 
 def _tensors(cast: Kept | None) -> tuple[torch.Tensor | None, ...]:
-    """Of a cast, each once, as torch.compile wants them: data, inverse, data_t, and inverse_t where it is another."""
+    """Of a cast, each once, as torch.compile wants them: data and inverse; data_t and inverse_t if others."""
     if cast is None:
         return (None,) * 4
-    return (cast.data, cast.inverse, cast.data_t, None if cast.inverse_t is cast.inverse else cast.inverse_t)
+    data_t = None if cast.data_t is cast.data else cast.data_t
+    return (cast.data, cast.inverse, data_t, None if cast.inverse_t is cast.inverse else cast.inverse_t)
 
 
 def _kept(
@@ -70,9 +73,9 @@ def _kept(
     inverse_t: torch.Tensor | None,
 ) -> Kept | None:
     """The cast that ``_tensors`` took apart."""
-    if data is None or inverse is None or data_t is None:
+    if data is None or inverse is None:
         return None
-    return Kept(data, data_t, inverse, inverse if inverse_t is None else inverse_t)
+    return Kept(data, data if data_t is None else data_t, inverse, inverse if inverse_t is None else inverse_t)
 
 
 class _Traced(torch.autograd.Function):
@@ -102,15 +105,18 @@ class _Traced(torch.autograd.Function):
         ctx.save_for_backward(*saved)
         ctx.products, ctx.counts, ctx.history = products, counts, history
         ctx.dtypes = (x_MK.dtype, weight.dtype, None if bias is None else bias.dtype)
+        how = Products(*products)
+        ctx.to_turn = how.needs_dx and how.dx_in_8 and weight_8 is not None and weight_8t is None
         return y
 
     @staticmethod
     def backward(ctx: Any, dy_MN: torch.Tensor) -> Any:
         x_dtype, weight_dtype, bias_dtype = ctx.dtypes
         dtypes = (x_dtype, weight_dtype, bias_dtype if ctx.needs_input_grad[2] else None)
-        gradients = backward_products(
-            Products(*ctx.products), dtypes, ctx.saved_tensors, dy_MN, ctx.counts, ctx.history
-        )
+        saved = ctx.saved_tensors
+        if ctx.to_turn:
+            saved = (transposed_codes(saved[0]), *saved[1:])
+        gradients = backward_products(Products(*ctx.products), dtypes, saved, dy_MN, ctx.counts, ctx.history)
         return (*gradients, *[None] * 21)
 
 

@@ -19,27 +19,35 @@ from kernel_pytorch.ops.fp8_cast import torch_kernel
 from kernel_pytorch.ops.fp8_cast.definition import empty_inverse
 from kernel_pytorch.ops.fp8_cast.triton_tiles import (
     COPY,
+    SCRATCH,
+    SCRATCH_LARGEST,
+    SCRATCH_TRIED,
     add_count,
     add_numbers,
     cast_tile,
+    counted,
+    emit,
     encoding,
     largest_remembered,
     load_quarter,
+    load_quarters,
+    load_tile,
     magnitudes,
     offer,
+    quarter_with_scale,
     reciprocal,
     remember,
     scale_from_amax,
 )
-from kernel_pytorch.ops.triton_launch import Place, Ready, current_stream, launch, watched
+from kernel_pytorch.ops.triton_launch import Launches, Place
 from kernel_pytorch.precision.formats import FORMATS
 
 # Rows, columns and warps of a tile: the fastest of those tried on an H200.
-_TILE = (64, 128, 4)
-_ROW_TILE = (32, 128, 4)
+_TILE = (32, 128, 4)
+_ROW_TILE = (64, 64, 4)
 _PART_TILE = (128, 128, 8)  # a block of the definition
-_AMAX_TILE = (4, 2048, 8)
-_TILES_PER_PROGRAM = 4  # of the first reading, one below the other: fewer programs compete for one number
+_AMAX_TILE = (8, 1024, 8, 8)
+_ROW_AMAX_TILE = (32, 128, 4, 8)  # and how many of them below each other
 
 
 # The first reading.
@@ -47,29 +55,45 @@ _TILES_PER_PROGRAM = 4  # of the first reading, one below the other: fewer progr
 
 @triton.jit
 def _amax(
-    x, amax, row_amax, column_amax, rows, columns, row_stride, column_stride,
+    x, amax, row_amax, rows, columns, row_stride, column_stride,
     BY_ROW: tl.constexpr, BY_COLUMN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
+    """TILES tiles below each other: the more of them, the fewer programs compete for the number of a column."""
     across = tl.cdiv(columns, COLUMNS)
     i, j = (tl.program_id(0) // across) * TILES, tl.program_id(0) % across
-    corner = x + i.to(tl.int64) * ROWS * row_stride + j.to(tl.int64) * COLUMNS * column_stride
-    column = tl.arange(0, COLUMNS)
     largest = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
-    for step in tl.static_range(TILES):
-        row = tl.arange(0, ROWS) + step * ROWS
-        inside = (row < rows - i * ROWS)[:, None] & (column < columns - j * COLUMNS)[None, :]
-        places = row[:, None] * row_stride + column[None, :] * column_stride
-        magnitude = tl.abs(tl.load(corner + places, mask=inside, other=0.0).to(tl.float32))
-        magnitude = tl.where(magnitude < float("inf"), magnitude, 0.0)
+    for _ in range(TILES):
+        magnitude = magnitudes(load_tile(x, i, j, rows, columns, row_stride, column_stride, ROWS, COLUMNS))
         if BY_ROW:
+            row = i * ROWS + tl.arange(0, ROWS)
             of_row = tl.max(magnitude, axis=1).to(tl.int32, bitcast=True)
-            tl.atomic_max(row_amax + i * ROWS + row, of_row, mask=row < rows - i * ROWS, sem="relaxed")
+            tl.atomic_max(row_amax + row, of_row, mask=row < rows, sem="relaxed")
         largest = tl.maximum(largest, magnitude)
+        i += 1
     of_column = tl.max(largest, axis=0)
     if BY_COLUMN:
+        column = j * COLUMNS + tl.arange(0, COLUMNS)
         bits = of_column.to(tl.int32, bitcast=True)
-        tl.atomic_max(column_amax + j * COLUMNS + column, bits, mask=column < columns - j * COLUMNS, sem="relaxed")
+        tl.atomic_max(row_amax + rows + column, bits, mask=column < columns, sem="relaxed")
     offer(amax, tl.max(of_column, axis=0))
+
+
+@triton.jit
+def _scales_of_rows(
+    row_amax, amax, final_amax, inverse, inverse_t, rows, columns,
+    LARGEST: tl.constexpr, POWER_OF_TWO: tl.constexpr, TURNED: tl.constexpr, NUMBERS: tl.constexpr,
+):  # fmt: skip
+    """What was found for rows, and for columns after them, becomes their scales: once, not in every tile."""
+    place = tl.program_id(0) * NUMBERS + tl.arange(0, NUMBERS)
+    inside = place < rows + (columns if TURNED else 0)
+    found = tl.load(row_amax + place, mask=inside, other=0).to(tl.float32, bitcast=True)
+    scale = scale_from_amax(found, LARGEST, POWER_OF_TWO)
+    tl.store(row_amax + place, scale.to(tl.int32, bitcast=True), mask=inside)
+    tl.store(inverse + place, reciprocal(scale), mask=place < rows)
+    if TURNED:
+        tl.store(inverse_t + place - rows, reciprocal(scale), mask=inside & (place >= rows))
+    if tl.program_id(0) == 0:
+        tl.store(final_amax, tl.load(amax).to(tl.float32, bitcast=True))
 
 
 # The cast.
@@ -77,7 +101,7 @@ def _amax(
 
 @triton.jit
 def _cast_whole(
-    x, data, data_t, inverse, amax, final_amax, counts, history,
+    x, data, data_t, inverse, amax, final_amax, own_counts, history,
     rows, columns, row_stride, column_stride, history_length,
     TURNED: tl.constexpr, WORDS: tl.constexpr, POWER_OF_TWO: tl.constexpr, HISTORY: tl.constexpr,
     LARGEST: tl.constexpr, HALF_SMALLEST: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr,
@@ -86,21 +110,22 @@ def _cast_whole(
     """One tile with the tensor's scale: from its amax, or from a HISTORY, finding the amax."""
     across = tl.cdiv(columns, COLUMNS)
     i, j = tl.program_id(0) // across, tl.program_id(0) % across
+    v_0, v_1, v_2, v_3 = load_quarters(x, i, j, rows, columns, row_stride, column_stride, ROWS, COLUMNS)
     if HISTORY > 0:
         before = largest_remembered(history, history_length, HISTORY)
         scale = scale_from_amax(before, LARGEST, POWER_OF_TWO) * 0.5
         if tl.program_id(0) == 0:
             tl.store(amax + 1, before.to(tl.int32, bitcast=True))
     else:
-        add_numbers(counts, rows, columns, TURNED)
+        add_numbers(own_counts, rows, columns, TURNED)
         known = tl.load(amax).to(tl.float32, bitcast=True)
         scale = scale_from_amax(known, LARGEST, POWER_OF_TWO)
         if tl.program_id(0) == 0:
             tl.store(inverse, reciprocal(scale))
             tl.store(final_amax, known)
     largest = cast_tile(
-        x, data, data_t, counts, scale, scale, scale, scale, i, j, rows, columns, row_stride, column_stride,
-        True, TURNED, WORDS, TURNED and HISTORY == 0,
+        x, v_0, v_1, v_2, v_3, scale, data, data_t, own_counts, i, j, rows, columns, row_stride, column_stride,
+        TURNED, WORDS, TURNED and HISTORY == 0,
         LARGEST, HALF_SMALLEST, MANTISSA, BIAS, NAN, FNUZ, HARDWARE, ROWS, COLUMNS,
     )  # fmt: skip
     if HISTORY > 0:
@@ -139,9 +164,10 @@ def _settle(
         for step in range(tl.cdiv(tiles - tl.program_id(0), tl.num_programs(0))):
             tile = tl.program_id(0) + step * tl.num_programs(0)
             i, j = tile // across, tile % across
+            v_0, v_1, v_2, v_3 = load_quarters(x, i, j, rows, columns, row_stride, column_stride, ROWS, COLUMNS)
             cast_tile(
-                x, data, data_t, counts, scale, scale, scale, scale, i, j, rows, columns, row_stride, column_stride,
-                True, TURNED, WORDS, TURNED,
+                x, v_0, v_1, v_2, v_3, scale, data, data_t, counts, i, j, rows, columns, row_stride, column_stride,
+                TURNED, WORDS, TURNED,
                 LARGEST, HALF_SMALLEST, MANTISSA, BIAS, NAN, FNUZ, HARDWARE, ROWS, COLUMNS,
             )  # fmt: skip
             if before > 0.0:
@@ -152,112 +178,105 @@ def _settle(
 
 
 @triton.jit
-def _row_scale(
-    x, row_amax, inverse, i, j, k, rows, columns, row_stride, column_stride,
+def _scales_of_parts(of_part, inverse, number, part, numbers, LARGEST: tl.constexpr, POWER_OF_TWO: tl.constexpr):
+    """The scales of the parts of rows that lie in a tile; keeps their reciprocals, part after part."""
+    scale = scale_from_amax(of_part, LARGEST, POWER_OF_TWO)
+    tl.store(inverse + part.to(tl.int64) * numbers + number, reciprocal(scale), mask=number < numbers)
+    return scale
+
+
+@triton.jit
+def _scale_of_quarter(
+    values, row_scale, inverse, i, j, k, rows,
     BLOCKS: tl.constexpr, LARGEST: tl.constexpr, POWER_OF_TWO: tl.constexpr, ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """The scales of the rows of a quarter, or of their parts in this tile, as a column; keeps their reciprocals."""
+    """The scales of the rows of a quarter, or of their parts in this tile, as a column."""
     row = i * ROWS + tl.arange(0, ROWS // 4) * 4 + k
     if BLOCKS:
-        values = load_quarter(x, i, j, k, rows, columns, row_stride, column_stride, ROWS, COLUMNS)
         of_row = tl.max(magnitudes(values), axis=1)
+        scale = _scales_of_parts(of_row, inverse, row, j, rows, LARGEST, POWER_OF_TWO)
     else:
-        of_row = tl.load(row_amax + row, mask=row < rows, other=0).to(tl.float32, bitcast=True)
-    scale = scale_from_amax(of_row, LARGEST, POWER_OF_TWO)
-    if BLOCKS:
-        tl.store(inverse + j.to(tl.int64) * rows + row, reciprocal(scale), mask=row < rows)
-    elif j == 0:
-        tl.store(inverse + row, reciprocal(scale), mask=row < rows)
+        scale = tl.load(row_scale + row, mask=row < rows, other=0).to(tl.float32, bitcast=True)
     return scale[:, None]
 
 
 @triton.jit
-def _tile_magnitudes(
-    x, i, j, rows, columns, row_stride, column_stride, ROWS: tl.constexpr, COLUMNS: tl.constexpr
-):  # fmt: skip
-    """The largest magnitude of each four rows below each other."""
-    largest = tl.zeros((ROWS // 4, COLUMNS), dtype=tl.float32)
-    for k in tl.static_range(4):
-        values = load_quarter(x, i, j, k, rows, columns, row_stride, column_stride, ROWS, COLUMNS)
-        largest = tl.maximum(largest, magnitudes(values))
-    return largest
+def _quarter_by_row(i, j, k, rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr, arguments):
+    x, row_stride, column_stride, row_scale, inverse, BLOCKS, LARGEST, POWER_OF_TWO = arguments
+    values = load_quarter(x, i, j, k, rows, columns, row_stride, column_stride, ROWS, COLUMNS)
+    return values, _scale_of_quarter(values, row_scale, inverse, i, j, k, rows, BLOCKS, LARGEST, POWER_OF_TWO, ROWS)
 
 
 @triton.jit
 def _cast_parts(
-    x, data, data_t, inverse, inverse_t, amax, final_amax, row_amax, column_amax, counts,
+    x, data, data_t, inverse, inverse_t, amax, row_scale, counts,
     rows, columns, row_stride, column_stride,
     GRANULARITY: tl.constexpr, TURNED: tl.constexpr, WORDS: tl.constexpr, POWER_OF_TWO: tl.constexpr,
     LARGEST: tl.constexpr, HALF_SMALLEST: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr,
     NAN: tl.constexpr, FNUZ: tl.constexpr, HARDWARE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """One tile with scales of rows, blocks or squares; what is read several times comes out of the cache."""
+    """One tile with scales of rows, blocks or squares."""
     add_numbers(counts, rows, columns, TURNED)
     across, down = tl.cdiv(columns, COLUMNS), tl.cdiv(rows, ROWS)
     i, j = tl.program_id(0) // across, tl.program_id(0) % across
     BLOCKS: tl.constexpr = GRANULARITY == "block"
+    v_0, v_1, v_2, v_3 = load_quarters(x, i, j, rows, columns, row_stride, column_stride, ROWS, COLUMNS)
     if GRANULARITY != "row":
-        of_column = tl.max(
-            _tile_magnitudes(x, i, j, rows, columns, row_stride, column_stride, ROWS, COLUMNS), axis=0
+        largest = tl.maximum(
+            tl.maximum(magnitudes(v_0), magnitudes(v_1)), tl.maximum(magnitudes(v_2), magnitudes(v_3))
         )
+        of_column = tl.max(largest, axis=0)
         of_tile = tl.max(of_column, axis=0)
         offer(amax, of_tile)
-    elif tl.program_id(0) == 0:
-        tl.store(final_amax, tl.load(amax).to(tl.float32, bitcast=True))
     if GRANULARITY == "square":
         scale = scale_from_amax(of_tile, LARGEST, POWER_OF_TWO)
         tl.store(inverse + i * across + j, reciprocal(scale))
         if TURNED:
             tl.store(inverse_t + j * down + i, reciprocal(scale))
         cast_tile(
-            x, data, data_t, counts, scale, scale, scale, scale, i, j, rows, columns, row_stride, column_stride,
-            True, TURNED, WORDS, TURNED, LARGEST, HALF_SMALLEST, MANTISSA, BIAS, NAN, FNUZ, HARDWARE, ROWS, COLUMNS,
+            x, v_0, v_1, v_2, v_3, scale, data, data_t, counts, i, j, rows, columns, row_stride, column_stride,
+            TURNED, WORDS, TURNED, LARGEST, HALF_SMALLEST, MANTISSA, BIAS, NAN, FNUZ, HARDWARE, ROWS, COLUMNS,
         )  # fmt: skip
     else:
-        s_0 = _row_scale(
-            x, row_amax, inverse, i, j, 0, rows, columns, row_stride, column_stride,
-            BLOCKS, LARGEST, POWER_OF_TWO, ROWS, COLUMNS,
-        )  # fmt: skip
-        s_1 = _row_scale(
-            x, row_amax, inverse, i, j, 1, rows, columns, row_stride, column_stride,
-            BLOCKS, LARGEST, POWER_OF_TWO, ROWS, COLUMNS,
-        )  # fmt: skip
-        s_2 = _row_scale(
-            x, row_amax, inverse, i, j, 2, rows, columns, row_stride, column_stride,
-            BLOCKS, LARGEST, POWER_OF_TWO, ROWS, COLUMNS,
-        )  # fmt: skip
-        s_3 = _row_scale(
-            x, row_amax, inverse, i, j, 3, rows, columns, row_stride, column_stride,
-            BLOCKS, LARGEST, POWER_OF_TWO, ROWS, COLUMNS,
-        )  # fmt: skip
-        cast_tile(
-            x, data, data_t, counts, s_0, s_1, s_2, s_3, i, j, rows, columns, row_stride, column_stride,
-            True, False, WORDS, False, LARGEST, HALF_SMALLEST, MANTISSA, BIAS, NAN, FNUZ, HARDWARE, ROWS, COLUMNS,
+        s_0 = _scale_of_quarter(v_0, row_scale, inverse, i, j, 0, rows, BLOCKS, LARGEST, POWER_OF_TWO, ROWS)
+        s_1 = _scale_of_quarter(v_1, row_scale, inverse, i, j, 1, rows, BLOCKS, LARGEST, POWER_OF_TWO, ROWS)
+        s_2 = _scale_of_quarter(v_2, row_scale, inverse, i, j, 2, rows, BLOCKS, LARGEST, POWER_OF_TWO, ROWS)
+        s_3 = _scale_of_quarter(v_3, row_scale, inverse, i, j, 3, rows, BLOCKS, LARGEST, POWER_OF_TWO, ROWS)
+        found = emit(
+            v_0, v_1, v_2, v_3, s_0, s_1, s_2, s_3, data, data_t, i, j, rows, columns,
+            True, False, WORDS, LARGEST, MANTISSA, BIAS, NAN, FNUZ, HARDWARE, ROWS, COLUMNS,
         )  # fmt: skip
         if TURNED:
             column = j * COLUMNS + tl.arange(0, COLUMNS)
-            if not BLOCKS:
-                of_column = tl.load(column_amax + column, mask=column < columns, other=0)
-                of_column = of_column.to(tl.float32, bitcast=True)
-            scale_t = scale_from_amax(of_column, LARGEST, POWER_OF_TWO)
             if BLOCKS:
-                tl.store(inverse_t + i.to(tl.int64) * columns + column, reciprocal(scale_t), mask=column < columns)
-            elif i == 0:
-                tl.store(inverse_t + column, reciprocal(scale_t), mask=column < columns)
+                scale_t = _scales_of_parts(of_column, inverse_t, column, i, columns, LARGEST, POWER_OF_TWO)
+            else:
+                scale_t = tl.load(row_scale + rows + column, mask=column < columns, other=0)
+                scale_t = scale_t.to(tl.float32, bitcast=True)
             s_t = scale_t[None, :]
-            cast_tile(
-                x, data, data_t, counts + COPY, s_t, s_t, s_t, s_t, i, j, rows, columns, row_stride, column_stride,
-                False, True, WORDS, False,
-                LARGEST, HALF_SMALLEST, MANTISSA, BIAS, NAN, FNUZ, HARDWARE, ROWS, COLUMNS,
+            found_t = emit(
+                v_0, v_1, v_2, v_3, s_t, s_t, s_t, s_t, data, data_t, i, j, rows, columns,
+                False, True, WORDS, LARGEST, MANTISSA, BIAS, NAN, FNUZ, HARDWARE, ROWS, COLUMNS,
             )  # fmt: skip
+            counted(
+                found_t, quarter_with_scale, (x, row_stride, column_stride, s_t), data, data_t, counts + COPY, i, j,
+                rows, columns, False, True, False, HALF_SMALLEST, NAN, ROWS, COLUMNS,
+            )  # fmt: skip
+        arguments = (x, row_stride, column_stride, row_scale, inverse, BLOCKS, LARGEST, POWER_OF_TWO)
+        counted(
+            found, _quarter_by_row, arguments, data, data_t, counts, i, j, rows, columns,
+            True, False, False, HALF_SMALLEST, NAN, ROWS, COLUMNS,
+        )  # fmt: skip
 
 
 # Launching.
 
-# What tiles find out together, as 32-bit numbers: the largest magnitude, what the history says, four counts of a
-# first try, the largest magnitude as a float; for scales of rows, the magnitudes of rows and columns. In bytes:
-_TRIED, _LARGEST, _OF_ROWS = 8, 40, 48
+# What kernels are given, in the order in which a call of PreparedCast lists it. The magnitudes of rows become their
+# scales; what is lost by a history's scale may not count in the end, and is counted apart at first.
+_ARGUMENTS = (
+    "x", "data", "data_t", "inverse", "inverse_t", "amax", "tried", "final_amax", "row_amax", "row_scale", "counts",
+    "own_counts", "history", "rows", "columns", "row_stride", "column_stride", "history_length",
+)  # fmt: skip
 
 
 def forward(
@@ -277,7 +296,7 @@ def forward(
     remembered = None if history is None else Place(next_history, torch.float32)
     length = next_history.shape[0]
     cast = prepared(device, x, number_format, granularity, transposed, length, power_of_two)
-    data, data_t, inverse, inverse_t, _ = cast.first(x, Place(counts, torch.int64), remembered, amax)
+    data, data_t, inverse, inverse_t = cast(x, Place(counts, torch.int64), remembered, Place(amax, torch.float32))
     if inverse_t is inverse:  # results of an op must not be the same memory
         inverse_t = inverse.new_empty(0)
     return data, data_t, inverse, inverse_t, amax, counts, next_history
@@ -286,10 +305,10 @@ def forward(
 class PreparedCast:
     """The cast of matrices of one kind: what is the same for all of them is worked out once.
 
-    Called with a matrix that has numbers, the place of contiguous counts, to which what is lost is added, and that
-    of a history of this length, which is brought up to date; gives data, data_t, inverse and inverse_t. The GPU of
-    the matrix must be the current one. A layer makes three such calls a step, and its GPU may wait for them, so torch
-    is asked for nothing but memory.
+    Called with a matrix that has numbers, the place of contiguous counts, to which what is lost is added, that of a
+    history of this length, which is brought up to date, and perhaps one for the largest magnitude; gives data,
+    data_t, inverse and inverse_t. The GPU of the matrix must be the current one. A layer makes three such calls a
+    step, and its GPU may wait for them, so torch is asked for nothing but memory.
     """
 
     def __init__(
@@ -304,133 +323,89 @@ class PreparedCast:
         power_of_two: bool,
     ) -> None:
         rows, columns = self.shape = shape
-        self.format = FORMATS[number_format]
-        self.dtype = self.format.dtype
+        chosen = FORMATS[number_format]
+        self.dtype = chosen.dtype
         self.granularity, self.transposed, self.length = granularity, transposed, length
-        self.sizes = (rows, columns, *strides)
+        self.sizes = (rows, columns, *strides, length)
         self.turned = (columns, rows) if transposed else (0, 0)
-        self.key = (shape, strides, number_format, granularity, transposed, power_of_two, length)
+        self.turned_as = torch.int32 if rows % 4 == 0 and transposed else torch.uint8
+        by_row, whole = granularity == "row", granularity == "tensor"
+        self.shared = SCRATCH // 4 + (rows + columns if by_row else 0)
         height, width, warps = {"tensor": _TILE, "row": _ROW_TILE}.get(granularity, _PART_TILE)
         tiles = -(-rows // height) * -(-columns // width)
-        self.grid, self.settle_grid = (tiles,), (min(tiles, 4 * device.compute_units),)
-        self.words = rows % 4 == 0 and transposed
-        self.constants: dict[str, Any] = {
-            "TURNED": transposed,
+        of_scales = {"TURNED": transposed, "POWER_OF_TWO": power_of_two}
+        constants: dict[str, Any] = {
             "WORDS": rows % 4 == 0,
-            "POWER_OF_TWO": power_of_two,
             "ROWS": height,
             "COLUMNS": width,
             "num_warps": warps,
-            **encoding(device, self.format),
+            **of_scales,
+            **encoding(device, chosen),
         }
-        if granularity == "tensor":
-            self.constants["HISTORY"] = triton.next_power_of_2(length) if length else 0
+        kernels: list[tuple[Any, tuple[int], dict[str, Any]]] = []
+        if length == 0 and (whole or by_row):
+            height, width, warps, below = _ROW_AMAX_TILE if by_row else _AMAX_TILE
+            read = {"BY_ROW": by_row, "BY_COLUMN": by_row and transposed}
+            grid = -(-rows // (height * below)) * -(-columns // width)
+            tile = {"ROWS": height, "COLUMNS": width, "TILES": below, "num_warps": warps}
+            kernels.append((_amax, (grid,), {**read, **tile}))
+        if by_row:
+            found = rows + (columns if transposed else 0)
+            some = {"LARGEST": chosen.largest, "NUMBERS": 256, "num_warps": 4}
+            kernels.append((_scales_of_rows, (-(-found // 256),), {**of_scales, **some}))
+        if whole:
+            constants["HISTORY"] = triton.next_power_of_2(length) if length else 0
+            kernels.append((_cast_whole, (tiles,), constants))
         else:
-            self.constants["GRANULARITY"] = granularity
-        by_row = granularity == "row"
-        height, width, warps = _AMAX_TILE
-        self.amax_grid = (-(-rows // (height * _TILES_PER_PROGRAM)) * -(-columns // width),)
-        self.amax_constants: dict[str, Any] = {
-            "BY_ROW": by_row,
-            "BY_COLUMN": by_row and transposed,
-            "ROWS": height,
-            "COLUMNS": width,
-            "TILES": _TILES_PER_PROGRAM,
-            "num_warps": warps,
-        }
-        self.shared = _OF_ROWS // 4 + (rows + columns if by_row else 0)
-        self.ready: dict[tuple[Any, ...], tuple[Ready, Ready]] = {}
+            kernels.append((_cast_parts, (tiles,), {"GRANULARITY": granularity, **constants}))
+        if length:
+            kernels.append((_settle, (min(tiles, 4 * device.compute_units),), constants))
+        key = (shape, strides, number_format, granularity, transposed, power_of_two, length)
+        self.launches = Launches(kernels, _ARGUMENTS, key)
 
-    def __call__(self, x: torch.Tensor, counts: Place, history: Place | None = None) -> tuple[torch.Tensor, ...]:
-        """As ``first``; from the second call on, kernels for scales of the tensor are launched by addresses."""
-        from_x, to_counts = x.data_ptr(), counts.data_ptr()
-        from_history = 0 if history is None else history.data_ptr()
-        index = x.get_device()
-        which = (index, x.dtype, from_x % 16, to_counts % 16, from_history % 16)
-        ready = self.ready.get(which)
-        if ready is None or watched():
-            *found, kernels = self.first(x, counts, history)
-            if self.granularity == "tensor" and None not in kernels:
-                self.ready[which] = kernels
-            return tuple(found)
-        one, two = ready
-        data = x.new_empty(self.shape, dtype=self.dtype)
-        data_t = x.new_empty(self.turned, dtype=self.dtype)
-        inverse = x.new_empty((), dtype=torch.float32)
-        shared = x.new_zeros(self.shared, dtype=torch.int32)
-        plain, turned, scale, together = data.data_ptr(), data_t.data_ptr(), inverse.data_ptr(), shared.data_ptr()
-        stream = current_stream(index)
-        if history is None:
-            one(stream, from_x, together, together, together, *self.sizes)
-            two(
-                stream, from_x, plain, turned, scale, together, together + _LARGEST, to_counts, scale, *self.sizes, 0
-            )  # fmt: skip
-        else:
-            one(
-                stream, from_x, plain, turned, scale, together, together + _LARGEST, together + _TRIED, from_history,
-                *self.sizes, self.length,
-            )  # fmt: skip
-            two(
-                stream, from_x, plain, turned, scale, together, together + _LARGEST, together + _TRIED, to_counts,
-                from_history, *self.sizes, self.length,
-            )  # fmt: skip
-        return data, data_t, inverse, inverse if self.transposed else inverse.new_empty(0)
-
-    def first(
-        self, x: torch.Tensor, counts: Place, history: Place | None = None, amax: torch.Tensor | None = None
-    ) -> tuple[Any, ...]:
-        """data, data_t, inverse, inverse_t and the kernels that made them."""
+    def __call__(
+        self, x: torch.Tensor, counts: Place, history: Place | None = None, amax: Place | None = None
+    ) -> tuple[torch.Tensor, ...]:
         rows, columns = self.shape
         data = x.new_empty(self.shape, dtype=self.dtype)
         data_t = x.new_empty(self.turned, dtype=self.dtype)
-        inverse = empty_inverse(x, self.granularity, rows, columns)
-        inverse_t = inverse
-        if self.granularity != "tensor" or not self.transposed:
-            inverse_t = (
-                empty_inverse(x, self.granularity, columns, rows) if self.transposed else inverse.new_empty(0)
-            )
-        shared = x.new_zeros(self.shared, dtype=torch.int32)
-        largest = Place(shared, torch.float32, _LARGEST) if amax is None else amax
-        aligned = (x.data_ptr() % 16, counts.data_ptr() % 16, amax is None)
-        key: tuple[Any, ...] = (x.dtype, x.device, *aligned, *self.key)
-        plain = Place(data, torch.uint8)
-        turned = Place(data_t, torch.int32 if self.words else torch.uint8)
-        one = None
-        if self.granularity != "tensor":
-            row_amax = Place(shared, torch.int32, _OF_ROWS)
-            column_amax = Place(shared, torch.int32, _OF_ROWS + 4 * rows)
-            offered: Any = shared
-            if self.granularity == "row":
-                one = launch(
-                    _amax, self.amax_grid, key, x, shared, row_amax, column_amax, *self.sizes, **self.amax_constants
-                )  # fmt: skip
-            elif amax is not None:
-                offered = Place(amax, torch.int32)
-            two = launch(
-                _cast_parts, self.grid, key,
-                x, plain, turned, inverse, inverse_t, offered, largest, row_amax, column_amax, counts, *self.sizes,
-                **self.constants,
-            )  # fmt: skip
-        elif history is None:
-            one = launch(_amax, self.amax_grid, key, x, shared, shared, shared, *self.sizes, **self.amax_constants)
-            two = launch(
-                _cast_whole, self.grid, key,
-                x, plain, turned, inverse, shared, largest, counts, inverse, *self.sizes, 0, **self.constants,
-            )  # fmt: skip
+        if self.granularity == "tensor":
+            inverse = inverse_t = x.new_empty((), dtype=torch.float32)
         else:
-            key = (*key, history.data_ptr() % 16)
-            tried = Place(shared, torch.int64, _TRIED)
-            one = launch(
-                _cast_whole, self.grid, key,
-                x, plain, turned, inverse, shared, largest, tried, history, *self.sizes, self.length,
-                **self.constants,
+            inverse = inverse_t = empty_inverse(x, self.granularity, rows, columns)
+            if self.transposed:
+                inverse_t = empty_inverse(x, self.granularity, columns, rows)
+        shared = x.new_zeros(self.shared, dtype=torch.int32)
+        from_x, to_counts, found = x.data_ptr(), counts.data_ptr(), shared.data_ptr()
+        scales = inverse.data_ptr()
+        remembered = scales if history is None else history.data_ptr()
+        offered, largest = found, found + SCRATCH_LARGEST
+        if amax is not None:
+            largest = amax.data_ptr()
+            offered = largest if self.granularity in ("block", "square") else found
+        tried = found + SCRATCH_TRIED
+
+        def typed() -> tuple[Any, ...]:
+            scratch = shared if offered == found else Place(amax.tensor, torch.int32)  # type: ignore[union-attr]
+            first_try = Place(shared, torch.int64, SCRATCH_TRIED)
+            return (
+                x, Place(data, torch.uint8), Place(data_t, self.turned_as), inverse, inverse_t, scratch, first_try,
+                Place(shared, torch.float32, SCRATCH_LARGEST) if amax is None else amax,
+                Place(shared, torch.int32, SCRATCH), Place(shared, torch.int32, SCRATCH), counts,
+                first_try if self.length else counts, inverse if history is None else history, *self.sizes,
             )  # fmt: skip
-            two = launch(
-                _settle, self.settle_grid, key,
-                x, plain, turned, inverse, shared, largest, tried, counts, history, *self.sizes, self.length,
-                **self.constants,
-            )  # fmt: skip
-        return data, data_t, inverse, inverse_t, (one, two)
+
+        self.launches(
+            x.get_device(),
+            (x.dtype, from_x % 16, to_counts % 16, remembered % 16, largest % 16),
+            (
+                from_x, data.data_ptr(), data_t.data_ptr(), scales, inverse_t.data_ptr(), offered, tried, largest,
+                found + SCRATCH, found + SCRATCH, to_counts, tried if self.length else to_counts, remembered,
+                *self.sizes,
+            ),
+            typed,
+        )  # fmt: skip
+        return data, data_t, inverse, inverse_t if self.transposed else inverse.new_empty(0)
 
 
 _prepared = lru_cache(maxsize=4096)(PreparedCast)

@@ -3,8 +3,10 @@
 What tiles find out together, the largest magnitudes and the counts, they add to one small buffer that starts as
 zeros: magnitudes as the bit patterns of floats, which are ordered as the numbers are.
 
-Telling apart what is lost takes more instructions than the cast. So a tile is cast as if all were well, four codes
-at a time are looked at for a zero or a NaN, and only a tile with one, or an infinity, is read again to be counted.
+Telling apart what is lost takes more instructions than the cast. So a tile is cast as if all were well, and four
+codes at a time are looked at. In the format with the short range some numbers of most tiles become zeros: zeros are
+counted, unless one was a zero before. Only a tile with such a one or with a NaN or an infinity (in the long range:
+with any zero) is read again to be counted number by number.
 """
 
 from __future__ import annotations
@@ -78,11 +80,17 @@ def is_finite(x):
     return tl.abs(x) < float("inf")
 
 
+# Quotients as they are defined, from one that may be a few units off: a correctly rounded division branches, and what
+# a kernel loads would wait for it. Products of two float32 numbers are exact in float64.
+
+
 @triton.jit
 def scale_from_amax(amax, LARGEST: tl.constexpr, POWER_OF_TWO: tl.constexpr):
-    """The largest float32 s with s * amax <= largest, at most 2^126; 1 where amax is 0. In float64, as defined."""
-    exact = amax.to(tl.float64)
-    scale = (LARGEST / tl.maximum(exact, LARGEST * 2.0**-126)).to(tl.float32)
+    """The largest float32 s with s * amax <= largest, at most 2^126; 1 where amax is 0."""
+    magnitude = tl.maximum(amax, LARGEST * 2.0**-126)
+    near = (LARGEST / magnitude).to(tl.float64)
+    exact = magnitude.to(tl.float64)
+    scale = (near + (LARGEST - near * exact) * (near * (1.0 / LARGEST))).to(tl.float32)
     bits = scale.to(tl.int32, bitcast=True)
     bits = tl.where(scale.to(tl.float64) * exact > LARGEST, bits - 1, bits)
     if POWER_OF_TWO:
@@ -92,7 +100,12 @@ def scale_from_amax(amax, LARGEST: tl.constexpr, POWER_OF_TWO: tl.constexpr):
 
 @triton.jit
 def reciprocal(scale):
-    return (1.0 / scale.to(tl.float64)).to(tl.float32)
+    """The float32 number nearest to it."""
+    exact = scale.to(tl.float64)
+    near = (1.0 / scale).to(tl.float64)
+    near += near * (1.0 - near * exact)
+    near += near * (1.0 - near * exact)
+    return near.to(tl.float32)
 
 
 @triton.jit
@@ -103,7 +116,9 @@ def largest_remembered(history, length, HISTORY: tl.constexpr):
     return tl.max(tl.where(is_finite(entries), tl.maximum(entries, 0.0), 0.0), axis=0)
 
 
-# What tiles find out together.
+# What tiles find out together, in a buffer of zeros, as 32-bit numbers: the largest magnitude, what the history says,
+# four counts of a first try in 64 bits each, the largest magnitude as a float. In bytes:
+SCRATCH_TRIED, SCRATCH_LARGEST, SCRATCH = 8, 40, 48
 
 
 @triton.jit
@@ -119,10 +134,11 @@ COPY: tl.constexpr = tl.constexpr(4)
 @triton.jit
 def add_count(counts, count, TURNED: tl.constexpr):
     """Most often there is nothing to add, and nobody to wait for."""
+    count = tl.full((), 0, tl.int64) + count
     if count > 0:
-        tl.atomic_add(counts, count.to(tl.int64), sem="relaxed")
+        tl.atomic_add(counts, count, sem="relaxed")
         if TURNED:
-            tl.atomic_add(counts + COPY, count.to(tl.int64), sem="relaxed")
+            tl.atomic_add(counts + COPY, count, sem="relaxed")
 
 
 @triton.jit
@@ -199,12 +215,15 @@ def store_plain(data, words, i, j, rows, columns, ROWS: tl.constexpr, COLUMNS: t
 
 
 @triton.jit
-def suspicious(word):
-    """Whether some code in some word of a tile is a zero or, apart from its sign, all ones, as a NaN is."""
-    magnitude = word & 0x7F7F7F7F
-    zeros = 0x80808080 - ((magnitude + 0x7F7F7F7F) & 0x80808080)
-    ones = (magnitude + 0x01010101) & 0x80808080
-    return tl.max(tl.max(zeros | ones, axis=1), axis=0) != 0
+def zeros_in(word):
+    """The top bit of each byte of a word that is a zero but for its sign."""
+    return (((word & 0x7F7F7F7F) + 0x7F7F7F7F) & 0x80808080) ^ 0x80808080
+
+
+@triton.jit
+def ones_in(word):
+    """The top bit of each byte of a word that is all ones but for its sign, as a NaN is."""
+    return ((word & 0x7F7F7F7F) + 0x01010101) & 0x80808080
 
 
 @triton.jit
@@ -231,14 +250,15 @@ def store_turned(
 
 @triton.jit
 def emit(
-    v_0, v_1, v_2, v_3, s_0, s_1, s_2, s_3, data, data_t, counts, i, j, rows, columns,
-    PLAIN: tl.constexpr, TURNED: tl.constexpr, WORDS: tl.constexpr, BOTH: tl.constexpr,
-    LARGEST: tl.constexpr, HALF_SMALLEST: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr,
-    NAN: tl.constexpr, FNUZ: tl.constexpr, HARDWARE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    v_0, v_1, v_2, v_3, s_0, s_1, s_2, s_3, data, data_t, i, j, rows, columns,
+    PLAIN: tl.constexpr, TURNED: tl.constexpr, WORDS: tl.constexpr,
+    LARGEST: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr, NAN: tl.constexpr, FNUZ: tl.constexpr,
+    HARDWARE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Cast and store the quarters of tile (i, j), each with its scales, and count what is lost.
+    """Cast and store the quarters of tile (i, j), each with its scales.
 
-    Returns the largest of the finite magnitudes.
+    Returns what ``counted`` takes: the largest magnitude, whether it is none but ``recount`` must have a look, and
+    how many numbers became zeros.
     """
     words = encode_words(
         v_0 * s_0, v_1 * s_1, v_2 * s_2, v_3 * s_3, LARGEST, MANTISSA, BIAS, NAN, FNUZ, HARDWARE
@@ -248,48 +268,119 @@ def emit(
     if TURNED:
         store_turned(data_t, words, i, j, rows, columns, WORDS, ROWS, COLUMNS)
     seen = tl.maximum(tl.maximum(tl.abs(v_0), tl.abs(v_1)), tl.maximum(tl.abs(v_2), tl.abs(v_3)))
-    largest = tl.max(tl.max(seen, axis=1), axis=0)
-    if suspicious(words) | (largest == float("inf")):
-        f_0, f_1, f_2, f_3 = is_finite(v_0), is_finite(v_1), is_finite(v_2), is_finite(v_3)
-        missed = lost_in(v_0, v_0 * s_0, f_0, HALF_SMALLEST) + lost_in(v_1, v_1 * s_1, f_1, HALF_SMALLEST)
-        missed += lost_in(v_2, v_2 * s_2, f_2, HALF_SMALLEST) + lost_in(v_3, v_3 * s_3, f_3, HALF_SMALLEST)
-        add_missed(counts, missed, BOTH)
-        if tl.max(tl.max(missed, axis=1), axis=0) >= 1 << 16:
-            words = encode_words(
-                nan_unless(f_0, v_0 * s_0), nan_unless(f_1, v_1 * s_1), nan_unless(f_2, v_2 * s_2),
-                nan_unless(f_3, v_3 * s_3), LARGEST, MANTISSA, BIAS, NAN, FNUZ, HARDWARE,
-            )  # fmt: skip
-            if PLAIN:
-                store_plain(data, words, i, j, rows, columns, ROWS, COLUMNS)
-            if TURNED:
-                store_turned(data_t, words, i, j, rows, columns, WORDS, ROWS, COLUMNS)
-            m_01 = tl.maximum(magnitudes(v_0), magnitudes(v_1))
-            m_23 = tl.maximum(magnitudes(v_2), magnitudes(v_3))
-            largest = tl.max(tl.max(tl.maximum(m_01, m_23), axis=1), axis=0)
+    if MANTISSA == 3:
+        least = tl.minimum(tl.minimum(tl.abs(v_0), tl.abs(v_1)), tl.minimum(tl.abs(v_2), tl.abs(v_3)))
+        suspicious = (ones_in(words) != 0) | (least == 0.0)
+        underflowed = tl.sum(tl.sum(_bytes(zeros_in(words)), axis=1), axis=0)
+    else:
+        suspicious = (zeros_in(words) | ones_in(words)) != 0
+        underflowed = 0
+    # One reduction for both: what is suspicious counts as larger than any number.
+    flagged = tl.where(suspicious, 0x7FFFFFFF, seen.to(tl.int32, bitcast=True))
+    largest = tl.max(tl.max(flagged, axis=1), axis=0)
+    return largest.to(tl.float32, bitcast=True), largest >= 0x7F800000, underflowed
+
+
+@triton.jit
+def _bytes(word):
+    """How many bytes of a word have their top bit set, where no other bit is."""
+    return (((word >> 7) * 0x01010101) >> 24).to(tl.int32)
+
+
+@triton.jit
+def counted(
+    found, quarter: tl.constexpr, arguments, data, data_t, counts, i, j, rows, columns,
+    PLAIN: tl.constexpr, TURNED: tl.constexpr, BOTH: tl.constexpr, HALF_SMALLEST: tl.constexpr, NAN: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """After ``emit``: counts what was lost in tile (i, j); the largest of its finite magnitudes."""
+    largest, odd, underflowed = found
+    if odd:
+        largest = recount(
+            quarter, arguments, data, data_t, counts, i, j, rows, columns,
+            PLAIN, TURNED, BOTH, HALF_SMALLEST, NAN, ROWS, COLUMNS,
+        )  # fmt: skip
+    else:
+        add_count(counts + 1, underflowed, BOTH)
     return largest
+
+
+@triton.jit
+def recount(
+    quarter: tl.constexpr, arguments, data, data_t, counts, i, j, rows, columns,
+    PLAIN: tl.constexpr, TURNED: tl.constexpr, BOTH: tl.constexpr, HALF_SMALLEST: tl.constexpr, NAN: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Count what was lost in tile (i, j), write NaN for what is not finite; the largest of the finite magnitudes.
+
+    Args:
+        quarter: gives the numbers and the scales of a quarter once more, as those that were cast would take the
+            registers of every tile for the sake of a few.
+    """
+    tl.debug_barrier()  # what emit has written, a NaN may replace, from another thread
+    missed = tl.zeros((ROWS // 4, COLUMNS), dtype=tl.int32)
+    seen = tl.zeros((ROWS // 4, COLUMNS), dtype=tl.float32)
+    row, column = tl.arange(0, ROWS // 4) * 4, tl.arange(0, COLUMNS)
+    for k in range(4):
+        values, scales = quarter(i, j, k, rows, columns, ROWS, COLUMNS, arguments)
+        finite = is_finite(values)
+        missed += lost_in(values, values * scales, finite, HALF_SMALLEST)
+        seen = tl.maximum(seen, magnitudes(values))
+        # Beyond the end of the matrix there are zeros, which are finite.
+        if PLAIN:
+            corner = data + i.to(tl.int64) * ROWS * columns + j.to(tl.int64) * COLUMNS
+            tl.store(corner + (row + k)[:, None] * columns + column[None, :], NAN, mask=finite == 0)
+        if TURNED:
+            codes = data_t.to(tl.pointer_type(tl.uint8))
+            corner_t = codes + j.to(tl.int64) * COLUMNS * rows + i.to(tl.int64) * ROWS
+            tl.store(corner_t + column[None, :] * rows + (row + k)[:, None], NAN, mask=finite == 0)
+    add_missed(counts, missed, BOTH)
+    return tl.max(tl.max(seen, axis=1), axis=0)
+
+
+@triton.jit
+def load_quarters(
+    x, i, j, rows, columns, row_stride, column_stride, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):  # fmt: skip
+    """All of tile (i, j) of a matrix."""
+    v_0 = load_quarter(x, i, j, 0, rows, columns, row_stride, column_stride, ROWS, COLUMNS)
+    v_1 = load_quarter(x, i, j, 1, rows, columns, row_stride, column_stride, ROWS, COLUMNS)
+    v_2 = load_quarter(x, i, j, 2, rows, columns, row_stride, column_stride, ROWS, COLUMNS)
+    v_3 = load_quarter(x, i, j, 3, rows, columns, row_stride, column_stride, ROWS, COLUMNS)
+    return v_0, v_1, v_2, v_3
+
+
+@triton.jit
+def quarter_with_scale(i, j, k, rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr, arguments):
+    """For ``recount``, of a matrix with one scale, or one for each column."""
+    x, row_stride, column_stride, scale = arguments
+    return load_quarter(x, i, j, k, rows, columns, row_stride, column_stride, ROWS, COLUMNS), scale
+
+
+@triton.jit
+def cast_tile(
+    x, v_0, v_1, v_2, v_3, scale, data, data_t, counts, i, j, rows, columns, row_stride, column_stride,
+    TURNED: tl.constexpr, WORDS: tl.constexpr, BOTH: tl.constexpr,
+    LARGEST: tl.constexpr, HALF_SMALLEST: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr,
+    NAN: tl.constexpr, FNUZ: tl.constexpr, HARDWARE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Tile (i, j) of x, as ``load_quarters`` gives it, with one scale; the largest of its finite magnitudes.
+
+    Whoever works out the scale loads the tile before: neither then waits for the other.
+    """
+    found = emit(
+        v_0, v_1, v_2, v_3, scale, scale, scale, scale, data, data_t, i, j, rows, columns,
+        True, TURNED, WORDS, LARGEST, MANTISSA, BIAS, NAN, FNUZ, HARDWARE, ROWS, COLUMNS,
+    )  # fmt: skip
+    return counted(
+        found, quarter_with_scale, (x, row_stride, column_stride, scale), data, data_t, counts, i, j, rows, columns,
+        True, TURNED, BOTH, HALF_SMALLEST, NAN, ROWS, COLUMNS,
+    )  # fmt: skip
 
 
 @triton.jit
 def nan_unless(finite, values):
     return tl.where(finite, values, float("nan"))
-
-
-@triton.jit
-def cast_tile(
-    x, data, data_t, counts, s_0, s_1, s_2, s_3, i, j, rows, columns, row_stride, column_stride,
-    PLAIN: tl.constexpr, TURNED: tl.constexpr, WORDS: tl.constexpr, BOTH: tl.constexpr,
-    LARGEST: tl.constexpr, HALF_SMALLEST: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr,
-    NAN: tl.constexpr, FNUZ: tl.constexpr, HARDWARE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
-    """``emit`` of tile (i, j) of x."""
-    v_0 = load_quarter(x, i, j, 0, rows, columns, row_stride, column_stride, ROWS, COLUMNS)
-    v_1 = load_quarter(x, i, j, 1, rows, columns, row_stride, column_stride, ROWS, COLUMNS)
-    v_2 = load_quarter(x, i, j, 2, rows, columns, row_stride, column_stride, ROWS, COLUMNS)
-    v_3 = load_quarter(x, i, j, 3, rows, columns, row_stride, column_stride, ROWS, COLUMNS)
-    return emit(
-        v_0, v_1, v_2, v_3, s_0, s_1, s_2, s_3, data, data_t, counts, i, j, rows, columns,
-        PLAIN, TURNED, WORDS, BOTH, LARGEST, HALF_SMALLEST, MANTISSA, BIAS, NAN, FNUZ, HARDWARE, ROWS, COLUMNS,
-    )  # fmt: skip
 
 
 @triton.jit

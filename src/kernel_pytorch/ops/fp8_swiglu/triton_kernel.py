@@ -6,16 +6,24 @@ read twice, first for the largest magnitude of h, which is never in memory.
 
 from __future__ import annotations
 
+from functools import lru_cache
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 
 from kernel_pytorch.hardware_abstraction.device import Device
-from kernel_pytorch.ops.fp8_cast.torch_kernel import scale_from_amax as scale_of
 from kernel_pytorch.ops.fp8_cast.triton_tiles import (
+    SCRATCH,
+    SCRATCH_LARGEST,
+    SCRATCH_TRIED,
     add_count,
+    add_numbers,
+    counted,
     emit,
     encoding,
+    hardware_encodes,
     largest_remembered,
     load_quarter,
     load_tile,
@@ -25,41 +33,63 @@ from kernel_pytorch.ops.fp8_cast.triton_tiles import (
     remember,
     scale_from_amax,
 )
-from kernel_pytorch.ops.triton_launch import Place, launch
-from kernel_pytorch.precision.formats import FORMATS, Format
+from kernel_pytorch.ops.fp8_swiglu import torch_kernel
+from kernel_pytorch.ops.triton_launch import Launches, Place
+from kernel_pytorch.precision.formats import FORMATS
 
-_TILE = (16, 256)  # rows, columns; the fastest of those tried on an H200
-_WARPS = 4
-_AMAX_TILE = (16, 256)
-_TILES_PER_PROGRAM = 4  # of the first reading: fewer programs compete for one number
+# Rows, columns and warps of a tile: the fastest of those tried on an H200.
+_TILE = (32, 128, 4)
+_AMAX_TILE = (16, 256, 8, 4)  # and how many of them below each other, so that fewer programs compete for one number
 
 
 # Shared with the gradient.
 
 
 @triton.jit
-def sigmoids(gate):
-    """s = 1 / (1 + exp(-gate)) and 1 - s. exp sees no positive number and 1 - s is no difference."""
-    small = tl.exp(-tl.abs(gate))
-    larger = 1.0 / (1.0 + small)
+def sigmoids(gate, HARDWARE: tl.constexpr):
+    """s = 1 / (1 + exp(-gate)) and 1 - s. exp sees no positive number and 1 - s is no difference.
+
+    exp is a square: the GPU's instruction flushes subnormal numbers to zero, and the root is none.
+    """
+    halved = tl.abs(gate) * (-0.5 * 1.4426950408889634)
+    if HARDWARE:
+        root = tl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [halved], tl.float32, True, 1)
+        small = root * root
+        larger = tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [1.0 + small], tl.float32, True, 1)
+    else:
+        root = tl.exp2(halved)
+        small = root * root
+        larger = 1.0 / (1.0 + small)
     smaller = small * larger
     positive = gate >= 0.0
     return tl.where(positive, larger, smaller), tl.where(positive, smaller, larger)
 
 
 @triton.jit
-def _hidden(gates, ups):
-    sigmoid, _ = sigmoids(gates)
+def _hidden(gates, ups, HARDWARE: tl.constexpr):
+    sigmoid, _ = sigmoids(gates, HARDWARE)
     return gates * sigmoid * ups
 
 
 @triton.jit
-def scale_to_try(amax, history, length, LARGEST: tl.constexpr, POWER_OF_TWO: tl.constexpr, HISTORY: tl.constexpr):
-    """The scale from a HISTORY, which may not be enough; without one, that from the amax."""
+def scale_to_try(
+    amax, inverse, own_counts, history, length, rows, columns,
+    LARGEST: tl.constexpr, POWER_OF_TWO: tl.constexpr, HISTORY: tl.constexpr,
+):  # fmt: skip
+    """The scale from a HISTORY, which may not be enough; without one, that from the amax.
+
+    The first program writes down what is known by then.
+    """
     if HISTORY > 0:
-        scale = scale_from_amax(largest_remembered(history, length, HISTORY), LARGEST, POWER_OF_TWO) * 0.5
+        before = largest_remembered(history, length, HISTORY)
+        scale = scale_from_amax(before, LARGEST, POWER_OF_TWO) * 0.5
+        if tl.program_id(0) == 0:
+            tl.store(amax + 1, before.to(tl.int32, bitcast=True))
     else:
         scale = scale_from_amax(tl.load(amax).to(tl.float32, bitcast=True), LARGEST, POWER_OF_TWO)
+        add_numbers(own_counts, rows, columns, True)
+        if tl.program_id(0) == 0:
+            tl.store(inverse, reciprocal(scale))
     return scale
 
 
@@ -68,29 +98,30 @@ def count_outgrown(counts, values, before, LARGEST: tl.constexpr, POWER_OF_TWO: 
     """Count the numbers of a tile that the scale of a history is too large for."""
     tried = scale_from_amax(before, LARGEST, POWER_OF_TWO) * 0.5
     beyond = tl.sum((magnitudes(values) * tried > LARGEST).to(tl.int32))
-    add_count(counts, tl.where(before > 0.0, beyond, 0), False)
+    add_count(counts, tl.where(before > 0.0, beyond, 0), True)
 
 
 @triton.jit
 def settle(
-    amax, inverse, counts, final_counts, history, next_history, length,
+    amax, inverse, tried, counts, history, length, rows, columns,
     LARGEST: tl.constexpr, POWER_OF_TWO: tl.constexpr, HISTORY: tl.constexpr,
 ):  # fmt: skip
     """After a cast by a history's scale: the final scale, whether all must be cast again with it, the history's amax.
 
-    The first program writes down what is known by then.
+    The first program writes down what is known by then, and brings the history up to date.
     """
+    add_numbers(counts, rows, columns, True)
     largest = tl.load(amax).to(tl.float32, bitcast=True)
-    before = largest_remembered(history, length, HISTORY)
+    before = tl.load(amax + 1).to(tl.float32, bitcast=True)  # the history itself may be another by now
     scale = scale_from_amax(before, LARGEST, POWER_OF_TWO) * 0.5
     again = (before == 0.0) | (largest * scale > LARGEST)
     scale = tl.where(again, scale_from_amax(largest, LARGEST, POWER_OF_TWO), scale)
     if tl.program_id(0) == 0:
         tl.store(inverse, reciprocal(scale))
-        remember(history, next_history, length, largest, HISTORY)
+        remember(history, history, length, largest, HISTORY)
         if not again:
-            add_count(final_counts + 1, tl.load(counts + 1), False)
-            add_count(final_counts + 2, tl.load(counts + 2), False)
+            add_count(counts + 1, tl.load(tried + 1), True)
+            add_count(counts + 2, tl.load(tried + 2), True)
     return scale, again, before
 
 
@@ -100,7 +131,7 @@ def settle(
 @triton.jit
 def _amax(
     gate, up, amax, rows, columns, gate_row, gate_column, up_row, up_column,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILES: tl.constexpr,
+    HARDWARE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
     across = tl.cdiv(columns, COLUMNS)
     i, j = (tl.program_id(0) // across) * TILES, tl.program_id(0) % across
@@ -108,44 +139,53 @@ def _amax(
     for _ in range(TILES):
         gates = load_tile(gate, i, j, rows, columns, gate_row, gate_column, ROWS, COLUMNS)
         ups = load_tile(up, i, j, rows, columns, up_row, up_column, ROWS, COLUMNS)
-        h = _hidden(gates, ups)
+        h = _hidden(gates, ups, HARDWARE)
         largest = tl.maximum(largest, magnitudes(h))
         i += 1
     offer(amax, tl.max(largest))
 
 
 @triton.jit
-def _hidden_quarter(
-    gate, up, i, j, k, rows, columns, gate_row, gate_column, up_row, up_column,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
+def _hidden_quarter(i, j, k, rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr, arguments):
+    """A quarter of tile (i, j) of h, with its scale."""
+    scale, matrices = arguments
+    gate, up, gate_row, gate_column, up_row, up_column, HARDWARE = matrices
     gates = load_quarter(gate, i, j, k, rows, columns, gate_row, gate_column, ROWS, COLUMNS)
     ups = load_quarter(up, i, j, k, rows, columns, up_row, up_column, ROWS, COLUMNS)
-    return _hidden(gates, ups)
+    return _hidden(gates, ups, HARDWARE), scale
+
+
+@triton.jit
+def _hidden_quarters(i, j, rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr, arguments):
+    """All of tile (i, j) of h."""
+    h_0, _ = _hidden_quarter(i, j, 0, rows, columns, ROWS, COLUMNS, arguments)
+    h_1, _ = _hidden_quarter(i, j, 1, rows, columns, ROWS, COLUMNS, arguments)
+    h_2, _ = _hidden_quarter(i, j, 2, rows, columns, ROWS, COLUMNS, arguments)
+    h_3, _ = _hidden_quarter(i, j, 3, rows, columns, ROWS, COLUMNS, arguments)
+    return h_0, h_1, h_2, h_3
 
 
 @triton.jit
 def _cast_tile(
-    gate, up, data, scale, counts, i, j, rows, columns, gate_row, gate_column, up_row, up_column,
+    h_0, h_1, h_2, h_3, arguments, data, counts, i, j, rows, columns, BOTH: tl.constexpr,
     LARGEST: tl.constexpr, HALF_SMALLEST: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr,
     NAN: tl.constexpr, FNUZ: tl.constexpr, HARDWARE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Tile (i, j) of h in 8 bits; the largest of its finite magnitudes."""
-    strides = (gate_row, gate_column, up_row, up_column)
-    h_0 = _hidden_quarter(gate, up, i, j, 0, rows, columns, *strides, ROWS, COLUMNS)
-    h_1 = _hidden_quarter(gate, up, i, j, 1, rows, columns, *strides, ROWS, COLUMNS)
-    h_2 = _hidden_quarter(gate, up, i, j, 2, rows, columns, *strides, ROWS, COLUMNS)
-    h_3 = _hidden_quarter(gate, up, i, j, 3, rows, columns, *strides, ROWS, COLUMNS)
-    return emit(
-        h_0, h_1, h_2, h_3, scale, scale, scale, scale, data, data, counts, i, j, rows, columns,
-        True, False, False, False,
-        LARGEST, HALF_SMALLEST, MANTISSA, BIAS, NAN, FNUZ, HARDWARE, ROWS, COLUMNS,
+    scale = arguments[0]
+    found = emit(
+        h_0, h_1, h_2, h_3, scale, scale, scale, scale, data, data, i, j, rows, columns,
+        True, False, False, LARGEST, MANTISSA, BIAS, NAN, FNUZ, HARDWARE, ROWS, COLUMNS,
+    )  # fmt: skip
+    return counted(
+        found, _hidden_quarter, arguments, data, data, counts, i, j, rows, columns,
+        True, False, BOTH, HALF_SMALLEST, NAN, ROWS, COLUMNS,
     )  # fmt: skip
 
 
 @triton.jit
 def _cast(
-    gate, up, data, inverse, amax, final_amax, counts, history,
+    gate, up, data, inverse, amax, final_amax, own_counts, history,
     rows, columns, gate_row, gate_column, up_row, up_column, history_length,
     POWER_OF_TWO: tl.constexpr, HISTORY: tl.constexpr,
     LARGEST: tl.constexpr, HALF_SMALLEST: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr,
@@ -154,21 +194,25 @@ def _cast(
     """One tile; with a HISTORY by its scale, leaving behind whether that was enough."""
     across = tl.cdiv(columns, COLUMNS)
     i, j = tl.program_id(0) // across, tl.program_id(0) % across
-    scale = scale_to_try(amax, history, history_length, LARGEST, POWER_OF_TWO, HISTORY)
+    matrices = (gate, up, gate_row, gate_column, up_row, up_column, HARDWARE)
+    # Loaded before the scale is known: neither waits for the other.
+    h_0, h_1, h_2, h_3 = _hidden_quarters(i, j, rows, columns, ROWS, COLUMNS, (1.0, matrices))
+    scale = scale_to_try(
+        amax, inverse, own_counts, history, history_length, rows, columns, LARGEST, POWER_OF_TWO, HISTORY
+    )
     largest = _cast_tile(
-        gate, up, data, scale, counts, i, j, rows, columns, gate_row, gate_column, up_row, up_column,
+        h_0, h_1, h_2, h_3, (scale, matrices), data, own_counts, i, j, rows, columns, HISTORY == 0,
         LARGEST, HALF_SMALLEST, MANTISSA, BIAS, NAN, FNUZ, HARDWARE, ROWS, COLUMNS,
     )  # fmt: skip
     if HISTORY > 0:
         offer(amax, largest)
     elif tl.program_id(0) == 0:
-        tl.store(inverse, reciprocal(scale))
         tl.store(final_amax, tl.load(amax).to(tl.float32, bitcast=True))
 
 
 @triton.jit
 def _settle(
-    gate, up, data, inverse, amax, final_amax, counts, final_counts, history, next_history,
+    gate, up, data, inverse, amax, final_amax, tried, counts, history,
     rows, columns, gate_row, gate_column, up_row, up_column, history_length,
     POWER_OF_TWO: tl.constexpr, HISTORY: tl.constexpr,
     LARGEST: tl.constexpr, HALF_SMALLEST: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr,
@@ -176,42 +220,35 @@ def _settle(
 ):  # fmt: skip
     """After a cast by the history's scale: cast all of it again where some numbers were too large for it."""
     scale, again, before = settle(
-        amax, inverse, counts, final_counts, history, next_history, history_length, LARGEST, POWER_OF_TWO, HISTORY
+        amax, inverse, tried, counts, history, history_length, rows, columns, LARGEST, POWER_OF_TWO, HISTORY
     )
     if tl.program_id(0) == 0:
         tl.store(final_amax, tl.load(amax).to(tl.float32, bitcast=True))
     if again:
+        arguments = (scale, (gate, up, gate_row, gate_column, up_row, up_column, HARDWARE))
         across = tl.cdiv(columns, COLUMNS)
         tiles = across * tl.cdiv(rows, ROWS)
         for step in range(tl.cdiv(tiles - tl.program_id(0), tl.num_programs(0))):
             tile = tl.program_id(0) + step * tl.num_programs(0)
             i, j = tile // across, tile % across
+            h_0, h_1, h_2, h_3 = _hidden_quarters(i, j, rows, columns, ROWS, COLUMNS, arguments)
             _cast_tile(
-                gate, up, data, scale, final_counts, i, j, rows, columns, gate_row, gate_column, up_row, up_column,
+                h_0, h_1, h_2, h_3, arguments, data, counts, i, j, rows, columns, True,
                 LARGEST, HALF_SMALLEST, MANTISSA, BIAS, NAN, FNUZ, HARDWARE, ROWS, COLUMNS,
             )  # fmt: skip
-            gates = load_tile(gate, i, j, rows, columns, gate_row, gate_column, ROWS, COLUMNS)
-            ups = load_tile(up, i, j, rows, columns, up_row, up_column, ROWS, COLUMNS)
-            count_outgrown(final_counts, _hidden(gates, ups), before, LARGEST, POWER_OF_TWO)
+            for k in range(4):
+                values, _ = _hidden_quarter(i, j, k, rows, columns, ROWS, COLUMNS, arguments)
+                count_outgrown(counts, values, before, LARGEST, POWER_OF_TWO)
 
 
 # Launching.
 
-
-def without_numbers(
-    history: torch.Tensor | None,
-    next_history: torch.Tensor,
-    inverse: torch.Tensor,
-    chosen: Format,
-    power_of_two: bool,
-) -> None:
-    """What the cast of an empty matrix says: the history's scale or 1, and 0 in front of the history."""
-    inverse.fill_(1.0)
-    if history is not None:
-        before = torch.where(history.isfinite(), history, 0.0).amax().clamp_min(0.0)
-        scale = scale_of(before, chosen.largest, power_of_two) / 2
-        inverse.copy_(torch.where(before > 0, scale, 1.0).double().reciprocal())
-        next_history.copy_(torch.nn.functional.pad(history[:-1], (1, 0)))
+# What kernels are given, in the order in which a call of PreparedSwiGLU lists it. What is lost by a history's scale
+# may not count in the end, and is counted apart at first.
+_ARGUMENTS = (
+    "gate", "up", "data", "inverse", "amax", "final_amax", "tried", "counts", "own_counts", "history",
+    "rows", "columns", "gate_row", "gate_column", "up_row", "up_column", "history_length",
+)  # fmt: skip
 
 
 def forward(
@@ -222,87 +259,87 @@ def forward(
     history: torch.Tensor | None,
     power_of_two: bool,
 ) -> tuple[torch.Tensor, ...]:
-    chosen = FORMATS[number_format]
-    rows, columns = gate.shape
-    matrix = gate.new_empty((rows, columns), dtype=chosen.dtype)
-    inverse, final_amax = (gate.new_empty((), dtype=torch.float32) for _ in range(2))
-    next_history = gate.new_empty(0 if history is None else history.shape[0], dtype=torch.float32)
-    counts = gate.new_zeros(7, dtype=torch.int64)  # and those of a first try, and the amax
-    data, tried, amax = Place(matrix, torch.uint8), Place(counts, torch.int64, 24), Place(counts, torch.int32, 48)
-    outputs = (matrix, inverse, final_amax, counts[:3], next_history)
     if gate.numel() == 0:
-        final_amax.zero_()
-        without_numbers(history, next_history, inverse, chosen, power_of_two)
-        return outputs
-    strides = (*gate.stride(), *up.stride())
-    aligned = (gate.data_ptr() % 16, up.data_ptr() % 16)
-    length = next_history.shape[0]
-    key = (gate.dtype, gate.device, gate.shape, strides, aligned, number_format, power_of_two, length)
-    if history is None:
-        height, width = _AMAX_TILE
-        grid = (-(-rows // (height * _TILES_PER_PROGRAM)) * -(-columns // width),)
-        launch(
-            _amax,
-            grid,
-            key,
-            gate,
-            up,
-            amax,
-            rows,
-            columns,
-            *strides,
-            ROWS=height,
-            COLUMNS=width,
-            TILES=_TILES_PER_PROGRAM,
-            num_warps=8,
-        )
-    height, width = _TILE
-    constants = {
-        "POWER_OF_TWO": power_of_two,
-        "HISTORY": 0 if history is None else triton.next_power_of_2(history.shape[0]),
-        "ROWS": height,
-        "COLUMNS": width,
-        "num_warps": _WARPS,
-        **encoding(device, chosen),
-    }
-    tiles = -(-rows // height) * -(-columns // width)
-    launch(
-        _cast,
-        (tiles,),
-        key,
-        gate,
-        up,
-        data,
-        inverse,
-        amax,
-        final_amax,
-        counts if history is None else tried,
-        inverse if history is None else history,
-        rows,
-        columns,
-        *strides,
-        next_history.shape[0],
-        **constants,
-    )
-    if history is not None:
-        launch(
-            _settle,
-            (min(tiles, 4 * device.compute_units),),
-            key,
-            gate,
-            up,
-            data,
-            inverse,
-            amax,
-            final_amax,
-            tried,
-            counts,
-            history,
-            next_history,
-            rows,
-            columns,
-            *strides,
-            history.shape[0],
-            **constants,
-        )
-    return outputs
+        return torch_kernel.forward(device, gate, up, number_format, history, power_of_two)
+    counts = gate.new_zeros((2, 4), dtype=torch.int64)
+    amax = gate.new_zeros((), dtype=torch.float32)
+    next_history = amax.new_empty(0) if history is None else history.clone()
+    cast = prepared(device, gate.shape, gate.stride(), up.stride(), number_format, len(next_history), power_of_two)
+    remembered = None if history is None else Place(next_history, torch.float32)
+    data, inverse = cast(gate, up, Place(counts, torch.int64), remembered, Place(amax, torch.float32))
+    return data, inverse, amax, counts[0, :3], next_history
+
+
+class PreparedSwiGLU:
+    """The cast of h for matrices of one kind, as ``fp8_cast`` has ``PreparedCast``; gives data and inverse."""
+
+    def __init__(
+        self,
+        device: Device,
+        shape: tuple[int, int],
+        gate_strides: tuple[int, int],
+        up_strides: tuple[int, int],
+        number_format: str,
+        length: int,
+        power_of_two: bool,
+    ) -> None:
+        rows, columns = self.shape = shape
+        chosen = FORMATS[number_format]
+        self.dtype, self.length = chosen.dtype, length
+        self.sizes = (rows, columns, *gate_strides, *up_strides, length)
+        kernels: list[tuple[Any, tuple[int], dict[str, Any]]] = []
+        if length == 0:
+            height, width, warps, below = _AMAX_TILE
+            grid = -(-rows // (height * below)) * -(-columns // width)
+            tile = {"ROWS": height, "COLUMNS": width, "TILES": below, "num_warps": warps}
+            kernels.append((_amax, (grid,), {"HARDWARE": hardware_encodes(device, chosen), **tile}))
+        height, width, warps = _TILE
+        constants = {
+            "POWER_OF_TWO": power_of_two,
+            "HISTORY": triton.next_power_of_2(length) if length else 0,
+            "ROWS": height,
+            "COLUMNS": width,
+            "num_warps": warps,
+            **encoding(device, chosen),
+        }
+        tiles = -(-rows // height) * -(-columns // width)
+        kernels.append((_cast, (tiles,), constants))
+        if length:
+            kernels.append((_settle, (min(tiles, 4 * device.compute_units),), constants))
+        key = (shape, gate_strides, up_strides, number_format, length, power_of_two)
+        self.launches = Launches(kernels, _ARGUMENTS, key)
+
+    def __call__(
+        self, gate: torch.Tensor, up: torch.Tensor, counts: Place, history: Place | None, amax: Place | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        data = gate.new_empty(self.shape, dtype=self.dtype)
+        inverse = gate.new_empty((), dtype=torch.float32)
+        shared = gate.new_zeros(SCRATCH // 4, dtype=torch.int32)
+        of_gate, of_up, to_counts, found = gate.data_ptr(), up.data_ptr(), counts.data_ptr(), shared.data_ptr()
+        scale = inverse.data_ptr()
+        remembered = scale if history is None else history.data_ptr()
+        largest = found + SCRATCH_LARGEST if amax is None else amax.data_ptr()
+        tried = found + SCRATCH_TRIED
+
+        def typed() -> tuple[Any, ...]:
+            first_try = Place(shared, torch.int64, SCRATCH_TRIED)
+            return (
+                gate, up, Place(data, torch.uint8), inverse, shared,
+                Place(shared, torch.float32, SCRATCH_LARGEST) if amax is None else amax,
+                first_try, counts, first_try if self.length else counts, inverse if history is None else history,
+                *self.sizes,
+            )  # fmt: skip
+
+        self.launches(
+            gate.get_device(),
+            (gate.dtype, of_gate % 16, of_up % 16, to_counts % 16, remembered % 16, largest % 16),
+            (
+                of_gate, of_up, data.data_ptr(), scale, found, largest, tried, to_counts,
+                tried if self.length else to_counts, remembered, *self.sizes,
+            ),
+            typed,
+        )  # fmt: skip
+        return data, inverse
+
+
+prepared = lru_cache(maxsize=4096)(PreparedSwiGLU)
