@@ -123,11 +123,13 @@ def launched_functions(kernel: Kernel) -> set[str]:
     tree = ast.parse(Path(spec.origin).read_text())
     functions = [node for node in tree.body if isinstance(node, ast.FunctionDef)]
     compiled = {node.name for node in functions if "triton.jit" in map(ast.unparse, node.decorator_list)}
-    # A launch is function[grid](...) or launch(function, grid, ...); what is called without a grid is part of the
-    # function that calls it.
+    # A launch is function[grid](...), launch(function, grid, ...) or (function, grid, constants) for Launches;
+    # what is called without a grid is part of the function that calls it.
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
     launched = {ast.unparse(call.func.value) for call in calls if isinstance(call.func, ast.Subscript)}
     launched |= {ast.unparse(call.args[0]) for call in calls if ast.unparse(call.func) == "launch"}
+    triples = [node.elts for node in ast.walk(tree) if isinstance(node, ast.Tuple) and len(node.elts) == 3]
+    launched |= {ast.unparse(function) for function, _, _ in triples}
     return launched & compiled
 
 
