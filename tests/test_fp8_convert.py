@@ -1587,7 +1587,7 @@ def test_measuring_times_every_choice_that_a_recipe_allows(
     monkeypatch.setattr(plan_module, "_SECONDS_A_ROUND", 1e-6)
     recipe = RECIPES["delayed-high-wgrad"]
     call = (torch.device("cpu"), 4, (8, 16), torch.float32, torch.float32, True, recipe, needs_dx, needs_dw)
-    measured = plan_module._measure(*call)
+    measured = plan_module._measure(*call, compiled=needs_dx)
     assert {choice for choice, _ in measured.seconds} == choices
     assert all(seconds > 0 for _, seconds in measured.seconds)
     assert measured.rows == 4

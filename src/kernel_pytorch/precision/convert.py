@@ -84,7 +84,7 @@ def convert(
                 f"it out with layers="
             )
     for _, linear in found:
-        Float8Linear.made_from(linear, chosen, auto)
+        Float8Linear.made_from(linear, chosen, auto, len(found) == 1)
     if fuse_swiglu:
         fuse(model)
     if fuse_norm:

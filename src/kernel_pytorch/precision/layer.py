@@ -64,6 +64,8 @@ class Float8Linear(nn.Linear):
     fp8_recipe: Recipe
     fp8_auto: bool
     """Whether each product is in 8 bits only where that was measured to be faster."""
+    fp8_alone: bool
+    """Whether no other layer of the model was converted with it."""
     fp8_fallback: str | None
     """Why the layer computes in its own precision from now on, or None."""
     fp8_plain_numel: int
@@ -83,11 +85,12 @@ class Float8Linear(nn.Linear):
     _calls: dict[tuple[Any, ...], tuple[Recipe, Products] | None]
 
     @staticmethod
-    def made_from(linear: nn.Linear, recipe: Recipe, auto: bool) -> Float8Linear:
+    def made_from(linear: nn.Linear, recipe: Recipe, auto: bool, alone: bool) -> Float8Linear:
         """The same object, with another forward."""
         linear.__class__ = Float8Linear
         layer: Any = linear
         layer.fp8_recipe, layer.fp8_auto, layer.fp8_fallback, layer.fp8_gather = recipe, auto, None, None
+        layer.fp8_alone = alone
         layer._kept_cast, layer._forwards, layer._accumulates = None, None, False
         layer._calls, layer.fp8_plain_numel, layer._narrow = {}, -1, False
         device = layer.weight.device
@@ -102,7 +105,7 @@ class Float8Linear(nn.Linear):
         for name in BUFFERS:
             del self._buffers[name]
             self._non_persistent_buffers_set.discard(name)
-        for name in ("fp8_recipe", "fp8_auto", "fp8_fallback", "fp8_plain_numel", "fp8_gather"):
+        for name in ("fp8_recipe", "fp8_auto", "fp8_alone", "fp8_fallback", "fp8_plain_numel", "fp8_gather"):
             delattr(self, name)
         for name in ("_kept_cast", "_forwards", "_accumulates", "_calls", "_narrow"):
             delattr(self, name)
@@ -160,7 +163,7 @@ class Float8Linear(nn.Linear):
     def _recipe_for(self, x: torch.Tensor) -> Recipe | None:
         recipe = self.fp8_recipe
         if self.fp8_auto:
-            recipe = measured_recipe(x, self.weight, self.bias is not None, recipe)
+            recipe = measured_recipe(x, self.weight, self.bias is not None, recipe, self.fp8_alone)
         if len(recipe.high_precision) == 3:
             return None
         # What is only looked at must not change what training remembers.

@@ -4,8 +4,9 @@ Every choice of products is timed as it would run: forward and backward of the l
 waiting, so that what Python costs counts where the device waits for it. One that is not clearly faster than the
 layer in its own precision is not taken, so a converted layer is never slower than it was.
 
-A layer that is being compiled cannot be timed as it will run. Its work for the device is the same and its work for
-the CPU larger, so a choice must be faster even if it waits for ``COMPILED`` times the CPU's part of an eager call.
+A layer that is being compiled cannot be timed as it will run. Inside a model it is less work for the CPU than an
+eager call, which then errs on the safe side. A layer that is compiled alone is more, so a choice must be faster even
+if it waits for ``COMPILED`` times the CPU's part of an eager call.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ __all__ = ["Measured", "measured_choice", "measured_for", "measured_recipe"]
 CLEARLY = 0.98
 """A choice must take at most this part of the time of the layer as it was."""
 COMPILED = 1.5
-"""The CPU's part of a call inside torch.compile, over that of an eager call, at most."""
+"""The CPU's part of a call of one compiled layer, over that of an eager call, at most."""
 _ROUNDS, _SECONDS_A_ROUND = 5, 0.004
 
 
@@ -62,8 +63,12 @@ class Measured:
         return self.plain / dict(self.seconds)[self.best]
 
 
-def measured_recipe(x: torch.Tensor, weight: torch.Tensor, bias: bool, recipe: Recipe) -> Recipe:
-    """The recipe with those products in high precision that gain nothing in 8 bits for a call of this size."""
+def measured_recipe(x: torch.Tensor, weight: torch.Tensor, bias: bool, recipe: Recipe, alone: bool) -> Recipe:
+    """The recipe with those products in high precision that gain nothing in 8 bits for a call of this size.
+
+    Args:
+        alone: whether nothing else of the model is computed in 8 bits.
+    """
     rows = 1
     for size in x.shape[:-1]:
         rows *= size
@@ -72,7 +77,7 @@ def measured_recipe(x: torch.Tensor, weight: torch.Tensor, bias: bool, recipe: R
     training = torch.is_grad_enabled() and (weight.requires_grad or x.requires_grad)
     high = _high_precision(
         kind, x.device.index, rounded(rows), tuple(weight.shape), dtype, weight.dtype, bias, _fields(recipe),
-        training and x.requires_grad, training and weight.requires_grad, torch.compiler.is_compiling(),
+        training and x.requires_grad, training and weight.requires_grad, alone and torch.compiler.is_compiling(),
     )  # fmt: skip
     return replace(recipe, high_precision=high)
 
