@@ -31,27 +31,17 @@ from kernel_pytorch.hardware_abstraction.registry import backends
 __all__ = ["Age", "ages"]
 
 # What a record measures where that is more than the kernels of one op, by the first part of its name.
+_FP8 = ("precision", "ops/fp8_cast", "ops/fp8_matmul")
+_FP8_MODELS = (*_FP8, "ops/fp8_rms_norm", "ops/fp8_swiglu", "ops/attention")
 _MEASURES = {
     "attention-long": ("ops/attention", "distributed/chunks.py", "distributed/parts.py"),
     "attention-step": ("ops/attention", "distributed/chunks.py", "distributed/parts.py", "ops/rms_norm"),
-    "fp8-grid": ("precision", "ops/fp8_cast", "ops/fp8_matmul", "ops/fp8_swiglu"),
-    "fp8-linears": ("precision", "ops/fp8_cast", "ops/fp8_matmul"),
-    "fp8-blocks": (
-        "precision",
-        "ops/fp8_cast",
-        "ops/fp8_matmul",
-        "ops/fp8_rms_norm",
-        "ops/fp8_swiglu",
-        "ops/attention",
-    ),
-    "fp8-memory": (
-        "precision",
-        "ops/fp8_cast",
-        "ops/fp8_matmul",
-        "ops/fp8_rms_norm",
-        "ops/fp8_swiglu",
-        "ops/attention",
-    ),
+    "fp8-blocks": _FP8_MODELS,
+    "fp8-grid": _FP8,
+    "fp8-linears": _FP8,
+    "fp8-memory": _FP8_MODELS,
+    "fp8-parity": _FP8_MODELS,
+    "fp8-small-block": _FP8_MODELS,
     "lowering": ("lowering",),
     "selection": ("hardware_abstraction",),
 }
