@@ -32,7 +32,6 @@ SECONDS = {
     "tests/test_fp8_cast.py": 55,
     "docs/lowering.md": 50,
     "tests/test_documentation.py": 50,
-    "tests/test_cross_compile.py[fp8_rms_norm]": 60,
     "tests/test_fp8_norm.py": 60,
     "tests/test_fp8_rms_norm.py": 50,
     "tests/test_fp8_sharded.py": 50,
