@@ -16,7 +16,7 @@ from kernel_pytorch.hardware_abstraction.registry import backend, device_of
 from kernel_pytorch.ops.fp8_cast.definition import FP8_CAST
 from kernel_pytorch.ops.fp8_swiglu import GRAD_KERNEL_TRITON, KERNEL_TRITON, fp8_swiglu, fp8_swiglu_grad
 from kernel_pytorch.ops.fp8_swiglu.definition import FP8_SWIGLU, FP8_SWIGLU_GRAD
-from kernel_pytorch.precision.kept_cast import NAMES, Kept, define_op, direct_cast, product
+from kernel_pytorch.precision.kept_cast import NAMES, Kept, define_op, direct_cast, kept_cast, product
 
 __all__ = ["Needs", "Saved", "swiglu_backward", "swiglu_backward_op", "swiglu_forward", "swiglu_forward_op"]
 
@@ -68,43 +68,46 @@ def swiglu_forward(
 
 
 def swiglu_backward(
-    dy: Kept,
+    dy_MN: torch.Tensor,
     saved: Saved,
-    dtype: str,
     formats: tuple[str, str],
     power_of_two: bool,
     needs: Needs,
-    counts: tuple[torch.Tensor, torch.Tensor],
-    histories: tuple[torch.Tensor | None, torch.Tensor | None],
+    counts: tuple[torch.Tensor, ...],
+    histories: tuple[torch.Tensor | None, ...],
 ) -> tuple[torch.Tensor | None, ...]:
     """dx and the gradients of the three weights.
 
     Args:
         formats: of the forward, and of the gradients.
-        counts: of dgate, and of dup.
-        histories: of dgate, and of dup.
+        counts: of dgate, of dup, and of dy.
+        histories: of dgate, of dup, and of dy.
     """
     dx = dgate = dup = ddown = None
-    h_inverse = saved.h_inverse
+    dtype, h_inverse = NAMES[dy_MN.dtype], saved.h_inverse
+    dy = kept_cast(dy_MN, formats[1], "tensor", needs.ddown, power_of_two, counts[2], 0, histories[2])
+    # No longer than it is needed, one copy or the other: most of all is in memory now.
+    dy_8, dy_t, dy_inverse, direct = dy.data, dy.data_t, dy.inverse, dy.direct
+    del dy
     if needs.dh:
-        dh_MF = product(dy.data, saved.down_t, dy.inverse, saved.down_inverse, dtype, "promoted", dy.direct)
-        found = _hidden_gradients(
-            dh_MF, saved, h_inverse if needs.ddown else None, formats, power_of_two, counts, histories
+        dh_MF = product(dy_8, saved.down_t, dy_inverse, saved.down_inverse, dtype, "promoted", direct)
+        del dy_8
+        g, g_t, g_inverse, u, u_t, u_inverse, h_t = _hidden_gradients(
+            dh_MF, saved, h_inverse if needs.ddown else None, formats, power_of_two, counts[:2], histories[:2]
         )
         del dh_MF
-        g, g_t, g_inverse, u, u_t, u_inverse, h_t = found
         if needs.dx:
-            dx = product(g, saved.gate_t, g_inverse, saved.gate_inverse, dtype, "promoted", dy.direct)
-            dx.add_(product(u, saved.up_t, u_inverse, saved.up_inverse, dtype, "promoted", dy.direct))
+            dx = product(g, saved.gate_t, g_inverse, saved.gate_inverse, dtype, "promoted", direct)
+            dx.add_(product(u, saved.up_t, u_inverse, saved.up_inverse, dtype, "promoted", direct))
         if needs.dgate:
-            dgate = product(g_t, saved.x_t, g_inverse, saved.x_inverse, dtype, "promoted", dy.direct)
+            dgate = product(g_t, saved.x_t, g_inverse, saved.x_inverse, dtype, "promoted", direct)
         if needs.dup:
-            dup = product(u_t, saved.x_t, u_inverse, saved.x_inverse, dtype, "promoted", dy.direct)
+            dup = product(u_t, saved.x_t, u_inverse, saved.x_inverse, dtype, "promoted", direct)
     elif needs.ddown:  # the layers before are frozen: h alone is needed once more
         h = fp8_swiglu(saved.gate, saved.up, formats[0], power_of_two=power_of_two)
         h_t, h_inverse = h.data.view(torch.uint8).t().contiguous().view(h.data.dtype), h.inverse
     if needs.ddown:
-        ddown = product(dy.data_t, h_t, dy.inverse, h_inverse, dtype, "promoted", dy.direct)
+        ddown = product(dy_t, h_t, dy_inverse, h_inverse, dtype, "promoted", direct)
     return dx, dgate, dup, ddown
 
 
@@ -141,8 +144,8 @@ def _hidden_gradients(
     h_inverse: torch.Tensor | None,
     formats: tuple[str, str],
     power_of_two: bool,
-    counts: tuple[torch.Tensor, torch.Tensor],
-    histories: tuple[torch.Tensor | None, torch.Tensor | None],
+    counts: tuple[torch.Tensor, ...],
+    histories: tuple[torch.Tensor | None, ...],
 ) -> tuple[torch.Tensor, ...]:
     """``fp8_swiglu_grad``, with what it lost added to the first row of each of the counts, and by the histories."""
     gate, up = saved.gate, saved.up
@@ -276,10 +279,9 @@ def _backward(
     up_history: torch.Tensor | None,
     down_history: torch.Tensor | None,
 ) -> tuple[torch.Tensor | None, ...]:
-    dy = direct_cast(dy_MN, gradient_format, "tensor", True, power_of_two, down_counts, 0, down_history)
+    counts, histories = (gate_counts, up_counts, down_counts), (gate_history, up_history, down_history)
     formats = (forward_format, gradient_format)
-    counts, histories = (gate_counts, up_counts), (gate_history, up_history)
-    return swiglu_backward(dy, Saved(*saved), NAMES[dy_MN.dtype], formats, power_of_two, Needs(), counts, histories)
+    return swiglu_backward(dy_MN, Saved(*saved), formats, power_of_two, Needs(), counts, histories)
 
 
 def _backward_fake(dy_MN: torch.Tensor, saved: list[torch.Tensor], *_: Any) -> tuple[torch.Tensor, ...]:

@@ -30,7 +30,6 @@ from kernel_pytorch.precision.kept_swiglu import (
 )
 from kernel_pytorch.precision.layer import Float8Linear
 from kernel_pytorch.precision.linear import (
-    cast_of_gradient,
     cast_of_input,
     cast_of_weight,
     formats_on,
@@ -298,30 +297,10 @@ class _SwiGLU(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy_MN: torch.Tensor) -> Any:
         forward_format, gradient_format, power_of_two = ctx.formats
-        needs = Needs(*ctx.needs)
-        *counts, down_counts = ctx.counts
-        *histories, down_history = ctx.histories
         saved = Saved(*ctx.saved_tensors)
         saved = saved._replace(**{name: transposed_codes(getattr(saved, name)) for name in ctx.to_turn})
-        dy = cast_of_gradient(
-            dy_MN,
-            gradient_format,
-            "tensor",
-            transposed=needs.ddown,
-            power_of_two=power_of_two,
-            counts=down_counts,
-            history=down_history,
-        )
-        found = swiglu_backward(
-            dy,
-            saved,
-            NAMES[dy_MN.dtype],
-            (forward_format, gradient_format),
-            power_of_two,
-            needs,
-            tuple(counts),
-            tuple(histories),
-        )
+        formats, needs = (forward_format, gradient_format), Needs(*ctx.needs)
+        found = swiglu_backward(dy_MN, saved, formats, power_of_two, needs, ctx.counts, ctx.histories)
         gradients = _as(found, ctx.dtypes)
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # create_graph=True
             gradients = [refuse_second(gradient, dy_MN) for gradient in gradients]
