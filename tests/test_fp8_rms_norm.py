@@ -163,7 +163,7 @@ def test_no_rows(kernel: str, history: list[float] | None) -> None:
 # y.
 
 
-@pytest.mark.parametrize("shape", [(70, 133), (33, 2100), (5, 1)], ids=str)
+@pytest.mark.parametrize("shape", [(70, 133), (9, 1100), (5, 1)], ids=str)
 def test_y_has_the_same_bits_with_a_cast_and_without(kernel: str, shape: tuple[int, int]) -> None:
     x, weight = random(*shape, dtype=torch.float16), random(shape[1], dtype=torch.float16, seed=1)
     alone = fp8_rms_norm(x, weight, number_format=None, kernel=kernel)
