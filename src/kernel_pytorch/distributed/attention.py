@@ -20,6 +20,7 @@ from kernel_pytorch.distributed.placement import Placement
 from kernel_pytorch.distributed.schedules import Schedule, head_mask, run_backward, run_forward, stages
 from kernel_pytorch.hardware_abstraction.device import Device
 from kernel_pytorch.hardware_abstraction.dispatch import (
+    TORCH_VERSION,
     asked_device,
     effective_policy,
     explained,
@@ -44,8 +45,6 @@ _LIBRARY.define(
     "Tensor mask, float scale, bool lse_flows, str context, str policy) -> (Tensor, Tensor, Tensor)"
 )
 
-_TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
-
 
 def spread_attention(
     q: torch.Tensor,
@@ -60,7 +59,7 @@ def spread_attention(
     """(out, lse) of this rank's queries over the keys of all ranks."""
     policy = effective_policy(kernel)
     # Before torch 2.13 a graph that is compiled is told that it is exported.
-    if torch.compiler.is_exporting() and (_TORCH >= (2, 13) or not torch.compiler.is_dynamo_compiling()):
+    if torch.compiler.is_exporting() and (TORCH_VERSION >= (2, 13) or not torch.compiler.is_dynamo_compiling()):
         raise NotImplementedError(
             "group: an exported graph cannot name ranks of this process; export without a group"
         )

@@ -28,6 +28,7 @@ from kernel_pytorch.hardware_abstraction.timing import median_seconds
 
 __all__ = [
     "Function",
+    "TORCH_VERSION",
     "asked_device",
     "effective_policy",
     "explain",
@@ -35,11 +36,13 @@ __all__ = [
     "explaining",
     "forget_choices",
     "function_of",
+    "launched",
     "placed",
     "plain_call",
     "policy",
 ]
 
+TORCH_VERSION = tuple(int(part) for part in torch.__version__.split(".")[:2])
 _LIBRARY = torch.library.Library("kernel_pytorch", "FRAGMENT")
 _PLAIN_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
 _MOST_CHOICES = 16384  # per policy; a program with endless new shapes starts over instead of growing
@@ -481,10 +484,19 @@ def _place(arguments: tuple[Any, ...]) -> torch.device:
     return next(value.device for value in arguments if isinstance(value, torch.Tensor))
 
 
+def _one_of_several(where: torch.device) -> bool:
+    return where.type != "cpu" and torch.get_device_module(where.type).device_count() > 1
+
+
+def launched(where: torch.device, run: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, which launches kernels and computes nothing in torch, as it must run: itself on an only GPU."""
+    return placed(where, run) if _one_of_several(where) else run
+
+
 def placed(where: torch.device, run: Callable[..., Any]) -> Callable[..., Any]:
     """The function as kernels must run: without autocast, which would round what they add up, and with torch's
     current device set to this one, where Triton launches, wherever the tensors are."""
-    several = where.type != "cpu" and torch.get_device_module(where.type).device_count() > 1
+    several = _one_of_several(where)
 
     def guarded(*arguments: Any) -> Any:
         autocast = torch.is_autocast_enabled(where.type)

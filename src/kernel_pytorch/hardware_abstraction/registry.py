@@ -131,6 +131,11 @@ def backend(name: str) -> Backend:
         raise ValueError(f"backend={name!r}: no such backend; there are {', '.join(_load().backends)}") from None
 
 
+def preferred_kernel(device: Device, op: str) -> Kernel:
+    """The kernel of an op that the device's backend puts before all others; its refusals are not asked for."""
+    return next(kernel for kernel in backend(device.backend).kernels if kernel.op == op)
+
+
 def broken_backends() -> tuple[BrokenBackend, ...]:
     """The plug-ins that failed to load or to probe, with their tracebacks (``doctor`` shows them)."""
     devices()

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from kernel_pytorch.hardware_abstraction import dispatch
-from kernel_pytorch.hardware_abstraction.registry import backend, device_of
+from kernel_pytorch.hardware_abstraction.registry import device_of, preferred_kernel
 from kernel_pytorch.ops.fp8_cast import KERNEL_TRITON, fp8_cast
 from kernel_pytorch.ops.fp8_cast.definition import FP8_CAST
 from kernel_pytorch.ops.fp8_matmul import KERNEL_SCALED_MM, fp8_matmul
@@ -93,11 +93,7 @@ def direct_cast(
             length,
             power_of_two,
         )
-        if kind not in _direct:
-            if len(_direct) >= 4096:
-                _direct.clear()
-            _direct[kind] = _prepared(*kind)
-        cast = _direct[kind]
+        cast = _prepared(*kind)
         if cast is not None:
             place, run = cast
             remembered = None if history is None else place(history, torch.float32)
@@ -113,21 +109,16 @@ def direct_cast(
     return Kept(found.data, found.data_t, found.inverse, found.inverse_t)
 
 
-_direct: dict[tuple[Any, ...], tuple[Any, Callable[..., Any]] | None] = {}
-
-
+@lru_cache(maxsize=4096)
 def _prepared(where: torch.device, *kind: Any) -> tuple[Any, Callable[..., Any]] | None:
     """Triton's cast of matrices of one kind, where its kernel would be chosen, and what it takes memory as."""
     device = device_of(where)
-    kernels = [kernel for kernel in backend(device.backend).kernels if kernel.op == FP8_CAST.name]
-    if kernels[0] is not KERNEL_TRITON or not device.supports("float64"):
+    if preferred_kernel(device, FP8_CAST.name) is not KERNEL_TRITON or not device.supports("float64"):
         return None
     from kernel_pytorch.ops.fp8_cast.triton_kernel import PreparedCast
     from kernel_pytorch.ops.triton_launch import Place
 
-    run: Callable[..., Any] = PreparedCast(device, *kind)
-    several = torch.get_device_module(where.type).device_count() > 1
-    return Place, (dispatch.placed(where, run) if several else run)
+    return Place, dispatch.launched(where, PreparedCast(device, *kind))
 
 
 def product(
@@ -152,8 +143,8 @@ def product(
 def _scaled_mm_first(where: torch.device) -> bool:
     """Whether torch's own product would be chosen for scales of tensors."""
     device = device_of(where)
-    kernels = [kernel for kernel in backend(device.backend).kernels if kernel.op == FP8_MATMUL.name]
-    return kernels[0] is KERNEL_SCALED_MM and {"float8_e4m3fn", "float8_e5m2"} <= set(device.matrix_formats)
+    first = preferred_kernel(device, FP8_MATMUL.name) is KERNEL_SCALED_MM
+    return first and {"float8_e4m3fn", "float8_e5m2"} <= set(device.matrix_formats)
 
 
 def _apart(*arguments: Any) -> tuple[torch.Tensor, ...]:

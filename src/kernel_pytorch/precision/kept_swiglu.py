@@ -7,15 +7,17 @@ Triton's serve; for torch.compile all of a forward is one operator, and all of a
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
 
 from kernel_pytorch.hardware_abstraction import dispatch
-from kernel_pytorch.hardware_abstraction.registry import backend, device_of
+from kernel_pytorch.hardware_abstraction.registry import device_of, preferred_kernel
 from kernel_pytorch.ops.fp8_cast.definition import FP8_CAST
 from kernel_pytorch.ops.fp8_swiglu import GRAD_KERNEL_TRITON, KERNEL_TRITON, fp8_swiglu, fp8_swiglu_grad
 from kernel_pytorch.ops.fp8_swiglu.definition import FP8_SWIGLU, FP8_SWIGLU_GRAD
+from kernel_pytorch.precision.gathered_weight import transposed_codes
 from kernel_pytorch.precision.kept_cast import NAMES, Kept, define_op, direct_cast, kept_cast, product
 
 __all__ = ["Needs", "Saved", "swiglu_backward", "swiglu_backward_op", "swiglu_forward", "swiglu_forward_op"]
@@ -105,7 +107,7 @@ def swiglu_backward(
             dup = product(u_t, saved.x_t, u_inverse, saved.x_inverse, dtype, "promoted", direct)
     elif needs.ddown:  # the layers before are frozen: h alone is needed once more
         h = fp8_swiglu(saved.gate, saved.up, formats[0], power_of_two=power_of_two)
-        h_t, h_inverse = h.data.view(torch.uint8).t().contiguous().view(h.data.dtype), h.inverse
+        h_t, h_inverse = transposed_codes(h.data), h.inverse
     if needs.ddown:
         ddown = product(dy_t, h_t, dy_inverse, h_inverse, dtype, "promoted", direct)
     return dx, dgate, dup, ddown
@@ -191,33 +193,23 @@ def _count(counts: torch.Tensor, lost: torch.Tensor, numbers: int) -> None:
     counts[0, :, 3].add_(numbers)
 
 
-_prepared: dict[tuple[Any, ...], tuple[Any, Callable[..., Any]] | None] = {}
-
-
 def _direct(op: str, x: torch.Tensor, kind: tuple[Any, ...]) -> tuple[Any, Callable[..., Any]] | None:
     """Triton's casts of matrices of one kind, where its kernel would be chosen and nothing watches the call."""
     if torch.compiler.is_compiling() or not (x.is_cuda or x.is_xpu) or x.numel() == 0 or not dispatch.plain_call(x):
         return None
-    key = (op, x.device, *kind)
-    if key not in _prepared:
-        if len(_prepared) >= 4096:
-            _prepared.clear()
-        _prepared[key] = _prepare(op, x.device, kind)
-    return _prepared[key]
+    return _prepared(op, x.device, kind)
 
 
-def _prepare(op: str, where: torch.device, kind: tuple[Any, ...]) -> tuple[Any, Callable[..., Any]] | None:
+@lru_cache(maxsize=4096)
+def _prepared(op: str, where: torch.device, kind: tuple[Any, ...]) -> tuple[Any, Callable[..., Any]] | None:
     device = device_of(where)
-    kernels = [kernel for kernel in backend(device.backend).kernels if kernel.op == op]
-    if kernels[0] not in (KERNEL_TRITON, GRAD_KERNEL_TRITON) or not device.supports("float64"):
+    if preferred_kernel(device, op) not in (KERNEL_TRITON, GRAD_KERNEL_TRITON) or not device.supports("float64"):
         return None
     from kernel_pytorch.ops.fp8_swiglu import grad_triton_kernel, triton_kernel
     from kernel_pytorch.ops.triton_launch import Place
 
     module: Any = triton_kernel if op == FP8_SWIGLU.name else grad_triton_kernel
-    run: Callable[..., Any] = module.prepared(device, *kind)
-    several = torch.get_device_module(where.type).device_count() > 1
-    return Place, (dispatch.placed(where, run) if several else run)
+    return Place, dispatch.launched(where, module.prepared(device, *kind))
 
 
 # For torch.compile.

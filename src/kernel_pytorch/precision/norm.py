@@ -16,7 +16,7 @@ from torch import nn
 from torch.autograd import forward_ad
 
 from kernel_pytorch.hardware_abstraction import dispatch
-from kernel_pytorch.hardware_abstraction.registry import backend, device_of
+from kernel_pytorch.hardware_abstraction.registry import device_of, preferred_kernel
 from kernel_pytorch.ops.fp8_rms_norm import KERNEL_TRITON, fp8_rms_norm
 from kernel_pytorch.ops.fp8_rms_norm.definition import FP8_RMS_NORM
 from kernel_pytorch.ops.rms_norm.definition import RMS_NORM
@@ -212,8 +212,7 @@ def _on_gpu(x: torch.Tensor) -> bool:
 def _prepared(where: torch.device, *kind: Any) -> Callable[..., Any] | None:
     """Triton's norm of matrices of one kind, where its kernel would be chosen: torch is asked for memory alone."""
     device = device_of(where)
-    kernels = [kernel for kernel in backend(device.backend).kernels if kernel.op == FP8_RMS_NORM.name]
-    if kernels[0] is not KERNEL_TRITON or not device.supports("float64"):
+    if preferred_kernel(device, FP8_RMS_NORM.name) is not KERNEL_TRITON or not device.supports("float64"):
         return None
     from kernel_pytorch.ops.fp8_rms_norm.triton_kernel import PreparedNorm
     from kernel_pytorch.ops.triton_launch import Place
@@ -228,8 +227,7 @@ def _prepared(where: torch.device, *kind: Any) -> Callable[..., Any] | None:
             None if history is None else Place(history, torch.float32),
         )
 
-    several = torch.get_device_module(where.type).device_count() > 1 if where.type != "cpu" else False
-    return dispatch.placed(where, run) if several else run
+    return dispatch.launched(where, run)
 
 
 class _Norm(torch.autograd.Function):

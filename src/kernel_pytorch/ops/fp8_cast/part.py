@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from kernel_pytorch.hardware_abstraction import dispatch
-from kernel_pytorch.hardware_abstraction.registry import backend, device_of
+from kernel_pytorch.hardware_abstraction.registry import device_of, preferred_kernel
 from kernel_pytorch.ops.fp8_cast import KERNEL_TRITON
 from kernel_pytorch.ops.fp8_cast.definition import FP8_CAST
 from kernel_pytorch.ops.fp8_cast.torch_kernel import _quantised, group_amax, scale_from_amax
@@ -76,8 +76,7 @@ def cast_of_part(
 def _prepared(x_RC: torch.Tensor, number_format: str, power_of_two: bool) -> Any:
     """Triton's cast of such matrices, where its kernel would be chosen; None elsewhere."""
     device = device_of(x_RC.device)
-    first = next(kernel for kernel in backend(device.backend).kernels if kernel.op == FP8_CAST.name)
-    known = first is KERNEL_TRITON and device.supports("float64")
+    known = preferred_kernel(device, FP8_CAST.name) is KERNEL_TRITON and device.supports("float64")
     if not known or x_RC.numel() == 0 or not dispatch.plain_call(x_RC):
         return None
     from kernel_pytorch.ops.fp8_cast.triton_kernel import prepared

@@ -5,14 +5,13 @@ from __future__ import annotations
 import torch
 
 from kernel_pytorch.hardware_abstraction.device import Device
-from kernel_pytorch.hardware_abstraction.dispatch import Function
+from kernel_pytorch.hardware_abstraction.dispatch import TORCH_VERSION, Function
 from kernel_pytorch.hardware_abstraction.op import Call, Kernel
 from kernel_pytorch.ops.fp8_matmul.definition import FP8_MATMUL, granularities
 
 __all__ = ["KERNEL_DEQUANTISED", "KERNEL_SCALED_MM", "fp8_matmul"]
 
 _function = Function(FP8_MATMUL)
-_TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
 
 
 def fp8_matmul(
@@ -68,7 +67,7 @@ def _scaled_mm_supports(call: Call, device: Device) -> str | None:
     if blocks and (k % 128 or n % 128 or m % 4):
         return f"takes whole blocks of 128 and M in multiples of 4, and M, K, N are {m}, {k}, {n}"
     if device.backend == "cpu":
-        if _TORCH < (2, 13):
+        if TORCH_VERSION < (2, 13):
             return f"was checked on a CPU with torch 2.13, and this is {torch.__version__}"
         return "has no scales of blocks on a CPU" if blocks else None
     if call["sums"] == "float32":
