@@ -27,7 +27,8 @@ __all__ = [
     "direct_cast",
     "kept_cast",
     "linear_backward_op",
-    "linear_forward_op",
+    "linear_forward",
+    "linear_of_cast_op",
     "product",
 ]
 
@@ -178,11 +179,28 @@ def _linear_forward(
     counts: torch.Tensor | None,
     history: torch.Tensor | None,
 ) -> tuple[torch.Tensor, ...]:
-    """y, and the transposed copies with their scales."""
+    """y, the weight's transposed copy with its scales, and the cast of x."""
     x = direct_cast(x_MK, number_format, input_granularity, True, power_of_two, counts, 0, history)
+    rest = (weight, dtype, number_format, weight_granularity, power_of_two, counts)
+    apart = () if x.inverse_t is x.inverse else (x.inverse_t,)
+    return *_linear_of_cast(x.data, x.inverse, *rest, direct=x.direct), x.data, x.inverse, x.data_t, *apart
+
+
+def _linear_of_cast(
+    x_8: torch.Tensor,
+    x_inverse: torch.Tensor,
+    weight: torch.Tensor,
+    dtype: str,
+    number_format: str,
+    weight_granularity: str,
+    power_of_two: bool,
+    counts: torch.Tensor | None,
+    direct: bool = False,
+) -> tuple[torch.Tensor, ...]:
+    """y, and the weight's transposed copy with its scales."""
     w = direct_cast(weight, number_format, weight_granularity, True, power_of_two, counts, 1, None)
-    y = product(x.data, w.data, x.inverse, w.inverse, dtype, "fast", x.direct)
-    return y, x.data_t, x.inverse_t, w.data_t, w.inverse_t
+    y = product(x_8, w.data, x_inverse, w.inverse, dtype, "fast", direct or w.direct)
+    return y, w.data_t, w.inverse_t
 
 
 def _linear_backward(
@@ -214,12 +232,31 @@ def _linear_forward_fake(
     power_of_two: bool,
     *_: Any,
 ) -> tuple[torch.Tensor, ...]:
-    found = []
-    for matrix, granularity in ((x_MK, input_granularity), (weight, weight_granularity)):
-        outputs = FP8_CAST.fake(matrix, number_format, granularity, True, None, power_of_two)
-        data_t, inverse, inverse_t = outputs[1:4]
-        found += [data_t, inverse if granularity == "tensor" else inverse_t]
-    return x_MK.new_empty((x_MK.shape[0], weight.shape[0]), dtype=getattr(torch, dtype)), *found
+    y = x_MK.new_empty((x_MK.shape[0], weight.shape[0]), dtype=getattr(torch, dtype))
+    data, data_t, inverse, inverse_t = _fake(x_MK, number_format, input_granularity, True, power_of_two)
+    apart = () if input_granularity == "tensor" else (inverse_t,)
+    return y, *_weight_fake(weight, number_format, weight_granularity, power_of_two), data, inverse, data_t, *apart
+
+
+def _linear_of_cast_fake(
+    x_8: torch.Tensor,
+    x_inverse: torch.Tensor,  # noqa: ARG001
+    weight: torch.Tensor,
+    dtype: str,
+    number_format: str,
+    weight_granularity: str,
+    power_of_two: bool,
+    *_: Any,
+) -> tuple[torch.Tensor, ...]:
+    y = x_8.new_empty((x_8.shape[0], weight.shape[0]), dtype=getattr(torch, dtype))
+    return y, *_weight_fake(weight, number_format, weight_granularity, power_of_two)
+
+
+def _weight_fake(
+    weight: torch.Tensor, number_format: str, granularity: str, power_of_two: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    _, data_t, inverse, inverse_t = _fake(weight, number_format, granularity, True, power_of_two)
+    return data_t, inverse if granularity == "tensor" else inverse_t
 
 
 def _linear_backward_fake(dy_MN: torch.Tensor, x_8t: torch.Tensor, *_: Any) -> tuple[torch.Tensor, ...]:
@@ -247,12 +284,42 @@ _op = define_op(
     _apart,
     _fake,
 )
-linear_forward_op = define_op(
-    "fp8_linear_forward(Tensor x, Tensor weight, str dtype, str number_format, str input_granularity, "
-    "str weight_granularity, bool power_of_two, Tensor(a!)? counts, Tensor(b!)? history) "
-    "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
-    _linear_forward,
-    _linear_forward_fake,
+_linear_forward_op, _linear_forward_by_parts_op = (
+    define_op(
+        f"{name}(Tensor x, Tensor weight, str dtype, str number_format, str input_granularity, "
+        "str weight_granularity, bool power_of_two, Tensor(a!)? counts, Tensor(b!)? history) "
+        f"-> ({', '.join(['Tensor'] * results)})",
+        _linear_forward,
+        _linear_forward_fake,
+    )
+    for name, results in (("fp8_linear_forward", 6), ("fp8_linear_forward_by_parts", 7))
+)
+
+
+def linear_forward(
+    x_MK: torch.Tensor,
+    weight: torch.Tensor,
+    dtype: str,
+    number_format: str,
+    input_granularity: str,
+    weight_granularity: str,
+    power_of_two: bool,
+    counts: torch.Tensor | None,
+    history: torch.Tensor | None,
+) -> tuple[torch.Tensor | None, ...]:
+    """y, weight_8t, weight_inverse_t, x_8, x_inverse, x_8t, and x_inverse_t if it is not x_inverse."""
+    op = _linear_forward_op if input_granularity == "tensor" else _linear_forward_by_parts_op
+    found = op(
+        x_MK, weight, dtype, number_format, input_granularity, weight_granularity, power_of_two, counts, history
+    )
+    return found if len(found) == 7 else (*found, None)
+
+
+linear_of_cast_op = define_op(
+    "fp8_linear_of_cast(Tensor x_8, Tensor x_inverse, Tensor weight, str dtype, str number_format, "
+    "str weight_granularity, bool power_of_two, Tensor(a!)? counts) -> (Tensor, Tensor, Tensor)",
+    _linear_of_cast,
+    _linear_of_cast_fake,
 )
 linear_backward_op = define_op(
     "fp8_linear_backward(Tensor dy, Tensor x_8t, Tensor x_inverse_t, Tensor weight_8t, Tensor weight_inverse_t, "

@@ -78,17 +78,17 @@ def swiglu_backward(
     counts: tuple[torch.Tensor, ...],
     histories: tuple[torch.Tensor | None, ...],
 ) -> tuple[torch.Tensor | None, ...]:
-    """dx and the gradients of the three weights.
+    """The two parts that dx is the sum of, and the gradients of the three weights.
 
     Args:
         formats: of the forward, and of the gradients.
         counts: of dgate, of dup, and of dy.
         histories: of dgate, of dup, and of dy.
     """
-    dx = dgate = dup = ddown = None
+    dx = dx_of_up = dgate = dup = ddown = None
     dtype, h_inverse = NAMES[dy_MN.dtype], saved.h_inverse
     dy = kept_cast(dy_MN, formats[1], "tensor", needs.ddown, power_of_two, counts[2], 0, histories[2])
-    # No longer than it is needed, one copy or the other: most of all is in memory now.
+    # Nothing is kept longer than it is needed: most of a step's memory is taken now.
     dy_8, dy_t, dy_inverse, direct = dy.data, dy.data_t, dy.inverse, dy.direct
     del dy
     if needs.dh:
@@ -100,17 +100,20 @@ def swiglu_backward(
         del dh_MF
         if needs.dx:
             dx = product(g, saved.gate_t, g_inverse, saved.gate_inverse, dtype, "promoted", direct)
-            dx.add_(product(u, saved.up_t, u_inverse, saved.up_inverse, dtype, "promoted", direct))
+            dx_of_up = product(u, saved.up_t, u_inverse, saved.up_inverse, dtype, "promoted", direct)
+        del g, u
         if needs.dgate:
             dgate = product(g_t, saved.x_t, g_inverse, saved.x_inverse, dtype, "promoted", direct)
+        del g_t
         if needs.dup:
             dup = product(u_t, saved.x_t, u_inverse, saved.x_inverse, dtype, "promoted", direct)
+        del u_t
     elif needs.ddown:  # the layers before are frozen: h alone is needed once more
         h = fp8_swiglu(saved.gate, saved.up, formats[0], power_of_two=power_of_two)
         h_t, h_inverse = transposed_codes(h.data), h.inverse
     if needs.ddown:
         ddown = product(dy_t, h_t, dy_inverse, h_inverse, dtype, "promoted", direct)
-    return dx, dgate, dup, ddown
+    return dx, dx_of_up, dgate, dup, ddown
 
 
 # Counted and remembered.
@@ -279,7 +282,7 @@ def _backward(
 def _backward_fake(dy_MN: torch.Tensor, saved: list[torch.Tensor], *_: Any) -> tuple[torch.Tensor, ...]:
     kept = Saved(*saved)
     (m, n), k, hidden = dy_MN.shape, kept.x_t.shape[0], kept.gate.shape[1]
-    return tuple(dy_MN.new_empty(shape) for shape in ((m, k), (hidden, k), (hidden, k), (n, hidden)))
+    return tuple(dy_MN.new_empty(shape) for shape in ((m, k), (m, k), (hidden, k), (hidden, k), (n, hidden)))
 
 
 swiglu_forward_op = define_op(
@@ -293,7 +296,7 @@ swiglu_forward_op = define_op(
 swiglu_backward_op = define_op(
     "fp8_swiglu_mlp_backward(Tensor dy, Tensor[] saved, str forward_format, str gradient_format, bool power_of_two, "
     "Tensor(a!) gate_counts, Tensor(b!) up_counts, Tensor(c!) down_counts, Tensor(d!)? gate_history, "
-    "Tensor(e!)? up_history, Tensor(f!)? down_history) -> (Tensor, Tensor, Tensor, Tensor)",
+    "Tensor(e!)? up_history, Tensor(f!)? down_history) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     _backward,
     _backward_fake,
 )

@@ -300,8 +300,12 @@ class _SwiGLU(torch.autograd.Function):
         saved = Saved(*ctx.saved_tensors)
         saved = saved._replace(**{name: transposed_codes(getattr(saved, name)) for name in ctx.to_turn})
         formats, needs = (forward_format, gradient_format), Needs(*ctx.needs)
-        found = swiglu_backward(dy_MN, saved, formats, power_of_two, needs, ctx.counts, ctx.histories)
-        gradients = _as(found, ctx.dtypes)
+        dx, dx_of_up, *others = swiglu_backward(
+            dy_MN, saved, formats, power_of_two, needs, ctx.counts, ctx.histories
+        )
+        if dx is not None and dx_of_up is not None:
+            dx = dx.add_(dx_of_up)
+        gradients = _as((dx, *others), ctx.dtypes)
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # create_graph=True
             gradients = [refuse_second(gradient, dy_MN) for gradient in gradients]
         return (*gradients, *[None] * 30)
@@ -351,5 +355,8 @@ class _Whole(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy_MN: torch.Tensor) -> Any:
-        found = swiglu_backward_op(dy_MN, list(ctx.saved_tensors), *ctx.formats, *ctx.counts, *ctx.histories)
-        return (*_as(found, ctx.dtypes), *[None] * 15)
+        dx, dx_of_up, *others = swiglu_backward_op(
+            dy_MN, list(ctx.saved_tensors), *ctx.formats, *ctx.counts, *ctx.histories
+        )
+        # Their sum is left to the compiler, which has work of its own on it.
+        return (*_as((dx + dx_of_up, *others), ctx.dtypes), *[None] * 15)

@@ -1,4 +1,9 @@
-"""The linear function in 8 bits inside torch.compile, which takes tensors and constants one by one."""
+"""The linear function in 8 bits inside torch.compile, which takes tensors and constants one by one.
+
+Layers that are given the very same tensor share its cast here too. Dynamo would not keep a cast on a tensor between
+two calls, so it puts ``_whole`` into its graph as it is; the next stage then runs it on tensors that stand for those
+of the graph, the same for the same, and these keep attributes.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +13,7 @@ from typing import Any
 import torch
 
 from kernel_pytorch.precision.gathered_weight import transposed_codes
-from kernel_pytorch.precision.kept_cast import Kept, linear_backward_op, linear_forward_op
+from kernel_pytorch.precision.kept_cast import Kept, linear_backward_op, linear_forward, linear_of_cast_op
 from kernel_pytorch.precision.linear import (
     Memory,
     Products,
@@ -34,27 +39,54 @@ def traced_linear(
     """As ``checked_linear``."""
     x_MK = x if x.ndim == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
     y: torch.Tensor
-    if bias is None and products.all_in_8 and weight_cast is None:
-        y = _Whole.apply(x_MK, weight, *memory, recipe.weight, *products)  # type: ignore[no-untyped-call]
-    else:
-        turned_x, turned_weight = products.needs_dw and products.dw_in_8, products.needs_dx and products.dx_in_8
-        x_cast = None
-        if products.y_in_8:
-            x_cast = cast_of_input(x, recipe, products.forward_format, transposed=turned_x, memory=memory)
-        if weight_cast is None and (products.y_in_8 or turned_weight):
-            weight_cast = cast_of_weight(
-                weight, recipe, products.forward_format, transposed=turned_weight, counts=memory.counts
-            )
-        y = _Traced.apply(  # type: ignore[no-untyped-call]
-            x_MK,
-            weight,
-            bias,
-            memory.gradient_counts,
-            memory.gradient_history,
-            *_tensors(x_cast),
-            *_tensors(weight_cast),
-            *products,
+    if products.all_in_8 and weight_cast is None:
+        y = _whole(x, weight, *memory, recipe.weight, *products)
+        return y if bias is None else (y + bias).to(y.dtype)
+    x_MK = x if x.ndim == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+    turned_x, turned_weight = products.needs_dw and products.dw_in_8, products.needs_dx and products.dx_in_8
+    x_cast = None
+    if products.y_in_8:
+        x_cast = cast_of_input(x, recipe, products.forward_format, transposed=turned_x, memory=memory)
+    if weight_cast is None and (products.y_in_8 or turned_weight):
+        weight_cast = cast_of_weight(
+            weight, recipe, products.forward_format, transposed=turned_weight, counts=memory.counts
         )
+    y = _Traced.apply(  # type: ignore[no-untyped-call]
+        x_MK,
+        weight,
+        bias,
+        memory.gradient_counts,
+        memory.gradient_history,
+        *_tensors(x_cast),
+        *_tensors(weight_cast),
+        *products,
+    )
+    return y if x.ndim == 2 else y.view(*x.shape[:-1], weight.shape[0])
+
+
+@torch.compiler.allow_in_graph  # type: ignore[untyped-decorator]
+def _whole(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    counts: torch.Tensor | None,
+    history: torch.Tensor | None,
+    gradient_counts: torch.Tensor | None,
+    gradient_history: torch.Tensor | None,
+    weight_granularity: str,
+    *products: Any,
+) -> torch.Tensor:
+    """All three products in 8 bits, without a bias."""
+    how = Products(*products)
+    key = (x._version, how.forward_format, how.input_granularity, how.power_of_two, history is None)
+    kept_key, *cast = getattr(x, "_fp8_cast", (None,))
+    shared = cast if kept_key == key else [None] * 4
+    x_MK = x if x.ndim == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+    y: torch.Tensor
+    y, *cast = _Whole.apply(  # type: ignore[no-untyped-call]
+        x_MK, weight, *shared, counts, history, gradient_counts, gradient_history, weight_granularity, *products
+    )
+    if x.grad_fn is not None and kept_key != key:  # nobody else writes to what a graph has computed
+        x._fp8_cast = (key, *cast)  # type: ignore[attr-defined]
     return y if x.ndim == 2 else y.view(*x.shape[:-1], weight.shape[0])
 
 
@@ -79,7 +111,7 @@ def _kept(
 
 
 class _Traced(torch.autograd.Function):
-    """Some of the products, or with a bias."""
+    """Some of the products, or of a weight that was cast before."""
 
     @staticmethod
     def forward(
@@ -121,37 +153,51 @@ class _Traced(torch.autograd.Function):
 
 
 class _Whole(torch.autograd.Function):
-    """All three products: as few operators as can be, for a compiled step may wait for each of them."""
+    """All three products: as few operators as can be, for a compiled step may wait for each of them.
+
+    Gives y, and the cast of x if it made one.
+    """
 
     @staticmethod
     def forward(
         ctx: Any,
         x_MK: torch.Tensor,
         weight: torch.Tensor,
+        x_8: torch.Tensor | None,
+        x_inverse: torch.Tensor | None,
+        x_8t: torch.Tensor | None,
+        x_inverse_t: torch.Tensor | None,
         counts: torch.Tensor | None,
         history: torch.Tensor | None,
         gradient_counts: torch.Tensor | None,
         gradient_history: torch.Tensor | None,
         weight_granularity: str,
         *products: Any,
-    ) -> torch.Tensor:
+    ) -> tuple[torch.Tensor | None, ...]:
         how = Products(*products)
-        y, *saved = linear_forward_op(
-            x_MK, weight, how.dtype, how.forward_format, how.input_granularity, weight_granularity, how.power_of_two,
-            counts, history,
-        )  # fmt: skip
-        ctx.save_for_backward(*saved)
+        made: list[torch.Tensor | None] = []
+        if x_8 is None:
+            y, weight_8t, weight_inverse_t, *made = linear_forward(
+                x_MK, weight, how.dtype, how.forward_format, how.input_granularity, weight_granularity,
+                how.power_of_two, counts, history,
+            )  # fmt: skip
+            x_8, x_inverse, x_8t, x_inverse_t = made
+        else:
+            y, weight_8t, weight_inverse_t = linear_of_cast_op(
+                x_8, x_inverse, weight, how.dtype, how.forward_format, weight_granularity, how.power_of_two, counts
+            )
+        ctx.save_for_backward(x_8t, x_inverse if x_inverse_t is None else x_inverse_t, weight_8t, weight_inverse_t)
         ctx.products, ctx.counts, ctx.history = products, gradient_counts, gradient_history
         ctx.dtypes = (x_MK.dtype, weight.dtype)
-        found: torch.Tensor = y
-        return found
+        ctx.mark_non_differentiable(*(tensor for tensor in made if tensor is not None))
+        return y, *made
 
     @staticmethod
-    def backward(ctx: Any, dy_MN: torch.Tensor) -> Any:
+    def backward(ctx: Any, dy_MN: torch.Tensor, *_: Any) -> Any:
         how = Products(*ctx.products)
         x_dtype, weight_dtype = ctx.dtypes
         dx, dweight = linear_backward_op(
             dy_MN, *ctx.saved_tensors, how.gradient_format, how.gradient_granularity, how.power_of_two,
             ctx.counts, ctx.history,
         )  # fmt: skip
-        return (dx.to(x_dtype), dweight.to(weight_dtype), *[None] * 16)
+        return (dx.to(x_dtype), dweight.to(weight_dtype), *[None] * 20)
