@@ -6,7 +6,7 @@ microseconds for a kernel with many arguments, which an eager step that launches
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -14,7 +14,7 @@ import torch
 from triton import knobs
 from triton.runtime import driver
 
-__all__ = ["Launches", "Place", "Ready", "launch"]
+__all__ = ["Launches", "Place", "Ready", "launch", "zeros"]
 
 _MOST = 4096
 
@@ -31,6 +31,33 @@ class Place(NamedTuple):
 
     def view(self) -> torch.Tensor:
         return self.tensor.view(-1).view(torch.uint8)[self.first_byte :].view(self.dtype)
+
+    def at(self, byte: int, dtype: torch.dtype) -> Place:
+        """The memory that many bytes further on."""
+        return Place(self.tensor, dtype, self.first_byte + byte)
+
+
+# Zeros for what the programs of a launch find out together: a few bytes, which torch would need an allocation and a
+# kernel for. They are taken from a larger piece, each time others, so that nobody has to clear them.
+_ZEROS, _PIECE = 1 << 16, 128
+_zeros: dict[int, tuple[torch.Tensor, Iterator[int]]] = {}
+
+
+def zeros(x: torch.Tensor, size: int) -> Place:
+    """So many bytes of zeros beside x, aligned to 16, for kernels that are launched now on the current stream."""
+    index = x.get_device()
+    # Other streams may be captured in a graph, whose launches find the same memory every time; or their kernels may
+    # run when this memory is no longer theirs.
+    if not x.is_cuda or size > _PIECE or driver.active.get_current_stream(index) != 0:
+        return Place(x.new_zeros(-(-size // 4), dtype=torch.int32), torch.int32)
+    tensor, pieces = _zeros.get(index, (x, iter(())))
+    byte = next(pieces, None)
+    if byte is None:
+        with torch.inference_mode(False):
+            tensor = torch.zeros(_ZEROS // 4, dtype=torch.int32, device=x.device)
+        pieces, byte = iter(range(_PIECE, _ZEROS, _PIECE)), 0
+        _zeros[index] = (tensor, pieces)
+    return Place(tensor, torch.int32, byte)
 
 
 class Ready(NamedTuple):
@@ -137,3 +164,9 @@ class Launches:
         stream = driver.active.get_current_stream(index)
         for kernel, chosen in zip(ready, self._chosen, strict=True):
             kernel(stream, *chosen(addresses))
+
+    def one(self, number: int, which: tuple[Any, ...], arguments: dict[str, Any]) -> None:
+        """Launch one of them alone on the current GPU, with arguments by name."""
+        function, grid, constants = self._kernels[number]
+        chosen = [arguments[name] for name in function.arg_names if not name.isupper()]
+        launch(function, grid, ("one", *which, *self._key), *chosen, **constants)

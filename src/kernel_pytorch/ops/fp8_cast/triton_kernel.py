@@ -28,6 +28,7 @@ from kernel_pytorch.ops.fp8_cast.triton_tiles import (
     counted,
     emit,
     encoding,
+    is_finite,
     largest_remembered,
     load_quarter,
     load_quarters,
@@ -39,7 +40,7 @@ from kernel_pytorch.ops.fp8_cast.triton_tiles import (
     remember,
     scale_from_amax,
 )
-from kernel_pytorch.ops.triton_launch import Launches, Place
+from kernel_pytorch.ops.triton_launch import Launches, Place, zeros
 from kernel_pytorch.precision.formats import FORMATS
 
 # Rows, columns and warps of a tile: the fastest of those tried on an H200.
@@ -55,8 +56,30 @@ _ROW_AMAX_TILE = (32, 128, 4, 8)  # and how many of them below each other
 
 @triton.jit
 def _amax(
+    x, amax, rows, columns, row_stride, column_stride,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILES: tl.constexpr,
+):  # fmt: skip
+    """The largest magnitude of TILES tiles below each other."""
+    across = tl.cdiv(columns, COLUMNS)
+    first, j = (tl.program_id(0) // across) * TILES, tl.program_id(0) % across
+    largest = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
+    for below in tl.static_range(TILES):  # all of them are loaded before the first is looked at
+        values = load_tile(x, first + below, j, rows, columns, row_stride, column_stride, ROWS, COLUMNS)
+        largest = tl.maximum(largest, tl.abs(values))  # of a number and a NaN, a GPU takes the number
+    found = tl.max(tl.max(largest, axis=0), axis=0)
+    if not is_finite(found):
+        largest = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
+        for step in range(TILES):
+            values = load_tile(x, first + step, j, rows, columns, row_stride, column_stride, ROWS, COLUMNS)
+            largest = tl.maximum(largest, magnitudes(values))
+        found = tl.max(tl.max(largest, axis=0), axis=0)
+    offer(amax, found)
+
+
+@triton.jit
+def _amax_of_rows(
     x, amax, row_amax, rows, columns, row_stride, column_stride,
-    BY_ROW: tl.constexpr, BY_COLUMN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILES: tl.constexpr,
+    BY_COLUMN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
     """TILES tiles below each other: the more of them, the fewer programs compete for the number of a column."""
     across = tl.cdiv(columns, COLUMNS)
@@ -64,10 +87,9 @@ def _amax(
     largest = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
     for _ in range(TILES):
         magnitude = magnitudes(load_tile(x, i, j, rows, columns, row_stride, column_stride, ROWS, COLUMNS))
-        if BY_ROW:
-            row = i * ROWS + tl.arange(0, ROWS)
-            of_row = tl.max(magnitude, axis=1).to(tl.int32, bitcast=True)
-            tl.atomic_max(row_amax + row, of_row, mask=row < rows, sem="relaxed")
+        row = i * ROWS + tl.arange(0, ROWS)
+        of_row = tl.max(magnitude, axis=1).to(tl.int32, bitcast=True)
+        tl.atomic_max(row_amax + row, of_row, mask=row < rows, sem="relaxed")
         largest = tl.maximum(largest, magnitude)
         i += 1
     of_column = tl.max(largest, axis=0)
@@ -100,7 +122,7 @@ def _scales_of_rows(
 
 
 @triton.jit
-def _cast_whole(
+def cast_whole(
     x, data, data_t, inverse, amax, final_amax, own_counts, history,
     rows, columns, row_stride, column_stride, history_length,
     TURNED: tl.constexpr, WORDS: tl.constexpr, POWER_OF_TWO: tl.constexpr, HISTORY: tl.constexpr,
@@ -133,7 +155,7 @@ def _cast_whole(
 
 
 @triton.jit
-def _settle(
+def settle(
     x, data, data_t, inverse, amax, final_amax, tried, counts, history,
     rows, columns, row_stride, column_stride, history_length,
     TURNED: tl.constexpr, WORDS: tl.constexpr, POWER_OF_TWO: tl.constexpr, HISTORY: tl.constexpr,
@@ -330,7 +352,7 @@ class PreparedCast:
         self.turned = (columns, rows) if transposed else (0, 0)
         self.turned_as = torch.int32 if rows % 4 == 0 and transposed else torch.uint8
         by_row, whole = granularity == "row", granularity == "tensor"
-        self.shared = SCRATCH // 4 + (rows + columns if by_row else 0)
+        self.shared = SCRATCH + (4 * (rows + columns) if by_row else 0)
         height, width, warps = {"tensor": _TILE, "row": _ROW_TILE}.get(granularity, _PART_TILE)
         tiles = -(-rows // height) * -(-columns // width)
         of_scales = {"TURNED": transposed, "POWER_OF_TWO": power_of_two}
@@ -345,21 +367,21 @@ class PreparedCast:
         kernels: list[tuple[Any, tuple[int], dict[str, Any]]] = []
         if length == 0 and (whole or by_row):
             height, width, warps, below = _ROW_AMAX_TILE if by_row else _AMAX_TILE
-            read = {"BY_ROW": by_row, "BY_COLUMN": by_row and transposed}
             grid = -(-rows // (height * below)) * -(-columns // width)
             tile = {"ROWS": height, "COLUMNS": width, "TILES": below, "num_warps": warps}
-            kernels.append((_amax, (grid,), {**read, **tile}))
+            read = (_amax_of_rows, (grid,), {"BY_COLUMN": transposed, **tile}) if by_row else (_amax, (grid,), tile)
+            kernels.append(read)
         if by_row:
             found = rows + (columns if transposed else 0)
             some = {"LARGEST": chosen.largest, "NUMBERS": 256, "num_warps": 4}
             kernels.append((_scales_of_rows, (-(-found // 256),), {**of_scales, **some}))
         if whole:
             constants["HISTORY"] = triton.next_power_of_2(length) if length else 0
-            kernels.append((_cast_whole, (tiles,), constants))
+            kernels.append((cast_whole, (tiles,), constants))
         else:
             kernels.append((_cast_parts, (tiles,), {"GRANULARITY": granularity, **constants}))
         if length:
-            kernels.append((_settle, (min(tiles, 4 * device.compute_units),), constants))
+            kernels.append((settle, (min(tiles, 4 * device.compute_units),), constants))
         key = (shape, strides, number_format, granularity, transposed, power_of_two, length)
         self.launches = Launches(kernels, _ARGUMENTS, key)
 
@@ -375,7 +397,7 @@ class PreparedCast:
             inverse = inverse_t = empty_inverse(x, self.granularity, rows, columns)
             if self.transposed:
                 inverse_t = empty_inverse(x, self.granularity, columns, rows)
-        shared = x.new_zeros(self.shared, dtype=torch.int32)
+        shared = zeros(x, self.shared)
         from_x, to_counts, found = x.data_ptr(), counts.data_ptr(), shared.data_ptr()
         scales = inverse.data_ptr()
         remembered = scales if history is None else history.data_ptr()
@@ -387,11 +409,12 @@ class PreparedCast:
 
         def typed() -> tuple[Any, ...]:
             scratch = shared if offered == found else Place(amax.tensor, torch.int32)  # type: ignore[union-attr]
-            first_try = Place(shared, torch.int64, SCRATCH_TRIED)
+            first_try = shared.at(SCRATCH_TRIED, torch.int64)
+            of_rows = shared.at(SCRATCH if self.granularity == "row" else 0, torch.int32)
             return (
                 x, Place(data, torch.uint8), Place(data_t, self.turned_as), inverse, inverse_t, scratch, first_try,
-                Place(shared, torch.float32, SCRATCH_LARGEST) if amax is None else amax,
-                Place(shared, torch.int32, SCRATCH), Place(shared, torch.int32, SCRATCH), counts,
+                shared.at(SCRATCH_LARGEST, torch.float32) if amax is None else amax,
+                of_rows, of_rows, counts,
                 first_try if self.length else counts, inverse if history is None else history, *self.sizes,
             )  # fmt: skip
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from kernel_pytorch.ops.fp8_cast.triton_kernel import PreparedCast
-from kernel_pytorch.ops.triton_launch import Place, launch
+from kernel_pytorch.ops.triton_launch import Place
 
 __all__ = ["amax", "cast_by_amax"]
 
@@ -16,7 +16,7 @@ def amax(cast: PreparedCast, x: torch.Tensor) -> torch.Tensor:
     """The largest magnitude among the finite numbers."""
     found = x.new_zeros((), dtype=torch.float32)
     place = Place(found, torch.int32)
-    _launch(cast, 0, (), x=x, amax=place, row_amax=place)
+    _launch(cast, 0, (), x=x, amax=place)
     return found
 
 
@@ -35,10 +35,7 @@ def cast_by_amax(cast: PreparedCast, x: torch.Tensor, amax: torch.Tensor, counts
 
 def _launch(cast: PreparedCast, number: int, aligned: tuple[int, ...], **arguments: Any) -> None:
     """One of the kernels of a cast with the scale of the tensor."""
-    function, grid, constants = cast.launches._kernels[number]
     names = ("rows", "columns", "row_stride", "column_stride", "history_length")
     arguments.update(zip(names, cast.sizes, strict=True))
     x = arguments["x"]
-    key = ("part", x.device, x.dtype, x.data_ptr() % 16, *aligned, *cast.launches._key)
-    chosen = [arguments[name] for name in function.arg_names if not name.isupper()]
-    launch(function, grid, key, *chosen, **constants)
+    cast.launches.one(number, (x.device, x.dtype, x.data_ptr() % 16, *aligned), arguments)

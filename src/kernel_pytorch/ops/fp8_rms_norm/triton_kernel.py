@@ -2,8 +2,8 @@
 
 Memory-bound: x is read for its sums of squares, and again by tiles, the last rows first and so partly out of the
 cache, to write y and, where a history gives the scale, both copies: y is not read at all. Without a history the scale
-is known only when all of y is, so a third kernel reads y for its codes. What has outgrown its history is cast again
-by a last kernel, which otherwise only writes down what is known.
+is known only when all of y is, so fp8_cast's kernel reads y for its codes. What has outgrown its history is cast
+again by another of fp8_cast's, which otherwise only writes down what is known.
 """
 
 from __future__ import annotations
@@ -17,29 +17,24 @@ import triton.language as tl
 
 from kernel_pytorch.hardware_abstraction.device import Device
 from kernel_pytorch.ops.fp8_cast import torch_kernel as fp8_cast
+from kernel_pytorch.ops.fp8_cast.triton_kernel import cast_whole, settle
 from kernel_pytorch.ops.fp8_cast.triton_tiles import (
     SCRATCH,
     SCRATCH_LARGEST,
     SCRATCH_TRIED,
-    add_count,
-    add_numbers,
-    cast_tile,
     counted,
     emit,
     encoding,
     largest_remembered,
     load_quarter,
-    load_quarters,
     load_tile,
     magnitudes,
     offer,
     quarter_with_scale,
-    reciprocal,
-    remember,
     scale_from_amax,
 )
 from kernel_pytorch.ops.fp8_rms_norm.definition import without_cast
-from kernel_pytorch.ops.triton_launch import Launches, Place
+from kernel_pytorch.ops.triton_launch import Launches, Place, zeros
 from kernel_pytorch.precision.formats import FORMATS
 
 # Rows, columns and warps of a tile, as in fp8_cast.
@@ -52,14 +47,15 @@ _SQUARES_TILE = (4, 1024, 4)
 
 @triton.jit
 def _squares(
-    x, rstd, rows, columns, row_stride, column_stride, EPS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+    given, rstd, rows, columns, given_row, given_column,
+    EPS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """One over the root of the mean square of each of some rows."""
     i = tl.program_id(0)
     total = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
     for step in range(tl.cdiv(columns, COLUMNS)):
         values = load_tile(
-            x, i, tl.full((), 0, tl.int32) + step, rows, columns, row_stride, column_stride, ROWS, COLUMNS
+            given, i, tl.full((), 0, tl.int32) + step, rows, columns, given_row, given_column, ROWS, COLUMNS
         )
         total += values * values
     row = i * ROWS + tl.arange(0, ROWS)
@@ -68,13 +64,13 @@ def _squares(
 
 @triton.jit
 def _normal(
-    x, factors, y, rstd, i, j, k, rows, columns, row_stride, column_stride,
+    given, factors, y, rstd, i, j, k, rows, columns, given_row, given_column,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """A quarter of tile (i, j) of y: written, and as it was rounded, in float32; zeros beyond the end."""
     row, column = tl.arange(0, ROWS // 4) * 4 + k, tl.arange(0, COLUMNS)
     inside = (row < rows - i * ROWS)[:, None] & (column < columns - j * COLUMNS)[None, :]
-    values = load_quarter(x, i, j, k, rows, columns, row_stride, column_stride, ROWS, COLUMNS)
+    values = load_quarter(given, i, j, k, rows, columns, given_row, given_column, ROWS, COLUMNS)
     of_row = tl.load(rstd + i * ROWS + row, mask=row < rows - i * ROWS, other=0.0)
     rounded = (values * of_row[:, None] * factors).to(y.dtype.element_ty)
     corner = y + i.to(tl.int64) * ROWS * columns + j.to(tl.int64) * COLUMNS
@@ -85,26 +81,26 @@ def _normal(
 
 @triton.jit
 def _norm(
-    x, weight, y, rstd, data, data_t, amax, tried, history,
-    rows, columns, row_stride, column_stride, history_length,
+    given, weight, x, rstd, data, data_t, amax, tried, history,
+    rows, columns, given_row, given_column, history_length,
     HAS_WEIGHT: tl.constexpr, CAST: tl.constexpr,
     TURNED: tl.constexpr, WORDS: tl.constexpr, POWER_OF_TWO: tl.constexpr, HISTORY: tl.constexpr,
     LARGEST: tl.constexpr, HALF_SMALLEST: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr,
     NAN: tl.constexpr, FNUZ: tl.constexpr, HARDWARE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """A tile of y; with a HISTORY also of its copies, by the history's scale. Finds the amax where it must CAST."""
+    """A tile of y, at x; with a HISTORY also of its copies, by that scale. Finds the amax where it must CAST."""
     across = tl.cdiv(columns, COLUMNS)
     tile = tl.num_programs(0) - 1 - tl.program_id(0)  # what was read last comes first
     i, j = tile // across, tile % across
-    strides = (row_stride, column_stride)
+    strides = (given_row, given_column)
     factors = 1.0
     if HAS_WEIGHT:
         column = j * COLUMNS + tl.arange(0, COLUMNS)
         factors = tl.load(weight + column, mask=column < columns, other=0.0).to(tl.float32)[None, :]
-    v_0 = _normal(x, factors, y, rstd, i, j, 0, rows, columns, *strides, ROWS, COLUMNS)
-    v_1 = _normal(x, factors, y, rstd, i, j, 1, rows, columns, *strides, ROWS, COLUMNS)
-    v_2 = _normal(x, factors, y, rstd, i, j, 2, rows, columns, *strides, ROWS, COLUMNS)
-    v_3 = _normal(x, factors, y, rstd, i, j, 3, rows, columns, *strides, ROWS, COLUMNS)
+    v_0 = _normal(given, factors, x, rstd, i, j, 0, rows, columns, *strides, ROWS, COLUMNS)
+    v_1 = _normal(given, factors, x, rstd, i, j, 1, rows, columns, *strides, ROWS, COLUMNS)
+    v_2 = _normal(given, factors, x, rstd, i, j, 2, rows, columns, *strides, ROWS, COLUMNS)
+    v_3 = _normal(given, factors, x, rstd, i, j, 3, rows, columns, *strides, ROWS, COLUMNS)
     if HISTORY > 0:
         before = largest_remembered(history, history_length, HISTORY)
         scale = scale_from_amax(before, LARGEST, POWER_OF_TWO) * 0.5
@@ -115,7 +111,7 @@ def _norm(
             True, TURNED, WORDS, LARGEST, MANTISSA, BIAS, NAN, FNUZ, HARDWARE, ROWS, COLUMNS,
         )  # fmt: skip
         largest = counted(
-            found, quarter_with_scale, (y, columns, 1, scale), data, data_t, tried, i, j, rows, columns,
+            found, quarter_with_scale, (x, columns, 1, scale), data, data_t, tried, i, j, rows, columns,
             True, TURNED, False, HALF_SMALLEST, NAN, ROWS, COLUMNS,
         )  # fmt: skip
         offer(amax, largest)
@@ -125,81 +121,13 @@ def _norm(
         offer(amax, tl.max(tl.max(tl.maximum(m_01, m_23), axis=1), axis=0))
 
 
-# The casts of y as it lies in memory.
-
-
-@triton.jit
-def _cast(
-    y, data, data_t, inverse, amax, final_amax, counts, rows, columns,
-    TURNED: tl.constexpr, WORDS: tl.constexpr, POWER_OF_TWO: tl.constexpr,
-    LARGEST: tl.constexpr, HALF_SMALLEST: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr,
-    NAN: tl.constexpr, FNUZ: tl.constexpr, HARDWARE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
-    """One tile by the scale of the amax."""
-    add_numbers(counts, rows, columns, TURNED)
-    across = tl.cdiv(columns, COLUMNS)
-    i, j = tl.program_id(0) // across, tl.program_id(0) % across
-    v_0, v_1, v_2, v_3 = load_quarters(y, i, j, rows, columns, columns, 1, ROWS, COLUMNS)
-    known = tl.load(amax).to(tl.float32, bitcast=True)
-    scale = scale_from_amax(known, LARGEST, POWER_OF_TWO)
-    if tl.program_id(0) == 0:
-        tl.store(inverse, reciprocal(scale))
-        tl.store(final_amax, known)
-    cast_tile(
-        y, v_0, v_1, v_2, v_3, scale, data, data_t, counts, i, j, rows, columns, columns, 1,
-        TURNED, WORDS, TURNED, LARGEST, HALF_SMALLEST, MANTISSA, BIAS, NAN, FNUZ, HARDWARE, ROWS, COLUMNS,
-    )  # fmt: skip
-
-
-@triton.jit
-def _settle(
-    y, data, data_t, inverse, amax, final_amax, tried, counts, history, rows, columns, history_length,
-    TURNED: tl.constexpr, WORDS: tl.constexpr, POWER_OF_TWO: tl.constexpr, HISTORY: tl.constexpr,
-    LARGEST: tl.constexpr, HALF_SMALLEST: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr,
-    NAN: tl.constexpr, FNUZ: tl.constexpr, HARDWARE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
-    """After a cast by the history's scale: cast all of y again where some of its numbers were too large for it."""
-    add_numbers(counts, rows, columns, TURNED)
-    largest = tl.load(amax).to(tl.float32, bitcast=True)
-    # The history itself may be brought up to date meanwhile.
-    before = tl.load(amax + 1).to(tl.float32, bitcast=True)
-    remembered = scale_from_amax(before, LARGEST, POWER_OF_TWO) * 0.5
-    again = (before == 0.0) | (largest * remembered > LARGEST)
-    scale = remembered
-    if again:
-        scale = scale_from_amax(largest, LARGEST, POWER_OF_TWO)
-    if tl.program_id(0) == 0:
-        tl.store(inverse, reciprocal(scale))
-        tl.store(final_amax, largest)
-        remember(history, history, history_length, largest, HISTORY)
-        if not again:
-            add_count(counts + 1, tl.load(tried + 1), TURNED)
-            add_count(counts + 2, tl.load(tried + 2), TURNED)
-    if again:
-        across = tl.cdiv(columns, COLUMNS)
-        tiles = across * tl.cdiv(rows, ROWS)
-        for step in range(tl.cdiv(tiles - tl.program_id(0), tl.num_programs(0))):
-            tile = tl.program_id(0) + step * tl.num_programs(0)
-            i, j = tile // across, tile % across
-            v_0, v_1, v_2, v_3 = load_quarters(y, i, j, rows, columns, columns, 1, ROWS, COLUMNS)
-            cast_tile(
-                y, v_0, v_1, v_2, v_3, scale, data, data_t, counts, i, j, rows, columns, columns, 1,
-                TURNED, WORDS, TURNED,
-                LARGEST, HALF_SMALLEST, MANTISSA, BIAS, NAN, FNUZ, HARDWARE, ROWS, COLUMNS,
-            )  # fmt: skip
-            if before > 0.0:
-                for k in range(4):
-                    values = load_quarter(y, i, j, k, rows, columns, columns, 1, ROWS, COLUMNS)
-                    beyond = (magnitudes(values) * remembered > LARGEST).to(tl.int32)
-                    add_count(counts, tl.sum(tl.sum(beyond, axis=1), axis=0), TURNED)
-
-
 # Launching.
 
-# What kernels are given, in the order in which a call of PreparedNorm lists it.
+# What kernels are given, in the order in which a call of PreparedNorm lists it. Those of fp8_cast take y as their x.
 _ARGUMENTS = (
-    "x", "weight", "y", "rstd", "data", "data_t", "inverse", "amax", "tried", "final_amax", "counts", "history",
-    "rows", "columns", "row_stride", "column_stride", "history_length",
+    "given", "weight", "x", "rstd", "data", "data_t", "inverse", "amax", "tried", "final_amax", "counts",
+    "own_counts", "history", "rows", "columns", "given_row", "given_column", "row_stride", "column_stride",
+    "history_length",
 )  # fmt: skip
 
 
@@ -228,7 +156,8 @@ class PreparedNorm:
         self.dtype, self.casts = chosen.dtype, number_format is not None
         self.turned = (columns, rows) if transposed else (0, 0)
         self.turned_as = torch.int32 if rows % 4 == 0 and transposed else torch.uint8
-        self.sizes = (rows, columns, *strides, length)
+        self.length = length
+        self.sizes = (rows, columns, *strides, columns, 1, length)
         height, width, warps = _TILE
         common: dict[str, Any] = {
             "TURNED": transposed,
@@ -249,9 +178,9 @@ class PreparedNorm:
             of_norm = {"HAS_WEIGHT": has_weight, "CAST": self.casts, **history, **common}
             kernels = [(_squares, (-(-rows // below),), of_squares), (_norm, (tiles,), of_norm)]
             if length:
-                kernels.append((_settle, (min(tiles, 4 * device.compute_units),), {**history, **common}))
+                kernels.append((settle, (min(tiles, 4 * device.compute_units),), {**history, **common}))
             elif self.casts:
-                kernels.append((_cast, (tiles,), common))
+                kernels.append((cast_whole, (tiles,), {**history, **common}))
             return Launches(kernels, _ARGUMENTS, (*key, has_weight))
 
         self.launches = {has_weight: launches(has_weight) for has_weight in (True, False)}
@@ -270,19 +199,23 @@ class PreparedNorm:
         data_t = x.new_empty(self.turned, dtype=self.dtype)
         inverse = x.new_empty((), dtype=torch.float32)
         # Where there is no cast, places in the stead of others that nothing is written to.
-        shared = x.new_zeros(SCRATCH // 4, dtype=torch.int32) if self.casts else rstd.view(torch.int32)
+        shared = zeros(x, SCRATCH) if self.casts else Place(rstd, torch.int32)
         from_x, found, squares, scale = x.data_ptr(), shared.data_ptr(), rstd.data_ptr(), inverse.data_ptr()
         from_weight = from_x if weight is None else weight.data_ptr()
         to_counts = squares if counts is None else counts.data_ptr()
         remembered = squares if history is None else history.data_ptr()
         largest = found + SCRATCH_LARGEST if amax is None else amax.data_ptr()
 
+        tried = found + SCRATCH_TRIED
+
         def typed() -> tuple[Any, ...]:
+            first_try = shared.at(SCRATCH_TRIED, torch.int64) if self.casts else rstd
+            given = rstd if counts is None else counts
             return (
                 x, x if weight is None else weight, y, rstd, Place(data, torch.uint8), Place(data_t, self.turned_as),
-                inverse, shared, Place(shared, torch.int64, SCRATCH_TRIED) if self.casts else rstd,
-                rstd if not self.casts else Place(shared, torch.float32, SCRATCH_LARGEST) if amax is None else amax,
-                rstd if counts is None else counts, rstd if history is None else history, *self.sizes,
+                inverse, shared, first_try,
+                rstd if not self.casts else shared.at(SCRATCH_LARGEST, torch.float32) if amax is None else amax,
+                given, first_try if self.length else given, rstd if history is None else history, *self.sizes,
             )  # fmt: skip
 
         aligned = tuple(address % 16 for address in (from_x, from_weight, to_counts, remembered, largest))
@@ -291,7 +224,7 @@ class PreparedNorm:
             (x.dtype, None if weight is None else weight.dtype, *aligned),
             (
                 from_x, from_weight, y.data_ptr(), squares, data.data_ptr(), data_t.data_ptr(), scale, found,
-                found + SCRATCH_TRIED, largest, to_counts, remembered, *self.sizes,
+                tried, largest, to_counts, tried if self.length else to_counts, remembered, *self.sizes,
             ),
             typed,
         )  # fmt: skip

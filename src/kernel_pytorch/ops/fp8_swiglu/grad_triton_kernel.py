@@ -40,7 +40,7 @@ from kernel_pytorch.ops.fp8_swiglu.triton_kernel import (
     settle,
     sigmoids,
 )
-from kernel_pytorch.ops.triton_launch import Launches, Place
+from kernel_pytorch.ops.triton_launch import Launches, Place, zeros
 from kernel_pytorch.precision.formats import FORMATS
 
 # Rows, columns and warps of a tile: the fastest of those tried on an H200.
@@ -334,7 +334,7 @@ class PreparedGradients:
         dgate_t, dup_t = gate.new_empty(turned, dtype=self.dtype), gate.new_empty(turned, dtype=self.dtype)
         h_t = gate.new_empty(self.h_shape, dtype=self.h_dtype)
         dgate_inverse, dup_inverse = (gate.new_empty((), dtype=torch.float32) for _ in range(2))
-        shared = gate.new_zeros(2 * SCRATCH // 4, dtype=torch.int32)
+        shared = zeros(gate, 2 * SCRATCH)
         scales = (dgate_inverse.data_ptr(), dup_inverse.data_ptr())
         h_scale = scales[0] if h_inverse is None else h_inverse.data_ptr()
         histories = (
@@ -346,7 +346,7 @@ class PreparedGradients:
         tried = (found + SCRATCH_TRIED, found + SCRATCH + SCRATCH_TRIED)
 
         def typed() -> tuple[Any, ...]:
-            first = tuple(Place(shared, torch.int64, start + SCRATCH_TRIED) for start in (0, SCRATCH))
+            first = tuple(shared.at(start + SCRATCH_TRIED, torch.int64) for start in (0, SCRATCH))
             given = (gate_counts, up_counts)
             return (
                 dh, gate, up, dgate_inverse if h_inverse is None else h_inverse,

@@ -34,7 +34,7 @@ from kernel_pytorch.ops.fp8_cast.triton_tiles import (
     scale_from_amax,
 )
 from kernel_pytorch.ops.fp8_swiglu import torch_kernel
-from kernel_pytorch.ops.triton_launch import Launches, Place
+from kernel_pytorch.ops.triton_launch import Launches, Place, zeros
 from kernel_pytorch.precision.formats import FORMATS
 
 # Rows, columns and warps of a tile: the fastest of those tried on an H200.
@@ -314,7 +314,7 @@ class PreparedSwiGLU:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         data = gate.new_empty(self.shape, dtype=self.dtype)
         inverse = gate.new_empty((), dtype=torch.float32)
-        shared = gate.new_zeros(SCRATCH // 4, dtype=torch.int32)
+        shared = zeros(gate, SCRATCH)
         of_gate, of_up, to_counts, found = gate.data_ptr(), up.data_ptr(), counts.data_ptr(), shared.data_ptr()
         scale = inverse.data_ptr()
         remembered = scale if history is None else history.data_ptr()
@@ -322,10 +322,10 @@ class PreparedSwiGLU:
         tried = found + SCRATCH_TRIED
 
         def typed() -> tuple[Any, ...]:
-            first_try = Place(shared, torch.int64, SCRATCH_TRIED)
+            first_try = shared.at(SCRATCH_TRIED, torch.int64)
             return (
                 gate, up, Place(data, torch.uint8), inverse, shared,
-                Place(shared, torch.float32, SCRATCH_LARGEST) if amax is None else amax,
+                shared.at(SCRATCH_LARGEST, torch.float32) if amax is None else amax,
                 first_try, counts, first_try if self.length else counts, inverse if history is None else history,
                 *self.sizes,
             )  # fmt: skip
