@@ -217,7 +217,7 @@ def saved_shapes(run: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, list[tu
 def test_only_what_is_asked_for_is_computed_and_kept(recipe: Recipe, products: list[tuple[Any, ...]]) -> None:
     m, k, n = 6, 160, 10
     high = "dW" in recipe.high_precision
-    dx_product, dweight_product = (m, n, k, "promoted"), (n, m, k, "promoted")
+    dx_product, dweight_product = (m, n, k, recipe.dx_sums), (n, m, k, "promoted")
     for wants_x in (True, False):
         for wants_weight in (True, False):
             x, weight, bias = (value.detach() for value in leaves(m, k, n))
@@ -439,6 +439,8 @@ def test_a_recipe_that_no_product_fits_is_refused() -> None:
         Recipe(name="odd", input="tensor", weight="tensor", gradient="row", gradient_format="e4m3")
     with pytest.raises(ValueError, match="gradient_format='e3m4': use 'e4m3' or 'e5m2'"):
         Recipe(name="odd", input="row", weight="row", gradient="row", gradient_format="e3m4")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="dx_sums='slow': use 'fast' or 'promoted'"):
+        dataclasses.replace(RECIPES["rowwise"], dx_sums="slow")
     with pytest.raises(ValueError, match=r"high_precision=\('dw',\): use some of y, dx, dW"):
         dataclasses.replace(RECIPES["rowwise"], high_precision=("dw",))
     with pytest.raises(

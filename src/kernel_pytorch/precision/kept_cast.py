@@ -211,6 +211,7 @@ def _linear_backward(
     weight_inverse_t: torch.Tensor,
     number_format: str,
     granularity: str,
+    dx_sums: str,
     power_of_two: bool,
     counts: torch.Tensor | None,
     history: torch.Tensor | None,
@@ -218,7 +219,7 @@ def _linear_backward(
     """dx and dweight, in dy's dtype."""
     dy = direct_cast(dy_MN, number_format, granularity, True, power_of_two, counts, 0, history)
     name = NAMES[dy_MN.dtype]
-    dx = product(dy.data, weight_8t, dy.inverse, weight_inverse_t, name, "promoted", dy.direct)
+    dx = product(dy.data, weight_8t, dy.inverse, weight_inverse_t, name, dx_sums, dy.direct)
     return dx, product(dy.data_t, x_8t, dy.inverse_t, x_inverse_t, name, "promoted", dy.direct)
 
 
@@ -323,8 +324,8 @@ linear_of_cast_op = define_op(
 )
 linear_backward_op = define_op(
     "fp8_linear_backward(Tensor dy, Tensor x_8t, Tensor x_inverse_t, Tensor weight_8t, Tensor weight_inverse_t, "
-    "str number_format, str granularity, bool power_of_two, Tensor(a!)? counts, Tensor(b!)? history) "
-    "-> (Tensor, Tensor)",
+    "str number_format, str granularity, str dx_sums, bool power_of_two, Tensor(a!)? counts, "
+    "Tensor(b!)? history) -> (Tensor, Tensor)",
     _linear_backward,
     _linear_backward_fake,
 )

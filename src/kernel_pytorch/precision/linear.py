@@ -117,6 +117,7 @@ class Products(NamedTuple):
     gradient_format: str
     input_granularity: str
     gradient_granularity: str
+    dx_sums: str
     power_of_two: bool
     y_in_8: bool
     dx_in_8: bool
@@ -140,6 +141,7 @@ def products_of(x: torch.Tensor, weight: torch.Tensor, recipe: Recipe) -> Produc
         gradient_format=gradient_format,
         input_granularity=recipe.input,
         gradient_granularity=recipe.gradient,
+        dx_sums=recipe.dx_sums,
         power_of_two=recipe.power_of_two,
         y_in_8="y" not in recipe.high_precision,
         dx_in_8="dx" not in recipe.high_precision,
@@ -364,7 +366,7 @@ def backward_products(
         )
     if dx_in_8:
         weight_t, inverse_t = left.pop(0), left.pop(0)
-        dx = product(dy.data, weight_t, dy.inverse, inverse_t, name, "promoted", dy.direct)
+        dx = product(dy.data, weight_t, dy.inverse, inverse_t, name, products.dx_sums, dy.direct)
     elif products.needs_dx:
         dx = torch.mm(dy_MN, left.pop(0).to(dy_MN.dtype))
     if dw_in_8:

@@ -92,6 +92,7 @@ def _fields(recipe: Recipe) -> tuple[tuple[str, Any], ...]:
         ("power_of_two", recipe.power_of_two),
         ("high_precision", recipe.high_precision),
         ("delayed", recipe.delayed),
+        ("dx_sums", recipe.dx_sums),
     )
 
 

@@ -34,8 +34,8 @@ class Recipe:
         dc = the sum of dy over M, in float32
 
     where Q of a transposed matrix has groups along ITS rows. A product named in ``high_precision`` is that of the
-    matrices as they are. y is added up by the matrix units alone (``fast``), dx and dW with their sums of 128
-    products added up in float32 (``promoted``); see ``fp8_matmul``.
+    matrices as they are. y is added up by the matrix units alone (``fast``), dW with its sums of 128 products added
+    up in float32 (``promoted``), dx by ``dx_sums``; see ``fp8_matmul``.
 
     With ``delayed``, the scales of x and dy come from the largest magnitudes of the last 16 steps with a factor 2 of
     headroom, so that one pass over a tensor is enough; a tensor that has outgrown them is cast again with a scale of
@@ -58,10 +58,14 @@ class Recipe:
     """Those of ``PRODUCTS`` that are computed in the tensors' own precision."""
     delayed: bool = False
     """Whether the scales of x and dy come from earlier steps."""
+    dx_sums: Literal["fast", "promoted"] = "promoted"
+    """``fast`` where that gains: with scales of rows. It does not where gradients are in e5m2."""
 
     def __post_init__(self) -> None:
         if self.gradient_format not in ("e4m3", "e5m2"):
             raise ValueError(f"gradient_format={self.gradient_format!r}: use 'e4m3' or 'e5m2'")
+        if self.dx_sums not in ("fast", "promoted"):
+            raise ValueError(f"dx_sums={self.dx_sums!r}: use 'fast' or 'promoted'")
         for product in self.high_precision:
             if product not in PRODUCTS:
                 raise ValueError(f"high_precision={self.high_precision!r}: use some of {', '.join(PRODUCTS)}")
@@ -89,7 +93,9 @@ class Recipe:
 
 # One scale for a whole tensor must span a wide range, which gradients have: they take the format with more of it.
 _TENSOR: dict[str, Any] = {"input": "tensor", "weight": "tensor", "gradient": "tensor", "gradient_format": "e5m2"}
-_ROW: dict[str, Any] = {"input": "row", "weight": "row", "gradient": "row", "gradient_format": "e4m3"}
+_ROW: dict[str, Any] = {
+    "input": "row", "weight": "row", "gradient": "row", "gradient_format": "e4m3", "dx_sums": "fast"
+}  # fmt: skip
 _BLOCK: dict[str, Any] = {"input": "block", "weight": "square", "gradient": "block", "gradient_format": "e4m3"}
 _KNOWN = (
     Recipe(name="tensorwise", **_TENSOR),

@@ -160,7 +160,7 @@ def _common_recipe(layers: list[Any], x: Any) -> Recipe | None:
         return None
     if first != second or first != third:
         return None
-    whole = first.input == first.weight == first.gradient == "tensor"
+    whole = first.input == first.weight == first.gradient == "tensor" and first.dx_sums == "promoted"
     return first if whole and all(layer.bias is None for layer in layers) else None
 
 

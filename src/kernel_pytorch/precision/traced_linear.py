@@ -149,7 +149,7 @@ class _Traced(torch.autograd.Function):
         if ctx.to_turn:
             saved = (transposed_codes(saved[0]), *saved[1:])
         gradients = backward_products(Products(*ctx.products), dtypes, saved, dy_MN, ctx.counts, ctx.history)
-        return (*gradients, *[None] * 21)
+        return (*gradients, *[None] * 22)
 
 
 class _Whole(torch.autograd.Function):
@@ -197,7 +197,7 @@ class _Whole(torch.autograd.Function):
         how = Products(*ctx.products)
         x_dtype, weight_dtype = ctx.dtypes
         dx, dweight = linear_backward_op(
-            dy_MN, *ctx.saved_tensors, how.gradient_format, how.gradient_granularity, how.power_of_two,
-            ctx.counts, ctx.history,
+            dy_MN, *ctx.saved_tensors, how.gradient_format, how.gradient_granularity, how.dx_sums,
+            how.power_of_two, ctx.counts, ctx.history,
         )  # fmt: skip
-        return (dx.to(x_dtype), dweight.to(weight_dtype), *[None] * 20)
+        return (dx.to(x_dtype), dweight.to(weight_dtype), *[None] * 21)

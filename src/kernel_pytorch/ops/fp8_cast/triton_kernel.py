@@ -45,9 +45,9 @@ from kernel_pytorch.precision.formats import FORMATS
 
 # Rows, columns and warps of a tile: the fastest of those tried on an H200.
 _TILE = (32, 128, 4)
-_ROW_TILE = (64, 64, 4)
+_ROW_TILE = (128, 64, 4)
 _PART_TILE = (128, 128, 8)  # a block of the definition
-_AMAX_TILE = (8, 1024, 8, 8)
+_AMAX_TILE = (8, 1024, 4, 2)
 _ROW_AMAX_TILE = (32, 128, 4, 8)  # and how many of them below each other
 
 
