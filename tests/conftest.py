@@ -1,5 +1,6 @@
 """Shared test set-up. Without a GPU, Triton kernels run in the interpreter."""
 
+import multiprocessing
 import os
 import weakref
 from collections.abc import Iterator
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from ranks import SIZES, Ranks, started
 from scheduling import Clock, pytest_xdist_make_scheduler
 
 __all__ = ["pytest_xdist_make_scheduler"]
@@ -97,3 +99,13 @@ def input_casts(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
 
     monkeypatch.setattr(linear_module, "kept_cast", watched)
     return seen
+
+
+@pytest.fixture(scope="module")
+def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
+    """Ranks for all tests of a module; they read no measured choices of the user."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("KERNEL_PYTORCH_CACHE", str(tmp_path_factory.mktemp("ranks") / "cache"))
+        with started(max(SIZES)) as ranks:
+            yield ranks
+    assert not multiprocessing.active_children()
