@@ -1,12 +1,16 @@
 """Shared test set-up. Without a GPU, Triton kernels run in the interpreter."""
 
+import multiprocessing
 import os
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from ranks import SIZES, Ranks, started
 from scheduling import Clock, pytest_xdist_make_scheduler
 
 __all__ = ["pytest_xdist_make_scheduler"]
@@ -34,3 +38,74 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture
+def own_monitors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step of any optimizer counts for every model that is watched: not for those of other tests."""
+    monkeypatch.setattr("kernel_pytorch.precision.monitor._monitors", weakref.WeakKeyDictionary())
+
+
+@pytest.fixture
+def an_optimizer_has_made_a_step() -> None:
+    """Before the first one no cast of a weight is kept."""
+    torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1).step()
+
+
+@pytest.fixture
+def products(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """The shape of every 8-bit product that a layer on its own computes."""
+    from kernel_pytorch.ops import fp8_matmul as matmul_module
+    from kernel_pytorch.precision import linear as linear_module
+
+    seen: list[tuple[int, ...]] = []
+
+    def watched(a: torch.Tensor, b: torch.Tensor, *rest: Any) -> torch.Tensor:
+        seen.append((a.shape[0], a.shape[1], b.shape[0]))
+        return matmul_module.fp8_matmul(a, b, *rest[:4])
+
+    monkeypatch.setattr(linear_module, "product", watched)
+    return seen
+
+
+@pytest.fixture
+def fused_calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """One entry for each time that the fused SwiGLU has run."""
+    from kernel_pytorch.precision import swiglu as swiglu_module
+
+    calls: list[int] = []
+    run = swiglu_module.fp8_swiglu_mlp
+
+    def watched(*arguments: Any) -> torch.Tensor:
+        calls.append(1)
+        return run(*arguments)
+
+    monkeypatch.setattr(swiglu_module, "fp8_swiglu_mlp", watched)
+    return calls
+
+
+@pytest.fixture
+def input_casts(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """The shapes of the inputs that layers have to cast themselves."""
+    from kernel_pytorch.precision import linear as linear_module
+
+    seen: list[tuple[int, ...]] = []
+    cast = linear_module.kept_cast
+
+    def watched(x: torch.Tensor, *rest: Any) -> Any:
+        if rest[5] == 0 and torch._C._current_graph_task_id() == -1:  # neither a weight nor a gradient
+            seen.append(tuple(x.shape))
+        return cast(x, *rest)
+
+    monkeypatch.setattr(linear_module, "kept_cast", watched)
+    return seen
+
+
+@pytest.fixture(scope="module")
+def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
+    """Ranks for all tests of a module; they read no measured choices of the user."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("KERNEL_PYTORCH_CACHE", str(tmp_path_factory.mktemp("ranks") / "cache"))
+        with started(max(SIZES)) as ranks:
+            yield ranks
+    assert not multiprocessing.active_children()

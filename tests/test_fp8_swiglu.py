@@ -14,7 +14,8 @@ from kernel_pytorch.hardware_abstraction.dispatch import function_of
 from kernel_pytorch.ops import fp8_swiglu as ops
 from kernel_pytorch.ops.fp8_cast import Cast, fp8_cast
 from kernel_pytorch.ops.fp8_swiglu import Hidden, HiddenGradients, fp8_swiglu, fp8_swiglu_grad
-from kernel_pytorch.ops.fp8_swiglu.definition import FP8_SWIGLU, FP8_SWIGLU_GRAD
+from kernel_pytorch.ops.fp8_swiglu.definition import FP8_SWIGLU
+from kernel_pytorch.ops.fp8_swiglu.grad_definition import FP8_SWIGLU_GRAD
 from kernel_pytorch.precision import E4M3FN, E5M2, FORMATS
 from kernel_pytorch.testing import compare, poisoned
 from kernel_pytorch.testing.budget import exceeded

@@ -67,7 +67,17 @@ import torch
 from kernel_pytorch.hardware_abstraction.op import Call, Case, Draw, Op, TensorSpec
 from kernel_pytorch.precision.formats import FORMATS, Format, format_named
 
-__all__ = ["BLOCK", "FP8_CAST", "GRANULARITIES", "HISTORY", "LARGEST_SCALE", "empty_inverse", "inverse_shape"]
+__all__ = [
+    "BLOCK",
+    "FP8_CAST",
+    "GRANULARITIES",
+    "HISTORY",
+    "LARGEST_SCALE",
+    "empty_inverse",
+    "inverse_shape",
+    "nonfinite",
+    "zero_rows",
+]
 
 BLOCK = 128
 GRANULARITIES = ("tensor", "row", "block", "square")
@@ -320,7 +330,7 @@ def _tensors(
     return make
 
 
-def _zero_rows(x: torch.Tensor) -> torch.Tensor:
+def zero_rows(x: torch.Tensor) -> torch.Tensor:
     x[::2] = 0
     return x
 
@@ -330,7 +340,7 @@ def _outlier(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
-def _nonfinite(x: torch.Tensor) -> torch.Tensor:
+def nonfinite(x: torch.Tensor) -> torch.Tensor:
     x[0, 0], x[1, 1], x[2, 2] = math.inf, -math.inf, math.nan
     return x
 
@@ -360,11 +370,11 @@ CASES = (
     Case("delayed-zeros", _tensors(20, 30, history=(0.0, 3.0), change=lambda x: x * 0)),
     Case("transposed-strides", _tensors(33, 140, "block", transposed=True, change=lambda x: x.t())),
     Case("every-other", _tensors(20, 80, "row", transposed=True, change=lambda x: x[::2, ::3])),
-    Case("zero-rows", _tensors(12, 40, "row", transposed=True, change=_zero_rows)),
+    Case("zero-rows", _tensors(12, 40, "row", transposed=True, change=zero_rows)),
     Case("zeros", _tensors(4, 8, change=lambda x: x * 0)),
     Case("subnormal-amax", _tensors(4, 8, "row", change=lambda x: x * 2.0**-100 * 2.0**-40)),
     Case("outlier", _tensors(6, 50, transposed=True, change=_outlier)),
-    Case("nonfinite", _tensors(6, 50, "row", transposed=True, change=_nonfinite)),
+    Case("nonfinite", _tensors(6, 50, "row", transposed=True, change=nonfinite)),
     *(_benchmark(8192, 4096, kind) for kind in GRANULARITIES),
     _benchmark(8192, 4096, "tensor", (6.0,) * HISTORY),
     _benchmark(16384, 14336, "tensor"),

@@ -241,16 +241,6 @@ def _tensors(
     return make
 
 
-def _zero_rows(x: torch.Tensor) -> torch.Tensor:
-    x[::2] = 0
-    return x
-
-
-def _nonfinite(x: torch.Tensor) -> torch.Tensor:
-    x[0, 0], x[1, 1], x[2, 2] = math.inf, -math.inf, math.nan
-    return x
-
-
 def _scales(x: torch.Tensor) -> torch.Tensor:
     """Rows from tiny to near the largest number that float16 holds."""
     return x * torch.logspace(-6, 4, x.shape[0], device=x.device).unsqueeze(-1).to(x.dtype)
@@ -282,11 +272,11 @@ CASES = (
     Case("transposed-strides", _tensors(33, 140, change=lambda x: x.t())),
     Case("every-other", _tensors(20, 80, change=lambda x: x[::2, ::3])),
     Case("expanded", _tensors(1, 40, change=lambda x: x.expand(6, 40))),
-    Case("zero-rows", _tensors(12, 40, change=_zero_rows)),
+    Case("zero-rows", _tensors(12, 40, change=fp8_cast.zero_rows)),
     Case("zeros", _tensors(4, 8, change=lambda x: x * 0)),
     Case("zeros-without-eps", _tensors(4, 8, eps=0.0, change=lambda x: x * 0)),
     Case("scales", _tensors(11, 100, change=_scales)),
-    Case("nonfinite", _tensors(6, 50, change=_nonfinite)),
+    Case("nonfinite", _tensors(6, 50, change=fp8_cast.nonfinite)),
     *(Case(f"format-{name}", _tensors(9, 150, number_format=name)) for name in FORMATS),
     Case("power-of-two", _tensors(20, 130, power_of_two=True)),
     Case("delayed", _tensors(130, 300, history=(12.5, 3.0, 0.0))),
@@ -294,7 +284,7 @@ CASES = (
     Case("delayed-one-layout", _tensors(40, 129, history=(14.0,), transposed=False)),
     Case("delayed-outgrown", _tensors(150, 140, history=(0.25, math.nan, math.inf))),
     Case("delayed-first", _tensors(20, 30, history=(0.0,) * fp8_cast.HISTORY)),
-    Case("delayed-nonfinite", _tensors(6, 50, history=(9.0,), change=_nonfinite)),
+    Case("delayed-nonfinite", _tensors(6, 50, history=(9.0,), change=fp8_cast.nonfinite)),
     _benchmark(8192, 4096),
     _benchmark(8192, 4096, _DRAWN),
     _benchmark(16384, 8192, _DRAWN),

@@ -1,0 +1,191 @@
+"""The recipe auto: what it measures, what it chooses, and what it leaves as it was."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import kernel_pytorch as kp
+from fp8_models import block, linear, random, results, same, sqnr
+from kernel_pytorch.precision import PRODUCTS, RECIPES, Recipe
+from kernel_pytorch.precision import plan as plan_module
+from kernel_pytorch.precision.plan import Measured, measured_choice, rounded
+
+pytestmark = pytest.mark.usefixtures("one_thread", "own_monitors", "an_optimizer_has_made_a_step")
+
+
+def test_auto_leaves_a_processors_layers_as_they_are(products: list[tuple[int, ...]]) -> None:
+    model, plain = kp.fp8.convert(block()), block()
+    for rows in (1, 5, 64):
+        same(results(model, random(rows, 24)), results(plain, random(rows, 24)))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        same(results(model, random(9, 24)), results(plain, random(9, 24)))
+    assert not products
+    report = kp.fp8.report(model)
+    assert {row.recipe for row in report.layers} == {"auto (delayed)"}
+    assert all(row.products == dict.fromkeys(PRODUCTS, "own") for row in report.layers)
+    assert all("no 8-bit matrix units on cpu" in row.notes for row in report.layers)
+
+
+@pytest.mark.parametrize("high", [(), ("dx",), ("y", "dW"), PRODUCTS])
+def test_auto_computes_what_was_measured_to_be_faster(
+    high: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, products: list[tuple[int, ...]]
+) -> None:
+    asked: list[Any] = []
+
+    def choice(*key: Any) -> tuple[str, ...]:
+        asked.append(key)
+        return high
+
+    monkeypatch.setattr(plan_module, "_high_precision", choice)
+    model = kp.fp8.convert(linear())
+    found, exact = results(model, random(2, 17, 40)), results(linear(), random(2, 17, 40))
+    shapes = {"y": (34, 40, 24), "dx": (34, 24, 40), "dW": (24, 34, 40)}
+    assert products == [shape for product, shape in shapes.items() if product not in high]
+    for name, product in (("y", "y"), ("x", "dx"), ("0.weight", "dW")):
+        assert sqnr(found[name], exact[name]) >= 20
+        assert (sqnr(found[name], exact[name]) > 60) == (product in high)
+    results(model, random(2, 17, 40))
+    assert len(asked) == 1  # a size that was seen is not asked about again
+    kind, _, rows, shape, dtype, weight_dtype, bias, fields, needs_dx, needs_dw, compiled = asked[0]
+    assert (kind, rows, shape, bias, needs_dx, needs_dw) == ("cpu", 48, (24, 40), True, True, True)
+    assert not compiled
+    assert (dtype, weight_dtype, Recipe(**dict(fields))) == (torch.float32, torch.float32, RECIPES["delayed"])
+
+
+def test_an_evaluation_does_not_decide_for_training(
+    monkeypatch: pytest.MonkeyPatch, products: list[tuple[int, ...]]
+) -> None:
+    """y alone gains nothing, the three products together do."""
+    monkeypatch.setattr(plan_module, "_high_precision", lambda *key: () if key[-2] else PRODUCTS)
+    model = kp.fp8.convert(linear())
+    with torch.no_grad():
+        model.eval()(random(64, 40))
+    results(model.train(), random(32, 40))
+    assert len(products) == 3
+
+
+def test_a_layer_that_gains_nothing_costs_one_comparison(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr(plan_module, "_high_precision", lambda *key: asked.append(key) or PRODUCTS)
+    model = kp.fp8.convert(linear())
+    for rows in (64, 32, 7):
+        results(model, random(rows, 40))
+    assert len(asked) == 1
+    results(model, random(128, 40))
+    assert len(asked) == 2
+
+
+SECONDS = {(): 10.0, ("y",): 9.0, ("y", "dx"): 8.0, ("dW",): 10.5}
+
+
+@pytest.mark.parametrize(
+    ("seconds", "best", "speedup"),
+    [
+        (SECONDS, ("y", "dx"), 1.25),
+        ({(): 10.0, ("y",): 9.9}, (), 1.0),  # not clearly
+        ({(): 10.0, ("y",): 9.8}, ("y",), 10 / 9.8),
+        ({(): 10.0, PRODUCTS: 12.0}, (), 1.0),
+        ({(): 10.0}, (), 1.0),
+    ],
+)
+def test_the_best_choice(seconds: dict[tuple[str, ...], float], best: tuple[str, ...], speedup: float) -> None:
+    measured = Measured(64, tuple(seconds.items()))
+    assert measured.best == best
+    assert measured.plain == 10.0
+    assert measured.speedup == pytest.approx(speedup)
+
+
+@pytest.fixture
+def fabricated(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+    """Measurements that are made up: the keys that were asked for."""
+    asked: list[tuple[Any, ...]] = []
+
+    def measure(*key: Any) -> Measured:
+        asked.append(key)
+        return Measured(key[1], tuple(SECONDS.items()))
+
+    monkeypatch.setattr(plan_module, "_kept", {})
+    monkeypatch.setattr(plan_module, "_measure", measure)
+    return asked
+
+
+def test_a_shape_is_measured_once(fabricated: list[tuple[Any, ...]]) -> None:
+    call = (torch.device("cpu"), 64, (24, 40), torch.float32, torch.float32, True, RECIPES["delayed"])
+    assert measured_choice(*call) is measured_choice(*call)
+    assert len(fabricated) == 1
+    measured_choice(*call, needs_dx=False)
+    measured_choice(*call[:3], torch.bfloat16, *call[4:])
+    measured_choice(*call[:-1], RECIPES["tensorwise"])
+    assert len(fabricated) == 4
+
+
+@pytest.mark.parametrize(("issuing", "best"), [(0.1, PRODUCTS), (7.0, ())])
+def test_a_compiled_layer_may_wait_longer_for_the_cpu(
+    monkeypatch: pytest.MonkeyPatch, issuing: float, best: tuple[str, ...]
+) -> None:
+    """A choice that is faster by itself is not taken where 1.5 times its work for the CPU would be slower."""
+    monkeypatch.setattr(plan_module, "_kept", {})
+    monkeypatch.setattr(plan_module, "_repeats", lambda *_: 1)
+    monkeypatch.setattr(plan_module, "_seconds", lambda run, *_: 10.0 - len(run.args[0]))  # the more in 8 bits
+    monkeypatch.setattr(torch.random, "fork_rng", lambda **_: contextlib.nullcontext())
+    monkeypatch.setattr(plan_module, "_issuing", lambda *_: issuing)
+    call = (torch.device("cpu"), 64, (24, 40), torch.float32, torch.float32, True, RECIPES["tensorwise"])
+    assert measured_choice(*call).best == PRODUCTS
+    assert measured_choice(*call, compiled=True).best == best
+
+
+def test_the_report_has_what_was_measured(fabricated: list[tuple[Any, ...]]) -> None:
+    model = kp.fp8.convert(linear())
+    call = ((24, 40), torch.float32, torch.float32, True, RECIPES["delayed"])
+    for rows in (96, 64):
+        measured_choice(torch.device("cpu"), rows, *call)
+    measured_choice(torch.device("cpu"), 8, (24, 41), *call[1:])  # another layer's
+    (row,) = kp.fp8.report(model).layers
+    assert [(found.rows, found.best) for found in row.measured] == [(64, ("y", "dx")), (96, ("y", "dx"))]
+    assert row.products == {"y": "fp8", "dx": "fp8", "dW": "own"}
+    line = str(kp.fp8.report(model)).splitlines()[1]
+    assert "1.25x at 64 rows, 1.25x at 96 rows" in line
+    assert re.search(r"auto \(delayed\) +fp8 +fp8 +own", line)
+
+
+@pytest.mark.parametrize(
+    ("needs_dx", "needs_dw", "choices"),
+    [
+        (True, True, {(), ("y",), ("dx",), ("y", "dx")}),
+        (False, True, {(), ("y",)}),
+        (True, False, {(), ("y",), ("dx",), ("y", "dx")}),
+    ],
+)
+def test_measuring_times_every_choice_that_a_recipe_allows(
+    needs_dx: bool, needs_dw: bool, choices: set[tuple[str, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a processor, which has nothing to gain: only that each choice runs and is timed."""
+    monkeypatch.setattr(torch.random, "fork_rng", lambda **_: contextlib.nullcontext())  # it takes accelerators
+    monkeypatch.setattr(plan_module, "_SECONDS_A_ROUND", 1e-6)
+    recipe = RECIPES["delayed-high-wgrad"]
+    call = (torch.device("cpu"), 4, (8, 16), torch.float32, torch.float32, True, recipe, needs_dx, needs_dw)
+    measured = plan_module._measure(*call, compiled=needs_dx)
+    assert {choice for choice, _ in measured.seconds} == choices
+    assert all(seconds > 0 for _, seconds in measured.seconds)
+    assert measured.rows == 4
+
+
+@settings(max_examples=200, deadline=None)
+@given(rows=st.integers(0, 1 << 40))
+def test_rows_are_rounded_up_to_two_significant_bits(rows: int) -> None:
+    up = rounded(rows)
+    assert max(rows, 1) <= up
+    assert up == rounded(up)
+    assert up <= rounded(rows + 1)
+    if rows <= 16:
+        assert up == max(rows, 1)
+    else:
+        assert up < 1.5 * rows
+        assert up % (1 << (up.bit_length() - 2)) == 0
