@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import kernel_pytorch as kp
-from fp8_models import block, linear, random, results, same, sqnr
+from fp8_models import block, linear, random, results, same, sqnr, train
 from kernel_pytorch.precision import PRODUCTS, RECIPES, Recipe
 from kernel_pytorch.precision import plan as plan_module
 from kernel_pytorch.precision.plan import Measured, measured_choice, rounded
@@ -189,3 +189,20 @@ def test_rows_are_rounded_up_to_two_significant_bits(rows: int) -> None:
     else:
         assert up < 1.5 * rows
         assert up % (1 << (up.bit_length() - 2)) == 0
+
+
+@pytest.mark.parametrize("in_8", [PRODUCTS, ("dx", "dW"), ()])
+def test_what_was_measured_is_compiled(monkeypatch: pytest.MonkeyPatch, in_8: tuple[str, ...]) -> None:
+    """Also a SwiGLU, whose layers must agree."""
+    high = tuple(product for product in PRODUCTS if product not in in_8)
+    monkeypatch.setattr(plan_module, "_high_precision", torch.compiler.assume_constant_result(lambda *_: high))
+    found = []
+    for compiled in (False, True):
+        torch._dynamo.reset()
+        model = kp.fp8.convert(block(), "auto")
+        run = torch.compile(model, fullgraph=True, backend="aot_eager") if compiled else model
+        losses = train(run, torch.optim.SGD(model.parameters(), lr=0.1), range(3))
+        found.append((losses, dict(model.state_dict())))
+        assert bool(model.mlp.down_proj.fp8_counts[2].any()) == bool(in_8)
+    assert found[0][0] == found[1][0]
+    same(found[0][1], found[1][1])

@@ -37,31 +37,30 @@ def traced_linear(
     weight_cast: Kept | None,
 ) -> torch.Tensor:
     """As ``checked_linear``."""
-    x_MK = x if x.ndim == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
     y: torch.Tensor
     if products.all_in_8 and weight_cast is None:
         y = _whole(x, weight, *memory, recipe.weight, *products)
-        return y if bias is None else (y + bias).to(y.dtype)
-    x_MK = x if x.ndim == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
-    turned_x, turned_weight = products.needs_dw and products.dw_in_8, products.needs_dx and products.dx_in_8
-    x_cast = None
-    if products.y_in_8:
-        x_cast = cast_of_input(x, recipe, products.forward_format, transposed=turned_x, memory=memory)
-    if weight_cast is None and (products.y_in_8 or turned_weight):
-        weight_cast = cast_of_weight(
-            weight, recipe, products.forward_format, transposed=turned_weight, counts=memory.counts
+    else:
+        turned_x, turned_weight = products.needs_dw and products.dw_in_8, products.needs_dx and products.dx_in_8
+        x_cast = None
+        if products.y_in_8:
+            x_cast = cast_of_input(x, recipe, products.forward_format, transposed=turned_x, memory=memory)
+        if weight_cast is None and (products.y_in_8 or turned_weight):
+            weight_cast = cast_of_weight(
+                weight, recipe, products.forward_format, transposed=turned_weight, counts=memory.counts
+            )
+        y = _Traced.apply(  # type: ignore[no-untyped-call]
+            x if x.ndim == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1]),
+            weight,
+            memory.gradient_counts,
+            memory.gradient_history,
+            *_tensors(x_cast),
+            *_tensors(weight_cast),
+            *products,
         )
-    y = _Traced.apply(  # type: ignore[no-untyped-call]
-        x_MK,
-        weight,
-        bias,
-        memory.gradient_counts,
-        memory.gradient_history,
-        *_tensors(x_cast),
-        *_tensors(weight_cast),
-        *products,
-    )
-    return y if x.ndim == 2 else y.view(*x.shape[:-1], weight.shape[0])
+        y = y if x.ndim == 2 else y.view(*x.shape[:-1], weight.shape[0])
+    # Not by the functions: torch 2.11 loses every gradient of one that adds to its result in place.
+    return y if bias is None else (y + bias).to(y.dtype)
 
 
 @torch.compiler.allow_in_graph  # type: ignore[untyped-decorator]
@@ -118,7 +117,6 @@ class _Traced(torch.autograd.Function):
         ctx: Any,
         x_MK: torch.Tensor,
         weight: torch.Tensor,
-        bias: torch.Tensor | None,
         counts: torch.Tensor | None,
         history: torch.Tensor | None,
         x_8: torch.Tensor | None,
@@ -133,23 +131,23 @@ class _Traced(torch.autograd.Function):
     ) -> torch.Tensor:
         x = _kept(x_8, x_inverse, x_8t, x_inverse_t)
         weight_cast = _kept(weight_8, weight_inverse, weight_8t, weight_inverse_t)
-        y, saved = forward_products(Products(*products), x_MK, weight, bias, x, weight_cast)
+        y, saved = forward_products(Products(*products), x_MK, weight, None, x, weight_cast)
         ctx.save_for_backward(*saved)
         ctx.products, ctx.counts, ctx.history = products, counts, history
-        ctx.dtypes = (x_MK.dtype, weight.dtype, None if bias is None else bias.dtype)
+        ctx.dtypes = (x_MK.dtype, weight.dtype, None)
         how = Products(*products)
         ctx.to_turn = how.needs_dx and how.dx_in_8 and weight_8 is not None and weight_8t is None
         return y
 
     @staticmethod
     def backward(ctx: Any, dy_MN: torch.Tensor) -> Any:
-        x_dtype, weight_dtype, bias_dtype = ctx.dtypes
-        dtypes = (x_dtype, weight_dtype, bias_dtype if ctx.needs_input_grad[2] else None)
         saved = ctx.saved_tensors
         if ctx.to_turn:
             saved = (transposed_codes(saved[0]), *saved[1:])
-        gradients = backward_products(Products(*ctx.products), dtypes, saved, dy_MN, ctx.counts, ctx.history)
-        return (*gradients, *[None] * 22)
+        dx, dweight, _ = backward_products(
+            Products(*ctx.products), ctx.dtypes, saved, dy_MN, ctx.counts, ctx.history
+        )
+        return (dx, dweight, *[None] * 22)
 
 
 class _Whole(torch.autograd.Function):
