@@ -4,6 +4,7 @@
 # make fuzz      feed a million damaged programs to the C++ runtime under AddressSanitizer, and record it
 # make cross     get ExecuTorch for 64-bit Arm, for the tests that run under qemu
 # make suite     run ExecuTorch's own backend test suite with our flow, and record what came of it
+# make oldest    what depends on torch's version, with the oldest that the project takes (downloads gigabytes)
 # make check     formatting, lint, types
 # make docs      build the site in docs/_build/html; anything doubtful fails the build
 # make docs-gpu  run every block of the documentation on the GPU that is here, and record which passed
@@ -18,7 +19,7 @@ CHECKED := src tests benchmarks demos docs conftest.py
 SITE := docs/_build/html
 RECORDED := rms_norm attention fp8_cast fp8_rms_norm fp8_swiglu fp8_swiglu_grad
 
-.PHONY: install demo test check fuzz cross suite docs docs-gpu evidence evidence-check probe clean
+.PHONY: install demo test oldest check fuzz cross suite docs docs-gpu evidence evidence-check probe clean
 
 # The stamp is older than what it depends on exactly when there is something to install.
 $(VENV)/.installed: pyproject.toml constraints.txt
@@ -35,6 +36,13 @@ demo: install
 
 test: install
 	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadscope
+
+# Triton 3.6, which belongs to that torch, interprets kernels with numpy up to 2.3.
+oldest:
+	test -x .venv-oldest/bin/python || $(PYTHON) -m venv .venv-oldest
+	.venv-oldest/bin/python -m pip install --quiet 'torch==2.11.*' 'numpy<2.4' hypothesis pytest pytest-xdist --editable .
+	.venv-oldest/bin/python -m pytest -n auto --maxprocesses 4 --dist loadscope --confcutdir=tests \
+		tests/test_fp8_*.py tests/test_attention_compile.py tests/test_dispatch.py tests/test_parity.py
 
 check: install
 	$(BIN)/ruff check $(CHECKED)
@@ -70,4 +78,4 @@ evidence-check: install
 	$(BIN)/python -m kernel_pytorch.documentation.freshness
 
 clean:
-	rm -rf $(VENV) $(SITE) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-oldest $(SITE) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -459,7 +459,8 @@ def test_compiled_calls_give_the_same_bytes(kernel: str, granularity: str, hard:
 
     def run(x: torch.Tensor, history: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
         cast = fp8_cast(x * 2, "e4m3fn", granularity, transposed=True, history=history, kernel=kernel)
-        return (*outcome(cast)[:3], cast.inverse_t.clone(), *outcome(cast)[4:])  # for tensor, inverse once more
+        scales = (cast.inverse, cast.inverse_t.clone())  # the same tensor twice with one scale
+        return (cast.data, cast.data_t, *scales, cast.amax, cast.counts, cast.next_history)
 
     torch._dynamo.reset()
     compiled = torch.compile(run, fullgraph=True)
@@ -476,7 +477,8 @@ def test_the_kernel_itself_compiled_gives_the_same_bytes(form: Format, hard: tor
     compiled = torch.compile(torch_kernel.forward, fullgraph=True)
     for history in map(torch.tensor, HISTORIES) if granularity == "tensor" else (None,):
         arguments = (hard, form.name, granularity, True, history, False)
-        same_bytes(compiled(kp.device("cpu"), *arguments), outputs(*arguments))
+        wanted = outputs(*arguments)  # first: what a format works out once, dynamo does not
+        same_bytes(compiled(kp.device("cpu"), *arguments), wanted)
 
 
 def test_fake_tensors_and_meta_tensors_have_the_real_shapes() -> None:
