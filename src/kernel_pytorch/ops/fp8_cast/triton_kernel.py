@@ -39,6 +39,7 @@ from kernel_pytorch.ops.fp8_cast.triton_tiles import (
     reciprocal,
     remember,
     scale_from_amax,
+    tile_of_program,
 )
 from kernel_pytorch.ops.triton_launch import Launches, Place, zeros
 from kernel_pytorch.precision.formats import FORMATS
@@ -61,7 +62,8 @@ def _amax(
 ):  # fmt: skip
     """The largest magnitude of TILES tiles below each other."""
     across = tl.cdiv(columns, COLUMNS)
-    first, j = (tl.program_id(0) // across) * TILES, tl.program_id(0) % across
+    first, j = tile_of_program(across, True)
+    first *= TILES
     largest = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
     for below in tl.static_range(TILES):  # all of them are loaded before the first is looked at
         values = load_tile(x, first + below, j, rows, columns, row_stride, column_stride, ROWS, COLUMNS)
@@ -83,7 +85,8 @@ def _amax_of_rows(
 ):  # fmt: skip
     """TILES tiles below each other: the more of them, the fewer programs compete for the number of a column."""
     across = tl.cdiv(columns, COLUMNS)
-    i, j = (tl.program_id(0) // across) * TILES, tl.program_id(0) % across
+    i, j = tile_of_program(across, True)
+    i *= TILES
     largest = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
     for _ in range(TILES):
         magnitude = magnitudes(load_tile(x, i, j, rows, columns, row_stride, column_stride, ROWS, COLUMNS))
@@ -130,8 +133,7 @@ def cast_whole(
     NAN: tl.constexpr, FNUZ: tl.constexpr, HARDWARE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """One tile with the tensor's scale: from its amax, or from a HISTORY, finding the amax."""
-    across = tl.cdiv(columns, COLUMNS)
-    i, j = tl.program_id(0) // across, tl.program_id(0) % across
+    i, j = tile_of_program(tl.cdiv(columns, COLUMNS), HISTORY > 0)
     v_0, v_1, v_2, v_3 = load_quarters(x, i, j, rows, columns, row_stride, column_stride, ROWS, COLUMNS)
     if HISTORY > 0:
         before = largest_remembered(history, history_length, HISTORY)
@@ -240,7 +242,7 @@ def _cast_parts(
     """One tile with scales of rows, blocks or squares."""
     add_numbers(counts, rows, columns, TURNED)
     across, down = tl.cdiv(columns, COLUMNS), tl.cdiv(rows, ROWS)
-    i, j = tl.program_id(0) // across, tl.program_id(0) % across
+    i, j = tile_of_program(across, GRANULARITY != "row")
     BLOCKS: tl.constexpr = GRANULARITY == "block"
     v_0, v_1, v_2, v_3 = load_quarters(x, i, j, rows, columns, row_stride, column_stride, ROWS, COLUMNS)
     if GRANULARITY != "row":

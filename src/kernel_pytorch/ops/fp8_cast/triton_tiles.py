@@ -192,6 +192,19 @@ def remember(history, next_history, length, amax, HISTORY: tl.constexpr):
 
 
 @triton.jit
+def tile_of_program(across, LAST_FIRST: tl.constexpr):
+    """The tile that this program is for, of so many beside each other.
+
+    Who reads a matrix as the first begins with its last tiles, which were written last and may still be in the cache;
+    who reads it a second time goes the other way round, for the same reason.
+    """
+    tile = tl.program_id(0)
+    if LAST_FIRST:
+        tile = tl.num_programs(0) - 1 - tile
+    return tile // across, tile % across
+
+
+@triton.jit
 def load_quarter(
     x, i, j, k, rows, columns, row_stride, column_stride, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):  # fmt: skip

@@ -32,6 +32,7 @@ from kernel_pytorch.ops.fp8_cast.triton_tiles import (
     offer,
     quarter_with_scale,
     scale_from_amax,
+    tile_of_program,
 )
 from kernel_pytorch.ops.fp8_rms_norm.definition import without_cast
 from kernel_pytorch.ops.triton_launch import Launches, Place, zeros
@@ -89,9 +90,7 @@ def _norm(
     NAN: tl.constexpr, FNUZ: tl.constexpr, HARDWARE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """A tile of y, at x; with a HISTORY also of its copies, by that scale. Finds the amax where it must CAST."""
-    across = tl.cdiv(columns, COLUMNS)
-    tile = tl.num_programs(0) - 1 - tl.program_id(0)  # what was read last comes first
-    i, j = tile // across, tile % across
+    i, j = tile_of_program(tl.cdiv(columns, COLUMNS), True)
     strides = (given_row, given_column)
     factors = 1.0
     if HAS_WEIGHT:

@@ -32,6 +32,7 @@ from kernel_pytorch.ops.fp8_cast.triton_tiles import (
     offer,
     reciprocal,
     store_turned,
+    tile_of_program,
 )
 from kernel_pytorch.ops.fp8_swiglu import grad_torch_kernel
 from kernel_pytorch.ops.fp8_swiglu.triton_kernel import (
@@ -84,8 +85,8 @@ def _amax(
     dh, gate, up, amax, rows, columns, dh_row, dh_column, gate_row, gate_column, up_row, up_column,
     HARDWARE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
-    across = tl.cdiv(columns, COLUMNS)
-    i, j = (tl.program_id(0) // across) * TILES, tl.program_id(0) % across
+    i, j = tile_of_program(tl.cdiv(columns, COLUMNS), True)
+    i *= TILES
     largest_dgate = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
     largest_dup = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
     for _ in range(TILES):
@@ -112,8 +113,7 @@ def _cast(
     NAN: tl.constexpr, FNUZ: tl.constexpr, HARDWARE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """One tile of all matrices; with a HISTORY by its scales, finding the amaxes."""
-    across = tl.cdiv(columns, COLUMNS)
-    i, j = tl.program_id(0) // across, tl.program_id(0) % across
+    i, j = tile_of_program(tl.cdiv(columns, COLUMNS), HISTORY > 0)
     matrices = (dh, gate, up, dh_row, dh_column, gate_row, gate_column, up_row, up_column, HARDWARE)
     # Loaded before the scales are known: neither waits for the other.
     g_0, u_0, h_0 = _quarter_gradients(i, j, 0, rows, columns, ROWS, COLUMNS, (1.0, matrices))

@@ -32,6 +32,7 @@ from kernel_pytorch.ops.fp8_cast.triton_tiles import (
     reciprocal,
     remember,
     scale_from_amax,
+    tile_of_program,
 )
 from kernel_pytorch.ops.fp8_swiglu import torch_kernel
 from kernel_pytorch.ops.triton_launch import Launches, Place, zeros
@@ -133,8 +134,8 @@ def _amax(
     gate, up, amax, rows, columns, gate_row, gate_column, up_row, up_column,
     HARDWARE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
-    across = tl.cdiv(columns, COLUMNS)
-    i, j = (tl.program_id(0) // across) * TILES, tl.program_id(0) % across
+    i, j = tile_of_program(tl.cdiv(columns, COLUMNS), True)
+    i *= TILES
     largest = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
     for _ in range(TILES):
         gates = load_tile(gate, i, j, rows, columns, gate_row, gate_column, ROWS, COLUMNS)
@@ -192,8 +193,7 @@ def _cast(
     NAN: tl.constexpr, FNUZ: tl.constexpr, HARDWARE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """One tile; with a HISTORY by its scale, leaving behind whether that was enough."""
-    across = tl.cdiv(columns, COLUMNS)
-    i, j = tl.program_id(0) // across, tl.program_id(0) % across
+    i, j = tile_of_program(tl.cdiv(columns, COLUMNS), HISTORY > 0)
     matrices = (gate, up, gate_row, gate_column, up_row, up_column, HARDWARE)
     # Loaded before the scale is known: neither waits for the other.
     h_0, h_1, h_2, h_3 = _hidden_quarters(i, j, rows, columns, ROWS, COLUMNS, (1.0, matrices))
