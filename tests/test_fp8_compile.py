@@ -82,12 +82,21 @@ def input_numbers(model: Projections) -> list[int]:
     return [int(layer.fp8_counts[0, 0, 3]) for layer in (model.q, model.k, model.v)]
 
 
+def compiled_if(wanted: bool, model: nn.Module) -> Callable[..., list[torch.Tensor]]:
+    torch._dynamo.reset()
+    return torch.compile(model, fullgraph=True, backend="aot_eager") if wanted else model
+
+
+eager_and_compiled = pytest.mark.parametrize("compiled", [False, True])
+
+
+@eager_and_compiled
 @pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "rowwise", "blockwise"])
-def test_layers_with_the_same_input_cast_it_once(recipe: str) -> None:
+def test_layers_with_the_same_input_cast_it_once(recipe: str, compiled: bool) -> None:
     model = kp.fp8.convert(Projections(), recipe)
     apart = kp.fp8.convert(Projections(), recipe)
     x = random(6, 16).requires_grad_()
-    found = model(x)
+    found = compiled_if(compiled, model)(x)
     assert input_numbers(model) == [6 * 16, 0, 0]
     wanted = [layer(x * 2) for layer in (apart.q, apart.k, apart.v)]
     assert input_numbers(apart) == [6 * 16] * 3
@@ -98,10 +107,11 @@ def test_layers_with_the_same_input_cast_it_once(recipe: str) -> None:
     same({n: p.grad for n, p in model.named_parameters()}, {n: p.grad for n, p in apart.named_parameters()})
 
 
-def test_an_input_that_changed_in_place_is_cast_anew() -> None:
+@eager_and_compiled
+def test_an_input_that_changed_in_place_is_cast_anew(compiled: bool) -> None:
     model = kp.fp8.convert(Projections(lambda h: h.mul_(3)), "tensorwise")
     x = random(6, 16)
-    found = [y.detach() for y in model(x.clone().requires_grad_())]
+    found = [y.detach() for y in compiled_if(compiled, model)(x.clone().requires_grad_())]
     assert input_numbers(model) == [6 * 16] * 3
     for y, layer, factor in zip(found, (model.q, model.k, model.v), (2, 6, 18), strict=True):
         assert sqnr(y, functional.linear(x * factor, layer.weight, layer.bias).detach()) > 20
@@ -109,11 +119,12 @@ def test_an_input_that_changed_in_place_is_cast_anew() -> None:
     assert sqnr(found[0] / 9, found[0]) < 20
 
 
-def test_a_cast_is_not_shared_between_recipes_or_modes() -> None:
+@eager_and_compiled
+def test_a_cast_is_not_shared_between_recipes_or_modes(compiled: bool) -> None:
     model = kp.fp8.convert(Projections(), "tensorwise")
     model.k.fp8_recipe = RECIPES["rowwise"]
     model.v.weight.requires_grad_(False)  # needs no transposed copy
-    model(random(6, 16).requires_grad_())
+    compiled_if(compiled, model)(random(6, 16).requires_grad_())
     assert input_numbers(model) == [6 * 16] * 3
 
 
