@@ -53,9 +53,9 @@ def test_auto_computes_what_was_measured_to_be_faster(
         assert (sqnr(found[name], exact[name]) > 60) == (product in high)
     results(model, random(2, 17, 40))
     assert len(asked) == 1  # a size that was seen is not asked about again
-    kind, _, rows, shape, dtype, weight_dtype, bias, fields, needs_dx, needs_dw, compiled = asked[0]
+    kind, _, rows, shape, dtype, weight_dtype, bias, fields, needs_dx, needs_dw, waits = asked[0]
     assert (kind, rows, shape, bias, needs_dx, needs_dw) == ("cpu", 48, (24, 40), True, True, True)
-    assert not compiled
+    assert waits == plan_module.ALONE  # no other layer is there
     assert (dtype, weight_dtype, Recipe(**dict(fields))) == (torch.float32, torch.float32, RECIPES["delayed"])
 
 
@@ -126,11 +126,13 @@ def test_a_shape_is_measured_once(fabricated: list[tuple[Any, ...]]) -> None:
     assert len(fabricated) == 4
 
 
-@pytest.mark.parametrize(("issuing", "best"), [(0.1, PRODUCTS), (7.0, ())])
-def test_a_compiled_layer_may_wait_longer_for_the_cpu(
-    monkeypatch: pytest.MonkeyPatch, issuing: float, best: tuple[str, ...]
+@pytest.mark.parametrize(
+    ("issuing", "alone", "compiled"), [(0.1, PRODUCTS, PRODUCTS), (6.0, PRODUCTS, ()), (8.0, (), ())]
+)
+def test_a_layer_that_is_alone_may_wait_longer_for_the_cpu(
+    monkeypatch: pytest.MonkeyPatch, issuing: float, alone: tuple[str, ...], compiled: tuple[str, ...]
 ) -> None:
-    """A choice that is faster by itself is not taken where 1.5 times its work for the CPU would be slower."""
+    """A choice that is faster by itself is not taken where it would be slower by waiting for the CPU."""
     monkeypatch.setattr(plan_module, "_kept", {})
     monkeypatch.setattr(plan_module, "_repeats", lambda *_: 1)
     monkeypatch.setattr(plan_module, "_seconds", lambda run, *_: 10.0 - len(run.args[0]))  # the more in 8 bits
@@ -138,7 +140,8 @@ def test_a_compiled_layer_may_wait_longer_for_the_cpu(
     monkeypatch.setattr(plan_module, "_issuing", lambda *_: issuing)
     call = (torch.device("cpu"), 64, (24, 40), torch.float32, torch.float32, True, RECIPES["tensorwise"])
     assert measured_choice(*call).best == PRODUCTS
-    assert measured_choice(*call, compiled=True).best == best
+    assert measured_choice(*call, waits=plan_module.ALONE).best == alone
+    assert measured_choice(*call, waits=plan_module.ALONE * plan_module.COMPILED).best == compiled
 
 
 def test_the_report_has_what_was_measured(fabricated: list[tuple[Any, ...]]) -> None:
@@ -171,7 +174,7 @@ def test_measuring_times_every_choice_that_a_recipe_allows(
     monkeypatch.setattr(plan_module, "_SECONDS_A_ROUND", 1e-6)
     recipe = RECIPES["delayed-high-wgrad"]
     call = (torch.device("cpu"), 4, (8, 16), torch.float32, torch.float32, True, recipe, needs_dx, needs_dw)
-    measured = plan_module._measure(*call, compiled=needs_dx)
+    measured = plan_module._measure(*call, waits=1.0 if needs_dx else 0.0)
     assert {choice for choice, _ in measured.seconds} == choices
     assert all(seconds > 0 for _, seconds in measured.seconds)
     assert measured.rows == 4

@@ -4,9 +4,10 @@ Every choice of products is timed as it would run: forward and backward of the l
 waiting, so that what Python costs counts where the device waits for it. One that is not clearly faster than the
 layer in its own precision is not taken, so a converted layer is never slower than it was.
 
-A layer that is being compiled cannot be timed as it will run. Inside a model it is less work for the CPU than an
-eager call, which then errs on the safe side. A layer that is compiled alone is more, so a choice must be faster even
-if it waits for ``COMPILED`` times the CPU's part of an eager call.
+In a loop of the same calls the CPU is quicker than in a step, where other code comes in between. Inside a model the
+work of other layers makes up for that; a layer that is alone must be faster even if it waits for ``ALONE`` times the
+CPU's part of such a call. A layer that is being compiled cannot be timed as it will run: inside a model it is less
+work for the CPU than an eager call, which then errs on the safe side, and alone ``COMPILED`` times as much.
 """
 
 from __future__ import annotations
@@ -35,6 +36,8 @@ __all__ = ["Measured", "measured_choice", "measured_for", "measured_recipe"]
 
 CLEARLY = 0.98
 """A choice must take at most this part of the time of the layer as it was."""
+ALONE = 1.3
+"""The CPU's part of a layer's call in a step, over that in a loop."""
 COMPILED = 1.5
 """The CPU's part of a call of one compiled layer, over that of an eager call, at most."""
 _ROUNDS, _SECONDS_A_ROUND = 5, 0.004
@@ -75,9 +78,12 @@ def measured_recipe(x: torch.Tensor, weight: torch.Tensor, bias: bool, recipe: R
     kind = x.device.type
     dtype = working_dtype(x)
     training = torch.is_grad_enabled() and (weight.requires_grad or x.requires_grad)
+    waits = 0.0
+    if alone:
+        waits = ALONE * COMPILED if torch.compiler.is_compiling() else ALONE
     high = _high_precision(
         kind, x.device.index, rounded(rows), tuple(weight.shape), dtype, weight.dtype, bias, _fields(recipe),
-        training and x.requires_grad, training and weight.requires_grad, alone and torch.compiler.is_compiling(),
+        training and x.requires_grad, training and weight.requires_grad, waits,
     )  # fmt: skip
     return replace(recipe, high_precision=high)
 
@@ -116,7 +122,7 @@ def _high_precision(
     fields: tuple[Any, ...],
     needs_dx: bool,
     needs_dw: bool,
-    compiled: bool,
+    waits: float,
 ) -> tuple[str, ...]:
     """A constant to torch.compile, which takes no objects as arguments of such a function."""
     if kind not in ("cuda", "xpu"):  # no matrix unit for 8 bits: the exact arithmetic is emulated, and slow
@@ -125,9 +131,7 @@ def _high_precision(
         return PRODUCTS  # nothing can be timed inside a graph capture
     device = torch.device(kind, 0 if index is None else index)
     recipe = Recipe(**dict(fields))
-    measured = measured_choice(
-        device, rows, weight, dtype, weight_dtype, bias, recipe, needs_dx, needs_dw, compiled
-    )
+    measured = measured_choice(device, rows, weight, dtype, weight_dtype, bias, recipe, needs_dx, needs_dw, waits)
     best = measured.best
     return tuple(product for product in PRODUCTS if product not in best)
 
@@ -152,10 +156,14 @@ def measured_choice(
     recipe: Recipe,
     needs_dx: bool = True,
     needs_dw: bool = True,
-    compiled: bool = False,
+    waits: float = 0.0,
 ) -> Measured:
-    """The measurement of one shape: kept for the process, made where it is not there."""
-    key = (device, rows, weight_shape, dtype, weight_dtype, bias, recipe, needs_dx, needs_dw, compiled)
+    """The measurement of one shape: kept for the process, made where it is not there.
+
+    Args:
+        waits: how often the CPU's part of a call in 8 bits must fit into the time of the layer as it was.
+    """
+    key = (device, rows, weight_shape, dtype, weight_dtype, bias, recipe, needs_dx, needs_dw, waits)
     found = _kept.get(key)
     if found is None:
         found = _kept[key] = _measure(*key)
@@ -172,7 +180,7 @@ def _measure(
     recipe: Recipe,
     needs_dx: bool,
     needs_dw: bool,
-    compiled: bool,
+    waits: float,
 ) -> Measured:
     """Time every choice of products for one shape, each several times in turn; the medians count."""
     n, k = weight_shape
@@ -218,8 +226,8 @@ def _measure(
         for _ in range(_ROUNDS):
             for choice in choices:
                 taken = _seconds(partial(step, choice), repeats[choice], device)
-                if compiled and choice:
-                    taken = max(taken, COMPILED * _issuing(partial(step, choice), device))
+                if waits and choice:
+                    taken = max(taken, waits * _issuing(partial(step, choice), device))
                 times[choice].append(taken)
     return Measured(rows, tuple((choice, statistics.median(found)) for choice, found in times.items()))
 
