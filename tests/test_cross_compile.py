@@ -37,7 +37,7 @@ KERNELS = {
 PHASES = {
     "rms_norm": ("_forward", "_backward"),
     "attention": ("_forward", "_dq", "_dkdv"),
-    "fp8_cast": ("_cast",),
+    "fp8_cast": ("cast",),
     "fp8_rms_norm": ("_norm",),
     "fp8_swiglu": ("_cast",),
     "fp8_swiglu_grad": ("_cast",),
@@ -123,6 +123,8 @@ def launched_functions(kernel: Kernel) -> set[str]:
     tree = ast.parse(Path(spec.origin).read_text())
     functions = [node for node in tree.body if isinstance(node, ast.FunctionDef)]
     compiled = {node.name for node in functions if "triton.jit" in map(ast.unparse, node.decorator_list)}
+    imports = [node for node in tree.body if isinstance(node, ast.ImportFrom) and ".triton_" in str(node.module)]
+    compiled |= {name.name for node in imports for name in node.names}
     # A launch is function[grid](...), launch(function, grid, ...) or (function, grid, constants) for Launches;
     # what is called without a grid is part of the function that calls it.
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
@@ -150,7 +152,7 @@ def test_every_function_is_built_for_every_architecture(checks: Checks, op: Op) 
 def test_every_compile_case_is_built_forward_and_backward(checks: Checks, op: Op) -> None:
     assert op.compile_cases
     for phase in PHASES[op.name]:
-        built = {(row.arch, row.case) for row in checks.compiled if row.function.startswith(phase)}
+        built = {(row.arch, row.case) for row in checks.compiled if phase in row.function}
         assert {(arch, case) for arch in ARCHITECTURES for case in op.compile_cases} <= built
     assert {row.case for row in checks.compiled} == set(op.compile_cases)
 

@@ -274,7 +274,7 @@ def cast_of_input(
 def shareable(x: torch.Tensor) -> bool:
     """Whether a cast may be kept on the tensor: on what a graph has computed, and nobody else writes to.
 
-    A compiler sees the same call twice by itself.
+    What is being compiled keeps it in ``traced_linear``.
     """
     return not torch.compiler.is_compiling() and x.grad_fn is not None and type(x) is torch.Tensor
 
