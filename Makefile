@@ -40,7 +40,7 @@ test: install
 # Triton 3.6, which belongs to that torch, interprets kernels with numpy up to 2.3.
 oldest:
 	test -x .venv-oldest/bin/python || $(PYTHON) -m venv .venv-oldest
-	.venv-oldest/bin/python -m pip install --quiet 'torch==2.11.*' 'numpy<2.4' hypothesis pytest pytest-xdist --editable .
+	.venv-oldest/bin/python -m pip install --quiet 'torch==2.11.*' 'numpy<2.4' hypothesis pytest pytest-xdist --editable '.[plots]'
 	.venv-oldest/bin/python -m pytest -n auto --maxprocesses 4 --dist loadscope --confcutdir=tests \
 		tests/test_fp8_*.py tests/test_attention_compile.py tests/test_dispatch.py tests/test_parity.py
 
