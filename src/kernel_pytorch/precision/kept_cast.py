@@ -27,7 +27,8 @@ __all__ = [
     "direct_cast",
     "kept_cast",
     "linear_backward_op",
-    "linear_forward",
+    "linear_forward_by_parts_op",
+    "linear_forward_op",
     "linear_of_cast_op",
     "product",
 ]
@@ -285,7 +286,7 @@ _op = define_op(
     _apart,
     _fake,
 )
-_linear_forward_op, _linear_forward_by_parts_op = (
+linear_forward_op, linear_forward_by_parts_op = (
     define_op(
         f"{name}(Tensor x, Tensor weight, str dtype, str number_format, str input_granularity, "
         "str weight_granularity, bool power_of_two, Tensor(a!)? counts, Tensor(b!)? history) "
@@ -295,27 +296,6 @@ _linear_forward_op, _linear_forward_by_parts_op = (
     )
     for name, results in (("fp8_linear_forward", 6), ("fp8_linear_forward_by_parts", 7))
 )
-
-
-def linear_forward(
-    x_MK: torch.Tensor,
-    weight: torch.Tensor,
-    dtype: str,
-    number_format: str,
-    input_granularity: str,
-    weight_granularity: str,
-    power_of_two: bool,
-    counts: torch.Tensor | None,
-    history: torch.Tensor | None,
-) -> tuple[torch.Tensor | None, ...]:
-    """y, weight_8t, weight_inverse_t, x_8, x_inverse, x_8t, and x_inverse_t if it is not x_inverse."""
-    op = _linear_forward_op if input_granularity == "tensor" else _linear_forward_by_parts_op
-    found = op(
-        x_MK, weight, dtype, number_format, input_granularity, weight_granularity, power_of_two, counts, history
-    )
-    return found if len(found) == 7 else (*found, None)
-
-
 linear_of_cast_op = define_op(
     "fp8_linear_of_cast(Tensor x_8, Tensor x_inverse, Tensor weight, str dtype, str number_format, "
     "str weight_granularity, bool power_of_two, Tensor(a!)? counts) -> (Tensor, Tensor, Tensor)",

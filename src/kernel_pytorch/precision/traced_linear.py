@@ -13,7 +13,13 @@ from typing import Any
 import torch
 
 from kernel_pytorch.precision.gathered_weight import transposed_codes
-from kernel_pytorch.precision.kept_cast import Kept, linear_backward_op, linear_forward, linear_of_cast_op
+from kernel_pytorch.precision.kept_cast import (
+    Kept,
+    linear_backward_op,
+    linear_forward_by_parts_op,
+    linear_forward_op,
+    linear_of_cast_op,
+)
 from kernel_pytorch.precision.linear import (
     Memory,
     Products,
@@ -175,11 +181,13 @@ class _Whole(torch.autograd.Function):
         how = Products(*products)
         made: list[torch.Tensor | None] = []
         if x_8 is None:
-            y, weight_8t, weight_inverse_t, *made = linear_forward(
+            op = linear_forward_op if how.input_granularity == "tensor" else linear_forward_by_parts_op
+            y, weight_8t, weight_inverse_t, x_8, x_inverse, x_8t, *other = op(
                 x_MK, weight, how.dtype, how.forward_format, how.input_granularity, weight_granularity,
                 how.power_of_two, counts, history,
             )  # fmt: skip
-            x_8, x_inverse, x_8t, x_inverse_t = made
+            x_inverse_t = other[0] if other else None
+            made = [x_8, x_inverse, x_8t, x_inverse_t]
         else:
             y, weight_8t, weight_inverse_t = linear_of_cast_op(
                 x_8, x_inverse, weight, how.dtype, how.forward_format, weight_granularity, how.power_of_two, counts
