@@ -30,7 +30,7 @@ from kernel_pytorch.precision.linear import (
     products_of,
     working_dtype,
 )
-from kernel_pytorch.precision.recipe import PRODUCTS, Recipe
+from kernel_pytorch.precision.recipe import FIELDS, PRODUCTS, Recipe
 
 __all__ = ["Measured", "measured_choice", "measured_for", "measured_recipe"]
 
@@ -89,17 +89,7 @@ def measured_recipe(x: torch.Tensor, weight: torch.Tensor, bias: bool, recipe: R
 
 
 def _fields(recipe: Recipe) -> tuple[tuple[str, Any], ...]:
-    return (
-        ("name", recipe.name),
-        ("input", recipe.input),
-        ("weight", recipe.weight),
-        ("gradient", recipe.gradient),
-        ("gradient_format", recipe.gradient_format),
-        ("power_of_two", recipe.power_of_two),
-        ("high_precision", recipe.high_precision),
-        ("delayed", recipe.delayed),
-        ("dx_sums", recipe.dx_sums),
-    )
+    return tuple((name, getattr(recipe, name)) for name in FIELDS)
 
 
 def rounded(rows: int) -> int:

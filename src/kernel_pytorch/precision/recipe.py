@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 from kernel_pytorch.ops.fp8_matmul.definition import PAIRS
 
-__all__ = ["PRODUCTS", "RECIPES", "Recipe", "recipe_named"]
+__all__ = ["FIELDS", "PRODUCTS", "RECIPES", "Recipe", "recipe_named"]
 
 PRODUCTS = ("y", "dx", "dW")
 """The three matrix products of a linear layer and its gradients."""
@@ -90,6 +90,9 @@ class Recipe:
     def __str__(self) -> str:
         return self.name
 
+
+FIELDS = tuple(field.name for field in fields(Recipe))
+"""Of a recipe, for where it must be taken apart: torch.compile compares and passes on constants, not recipes."""
 
 # One scale for a whole tensor must span a wide range, which gradients have: they take the format with more of it.
 _TENSOR: dict[str, Any] = {"input": "tensor", "weight": "tensor", "gradient": "tensor", "gradient_format": "e5m2"}

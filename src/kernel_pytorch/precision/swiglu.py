@@ -37,7 +37,7 @@ from kernel_pytorch.precision.linear import (
     working_dtype,
 )
 from kernel_pytorch.precision.offer import meet
-from kernel_pytorch.precision.recipe import Recipe
+from kernel_pytorch.precision.recipe import FIELDS, Recipe
 
 __all__ = ["fp8_swiglu_mlp", "fuse", "fused_in", "unfuse"]
 
@@ -164,11 +164,9 @@ def _common_recipe(layers: list[Any], x: Any) -> Recipe | None:
 
 
 def _alike(one: Recipe, other: Recipe) -> bool:
-    """Whether two recipes with all products in 8 bits are equal, one by one: torch 2.11 cannot compile tuples of what
-    was measured being compared."""
-    scales = one.input == other.input and one.weight == other.weight and one.gradient == other.gradient
-    numbers = one.gradient_format == other.gradient_format and one.power_of_two == other.power_of_two
-    return scales and numbers and one.delayed == other.delayed and one.dx_sums == other.dx_sums
+    """Whether two recipes with all products in 8 bits are equal: torch 2.11 cannot compile the comparison of tuples,
+    which ``high_precision`` is."""
+    return all(getattr(one, name) == getattr(other, name) for name in FIELDS if name != "high_precision")
 
 
 def fp8_swiglu_mlp(
