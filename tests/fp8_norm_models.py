@@ -8,26 +8,14 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from fp8_models import random
+from fp8_models import SwiGLU, random
 from kernel_pytorch.precision import monitor as monitor_module
 from kernel_pytorch.precision import norm as norm_module
 from kernel_pytorch.precision.offer import Caster
 
 both_recipes = pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
-
-
-class SwiGLU(nn.Module):
-    def __init__(self, width: int, hidden: int) -> None:
-        super().__init__()
-        self.gate_proj = nn.Linear(width, hidden, bias=False)
-        self.up_proj = nn.Linear(width, hidden, bias=False)
-        self.down_proj = nn.Linear(hidden, width, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down_proj(functional.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
 class Block(nn.Module):

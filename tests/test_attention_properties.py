@@ -25,14 +25,7 @@ from kernel_pytorch.ops.attention.definition import ATTENTION
 from kernel_pytorch.testing import Comparison, compare, interpreting, poisoned, pretend
 from test_masks import Expression, built, expressions
 
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Small tensors on busy cores: threads that wait for each other take ten times as long."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 needs_interpreter = pytest.mark.skipif(not interpreting(), reason="needs Triton's interpreter")

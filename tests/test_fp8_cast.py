@@ -41,13 +41,7 @@ every_format = pytest.mark.parametrize("form", FORMATS.values(), ids=str)
 every_granularity = pytest.mark.parametrize("granularity", GRANULARITIES)
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Small tensors on busy cores: threads that wait for each other take ten times as long."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @contextlib.contextmanager

@@ -7,7 +7,6 @@ import itertools
 import json
 import math
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -39,14 +38,12 @@ demo = _demo()
 TINY = replace(demo.SMALL, layers=3, dense_every=3, window=24, sinks=3, chunk=64, loss_chunk=48)
 
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
 @pytest.fixture(autouse=True)
-def _one_thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Small tensors on busy cores: threads that wait for each other take ten times as long."""
+def _without_allocator_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "")  # which the demo sets where it is not
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def model_of(config: Any) -> Any:
