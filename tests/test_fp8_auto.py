@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import kernel_pytorch as kp
 from fp8_models import block, linear, random, results, same, sqnr, train
-from kernel_pytorch.precision import PRODUCTS, RECIPES, Recipe
+from kernel_pytorch.precision import PRODUCTS, RECIPES
 from kernel_pytorch.precision import plan as plan_module
 from kernel_pytorch.precision.plan import Measured, measured_choice, rounded
 
@@ -33,37 +33,37 @@ def test_auto_leaves_a_processors_layers_as_they_are(products: list[tuple[int, .
     assert all("no 8-bit matrix units on cpu" in row.notes for row in report.layers)
 
 
-@pytest.mark.parametrize("high", [(), ("dx",), ("y", "dW"), PRODUCTS])
+@pytest.mark.parametrize("low", [PRODUCTS, ("y", "dW"), ("dx",), ()])
 def test_auto_computes_what_was_measured_to_be_faster(
-    high: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, products: list[tuple[int, ...]]
+    low: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, products: list[tuple[int, ...]]
 ) -> None:
     asked: list[Any] = []
 
     def choice(*key: Any) -> tuple[str, ...]:
         asked.append(key)
-        return high
+        return low
 
-    monkeypatch.setattr(plan_module, "_high_precision", choice)
+    monkeypatch.setattr(plan_module, "_measured_products", choice)
     model = kp.fp8.convert(linear())
     found, exact = results(model, random(2, 17, 40)), results(linear(), random(2, 17, 40))
     shapes = {"y": (34, 40, 24), "dx": (34, 24, 40), "dW": (24, 34, 40)}
-    assert products == [shape for product, shape in shapes.items() if product not in high]
+    assert products == [shape for product, shape in shapes.items() if product in low]
     for name, product in (("y", "y"), ("x", "dx"), ("0.weight", "dW")):
         assert sqnr(found[name], exact[name]) >= 20
-        assert (sqnr(found[name], exact[name]) > 60) == (product in high)
+        assert (sqnr(found[name], exact[name]) > 60) == (product not in low)
     results(model, random(2, 17, 40))
     assert len(asked) == 1  # a size that was seen is not asked about again
-    kind, _, rows, shape, dtype, weight_dtype, bias, fields, needs_dx, needs_dw, waits = asked[0]
+    kind, _, rows, shape, dtype, weight_dtype, bias, recipe, needs_dx, needs_dw, waits = asked[0]
     assert (kind, rows, shape, bias, needs_dx, needs_dw) == ("cpu", 48, (24, 40), True, True, True)
     assert waits == plan_module.ALONE  # no other layer is there
-    assert (dtype, weight_dtype, Recipe(**dict(fields))) == (torch.float32, torch.float32, RECIPES["delayed"])
+    assert (dtype, weight_dtype, recipe) == (torch.float32, torch.float32, RECIPES["delayed"])
 
 
 def test_an_evaluation_does_not_decide_for_training(
     monkeypatch: pytest.MonkeyPatch, products: list[tuple[int, ...]]
 ) -> None:
     """y alone gains nothing, the three products together do."""
-    monkeypatch.setattr(plan_module, "_high_precision", lambda *key: () if key[-2] else PRODUCTS)
+    monkeypatch.setattr(plan_module, "_measured_products", lambda *key: PRODUCTS if key[-2] else ())
     model = kp.fp8.convert(linear())
     with torch.no_grad():
         model.eval()(random(64, 40))
@@ -73,7 +73,7 @@ def test_an_evaluation_does_not_decide_for_training(
 
 def test_a_layer_that_gains_nothing_costs_one_comparison(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
-    monkeypatch.setattr(plan_module, "_high_precision", lambda *key: asked.append(key) or PRODUCTS)
+    monkeypatch.setattr(plan_module, "_measured_products", lambda *key: asked.append(key) or ())
     model = kp.fp8.convert(linear())
     for rows in (64, 32, 7):
         results(model, random(rows, 40))
@@ -197,8 +197,7 @@ def test_rows_are_rounded_up_to_two_significant_bits(rows: int) -> None:
 @pytest.mark.parametrize("in_8", [PRODUCTS, ("dx", "dW"), ()])
 def test_what_was_measured_is_compiled(monkeypatch: pytest.MonkeyPatch, in_8: tuple[str, ...]) -> None:
     """Also a SwiGLU, whose layers must agree."""
-    high = tuple(product for product in PRODUCTS if product not in in_8)
-    monkeypatch.setattr(plan_module, "_high_precision", torch.compiler.assume_constant_result(lambda *_: high))
+    monkeypatch.setattr(plan_module, "_measured_products", lambda *_: in_8)
     found = []
     for compiled in (False, True):
         torch._dynamo.reset()

@@ -59,6 +59,37 @@ def test_compiled_by_inductor() -> None:
         torch.testing.assert_close(value, found[0][1][name], rtol=1e-4, atol=1e-6)
 
 
+def test_a_compiled_call_follows_every_change_of_its_layer() -> None:
+    """It compares little before each call: what it does compare must be enough."""
+    torch._dynamo.reset()
+    layer = kp.fp8.convert(nn.Sequential(nn.Linear(16, 16, dtype=torch.bfloat16)), "delayed")[0]
+    run = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    x = random(6, 16).to(torch.bfloat16)
+
+    changes: dict[str, Callable[[], object]] = {
+        "nothing": lambda: None,
+        "recipe": lambda: setattr(layer, "fp8_recipe", RECIPES["rowwise"]),
+        "evaluation": layer.eval,
+        "training": layer.train,
+        "fallback": lambda: setattr(layer, "fp8_fallback", "a test"),
+    }
+    for what, change in changes.items():
+        change()
+        for needs_grad in (True, False):
+            with torch.set_grad_enabled(needs_grad):
+                before = (layer.fp8_counts.clone(), layer.fp8_state.clone())
+                y = run(x.clone().requires_grad_(needs_grad))
+                after = (layer.fp8_counts.clone(), layer.fp8_state.clone())
+                layer.fp8_forward_counts.copy_(before[0][:2])
+                layer.fp8_history.copy_(before[1][0])
+                wanted = layer(x.clone().requires_grad_(needs_grad))
+            assert torch.equal(y, wanted), what
+            assert torch.equal(after[0], layer.fp8_counts), what
+            assert torch.equal(after[1], layer.fp8_state), what
+    plain = functional.linear(x, layer.weight, layer.bias)
+    assert torch.equal(y, plain)  # in the end
+
+
 # Inputs that several layers share
 
 

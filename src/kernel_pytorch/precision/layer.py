@@ -8,7 +8,7 @@ missing when a checkpoint of the model before it was converted is loaded.
 
 from __future__ import annotations
 
-from dataclasses import replace
+import math
 from typing import Any
 
 import torch
@@ -25,11 +25,11 @@ from kernel_pytorch.precision.linear import (
     cast_of_weight,
     check_linear,
     checked_linear,
-    products_of,
+    working_dtype,
 )
 from kernel_pytorch.precision.offer import meet
-from kernel_pytorch.precision.plan import Measured, measured_for, measured_recipe
-from kernel_pytorch.precision.recipe import Recipe
+from kernel_pytorch.precision.plan import Measured, call_of, measured_for, rounded
+from kernel_pytorch.precision.recipe import Recipe, recipe_of
 
 __all__ = ["BUFFERS", "Float8Linear", "optimizer_steps"]
 
@@ -61,7 +61,8 @@ def optimizer_steps() -> int:
 class Float8Linear(nn.Linear):
     """Made out of an ``nn.Linear`` in place by ``kp.fp8.convert``; see there."""
 
-    fp8_recipe: Recipe
+    fp8_text: str
+    """That of the recipe, ``Recipe.text``: all that a compiled step compares of it."""
     fp8_auto: bool
     """Whether each product is in 8 bits only where that was measured to be faster."""
     fp8_alone: bool
@@ -89,7 +90,7 @@ class Float8Linear(nn.Linear):
         """The same object, with another forward."""
         linear.__class__ = Float8Linear
         layer: Any = linear
-        layer.fp8_recipe, layer.fp8_auto, layer.fp8_fallback, layer.fp8_gather = recipe, auto, None, None
+        layer.fp8_text, layer.fp8_auto, layer.fp8_fallback, layer.fp8_gather = recipe.text, auto, None, None
         layer.fp8_alone = alone
         layer._kept_cast, layer._forwards, layer._accumulates = None, None, False
         layer._calls, layer.fp8_plain_numel, layer._narrow = {}, -1, False
@@ -105,19 +106,29 @@ class Float8Linear(nn.Linear):
         for name in BUFFERS:
             del self._buffers[name]
             self._non_persistent_buffers_set.discard(name)
-        for name in ("fp8_recipe", "fp8_auto", "fp8_alone", "fp8_fallback", "fp8_plain_numel", "fp8_gather"):
+        for name in ("fp8_text", "fp8_auto", "fp8_alone", "fp8_fallback", "fp8_plain_numel", "fp8_gather"):
             delattr(self, name)
         for name in ("_kept_cast", "_forwards", "_accumulates", "_calls", "_narrow"):
             delattr(self, name)
         self.__class__ = nn.Linear  # type: ignore[assignment]
         return self
 
+    @property
+    def fp8_recipe(self) -> Recipe:
+        """What was asked for."""
+        return recipe_of(self.fp8_text)
+
+    @fp8_recipe.setter
+    def fp8_recipe(self, recipe: Recipe) -> None:
+        self.fp8_text = recipe.text
+        self._calls.clear()
+
     def recipe_for(self, x: torch.Tensor) -> Recipe | None:
         """The recipe of a call, with the products that are in 8 bits; None for plain arithmetic."""
         call = self._call_for(x, False)
         return None if call is None else call[0]
 
-    def _call_for(self, x: torch.Tensor, own: bool = True) -> tuple[Recipe, Products] | None:
+    def _call_for(self, x: torch.Tensor, own: bool) -> tuple[Recipe, Products] | None:
         """How calls with such inputs are computed, worked out and checked once; None for plain arithmetic.
 
         Where x is not the layer's own input but that of the module around it, only what they have in common counts.
@@ -153,34 +164,37 @@ class Float8Linear(nn.Linear):
         return self._calls[key]
 
     def _new_call_for(self, x: torch.Tensor, own: bool) -> tuple[Recipe, Products] | None:
-        recipe = self._recipe_for(x)
-        if recipe is None:
+        weight, recording = self.weight, torch.is_grad_enabled()
+        rows = rounded(math.prod(x.shape[:-1])) if self.fp8_auto else 0
+        call = call_of(
+            self.fp8_text, self.training, rows, self.fp8_alone, torch.compiler.is_compiling(), x.device.type,
+            x.device.index, working_dtype(x), tuple(weight.shape), weight.dtype, self.bias is not None,
+            recording and x.requires_grad, recording and weight.requires_grad,
+        )  # fmt: skip
+        if call is None:
             return None
         if own:
-            check_linear(x, self.weight, self.bias)
-        return recipe, products_of(x, self.weight, recipe)
-
-    def _recipe_for(self, x: torch.Tensor) -> Recipe | None:
-        recipe = self.fp8_recipe
-        if self.fp8_auto:
-            recipe = measured_recipe(x, self.weight, self.bias is not None, recipe, self.fp8_alone)
-        if len(recipe.high_precision) == 3:
-            return None
-        # What is only looked at must not change what training remembers.
-        return recipe if self.training or not recipe.delayed else replace(recipe, delayed=False)
+            check_linear(x, weight, self.bias)
+        recipe, products = call
+        return recipe, Products(*products)
 
     def fp8_measured(self) -> tuple[Measured, ...]:
         """What auto has measured for calls of this layer, in the order of its rows."""
         return measured_for(self.weight, self.bias is not None, self.fp8_recipe)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if x.numel() <= self.fp8_plain_numel and (self._narrow or not torch.is_autocast_enabled(x.device.type)):
+        compiling = torch.compiler.is_compiling()
+        if (
+            not compiling
+            and x.numel() <= self.fp8_plain_numel
+            and (self._narrow or not torch.is_autocast_enabled(x.device.type))
+        ):
             return nn.functional.linear(x, self.weight, self.bias)
-        call = self._call_for(x)
+        call = self._call_for(x, True)
         if call is None:
             return nn.functional.linear(x, self.weight, self.bias)
         recipe, products = call
-        if products.y_in_8 and not torch.compiler.is_compiling():
+        if products.y_in_8 and not compiling:
             meet(x, self, recipe, products.forward_format, products.needs_dw and products.dw_in_8)
         cast = self.weight_cast(recipe, products.forward_format, products.needs_dx and products.dx_in_8)
         return checked_linear(x, self.weight, self.bias, recipe, products, self.fp8_memory(recipe), cast)

@@ -35,6 +35,7 @@ __all__ = [
     "formats_on",
     "forward_products",
     "fp8_linear",
+    "products_for",
     "products_of",
     "refuse_second",
     "working_dtype",
@@ -134,9 +135,23 @@ class Products(NamedTuple):
 def products_of(x: torch.Tensor, weight: torch.Tensor, recipe: Recipe) -> Products:
     """For calls with tensors such as these."""
     recording = torch.is_grad_enabled()
-    forward_format, gradient_format = formats_on(x.device.type, x.device.index, recipe.gradient_format)
+    return products_for(
+        x.device.type,
+        x.device.index,
+        working_dtype(x),
+        recording and x.requires_grad,
+        recording and weight.requires_grad,
+        recipe,
+    )
+
+
+def products_for(
+    kind: str, index: int | None, dtype: torch.dtype, needs_dx: bool, needs_dw: bool, recipe: Recipe
+) -> Products:
+    """For calls on this device that compute in this format."""
+    forward_format, gradient_format = formats_on(kind, index, recipe.gradient_format)
     return Products(
-        dtype=NAMES[working_dtype(x)],
+        dtype=NAMES[dtype],
         forward_format=forward_format,
         gradient_format=gradient_format,
         input_granularity=recipe.input,
@@ -146,8 +161,8 @@ def products_of(x: torch.Tensor, weight: torch.Tensor, recipe: Recipe) -> Produc
         y_in_8="y" not in recipe.high_precision,
         dx_in_8="dx" not in recipe.high_precision,
         dw_in_8="dW" not in recipe.high_precision,
-        needs_dx=recording and x.requires_grad,
-        needs_dw=recording and weight.requires_grad,
+        needs_dx=needs_dx,
+        needs_dw=needs_dw,
     )
 
 

@@ -27,12 +27,12 @@ from kernel_pytorch.precision.linear import (
     STATE_SHAPE,
     Memory,
     checked_linear,
+    products_for,
     products_of,
-    working_dtype,
 )
-from kernel_pytorch.precision.recipe import FIELDS, PRODUCTS, Recipe
+from kernel_pytorch.precision.recipe import PRODUCTS, Recipe, recipe_of
 
-__all__ = ["Measured", "measured_choice", "measured_for", "measured_recipe"]
+__all__ = ["Measured", "call_of", "measured_choice", "measured_for", "rounded"]
 
 CLEARLY = 0.98
 """A choice must take at most this part of the time of the layer as it was."""
@@ -66,30 +66,47 @@ class Measured:
         return self.plain / dict(self.seconds)[self.best]
 
 
-def measured_recipe(x: torch.Tensor, weight: torch.Tensor, bias: bool, recipe: Recipe, alone: bool) -> Recipe:
-    """The recipe with those products in high precision that gain nothing in 8 bits for a call of this size.
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def call_of(
+    text: str,
+    training: bool,
+    rows: int,
+    alone: bool,
+    compiled: bool,
+    kind: str,
+    index: int | None,
+    dtype: torch.dtype,
+    weight_shape: tuple[int, int],
+    weight_dtype: torch.dtype,
+    bias: bool,
+    needs_dx: bool,
+    needs_dw: bool,
+) -> tuple[Recipe, tuple[Any, ...]] | None:
+    """How a layer computes calls of one kind: recipe and ``Products``, None for plain arithmetic.
+
+    A constant to torch.compile, which takes no objects as arguments of such a function, and compares nothing of its
+    result before the next call.
 
     Args:
+        text: that of the layer's recipe.
+        training: whether the layer trains.
+        rows: what to measure the three products for, as ``rounded``, or 0: all that the recipe says are in 8 bits.
         alone: whether nothing else of the model is computed in 8 bits.
+        compiled: whether the call is being compiled.
+        dtype: what the layer computes in.
     """
-    rows = 1
-    for size in x.shape[:-1]:
-        rows *= size
-    kind = x.device.type
-    dtype = working_dtype(x)
-    training = torch.is_grad_enabled() and (weight.requires_grad or x.requires_grad)
-    waits = 0.0
-    if alone:
-        waits = ALONE * COMPILED if torch.compiler.is_compiling() else ALONE
-    high = _high_precision(
-        kind, x.device.index, rounded(rows), tuple(weight.shape), dtype, weight.dtype, bias, _fields(recipe),
-        training and x.requires_grad, training and weight.requires_grad, waits,
-    )  # fmt: skip
-    return replace(recipe, high_precision=high)
-
-
-def _fields(recipe: Recipe) -> tuple[tuple[str, Any], ...]:
-    return tuple((name, getattr(recipe, name)) for name in FIELDS)
+    recipe = recipe_of(text)
+    if rows:
+        waits = ALONE * (COMPILED if compiled else 1) if alone else 0.0
+        low = _measured_products(
+            kind, index, rows, weight_shape, dtype, weight_dtype, bias, recipe, needs_dx, needs_dw, waits
+        )
+        recipe = replace(recipe, high_precision=tuple(product for product in PRODUCTS if product not in low))
+    if len(recipe.high_precision) == len(PRODUCTS):
+        return None
+    if recipe.delayed and not training:  # what is only looked at must not change what training remembers
+        recipe = replace(recipe, delayed=False)
+    return recipe, tuple(products_for(kind, index, dtype, needs_dx, needs_dw, recipe))
 
 
 def rounded(rows: int) -> int:
@@ -100,30 +117,13 @@ def rounded(rows: int) -> int:
     return -(-rows // step) * step
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _high_precision(
-    kind: str,
-    index: int | None,
-    rows: int,
-    weight: tuple[int, ...],
-    dtype: torch.dtype,
-    weight_dtype: torch.dtype,
-    bias: bool,
-    fields: tuple[Any, ...],
-    needs_dx: bool,
-    needs_dw: bool,
-    waits: float,
-) -> tuple[str, ...]:
-    """A constant to torch.compile, which takes no objects as arguments of such a function."""
+def _measured_products(kind: str, index: int | None, *call: Any) -> tuple[str, ...]:
+    """Those of ``PRODUCTS`` that gain by 8 bits."""
     if kind not in ("cuda", "xpu"):  # no matrix unit for 8 bits: the exact arithmetic is emulated, and slow
-        return PRODUCTS
+        return ()
     if kind == "cuda" and torch.cuda.is_current_stream_capturing():
-        return PRODUCTS  # nothing can be timed inside a graph capture
-    device = torch.device(kind, 0 if index is None else index)
-    recipe = Recipe(**dict(fields))
-    measured = measured_choice(device, rows, weight, dtype, weight_dtype, bias, recipe, needs_dx, needs_dw, waits)
-    best = measured.best
-    return tuple(product for product in PRODUCTS if product not in best)
+        return ()  # nothing can be timed inside a graph capture
+    return measured_choice(torch.device(kind, 0 if index is None else index), *call).best
 
 
 _kept: dict[tuple[object, ...], Measured] = {}

@@ -37,7 +37,7 @@ from kernel_pytorch.precision.linear import (
     working_dtype,
 )
 from kernel_pytorch.precision.offer import meet
-from kernel_pytorch.precision.recipe import FIELDS, Recipe
+from kernel_pytorch.precision.recipe import Recipe
 
 __all__ = ["fp8_swiglu_mlp", "fuse", "fused_in", "unfuse"]
 
@@ -157,16 +157,11 @@ def _common_recipe(layers: list[Any], x: Any) -> Recipe | None:
         return None
     if first.high_precision or second.high_precision or third.high_precision:
         return None
-    if not (_alike(first, second) and _alike(first, third)):
-        return None
+    # Compared by their texts, for torch 2.11 cannot compile the comparison of two recipes.
+    gate, up, down = layers
+    same = gate.fp8_text == up.fp8_text == down.fp8_text and first.delayed == second.delayed == third.delayed
     whole = first.input == first.weight == first.gradient == "tensor" and first.dx_sums == "promoted"
-    return first if whole and all(layer.bias is None for layer in layers) else None
-
-
-def _alike(one: Recipe, other: Recipe) -> bool:
-    """Whether two recipes with all products in 8 bits are equal: torch 2.11 cannot compile the comparison of tuples,
-    which ``high_precision`` is."""
-    return all(getattr(one, name) == getattr(other, name) for name in FIELDS if name != "high_precision")
+    return first if same and whole and all(layer.bias is None for layer in layers) else None
 
 
 def fp8_swiglu_mlp(
