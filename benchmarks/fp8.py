@@ -53,8 +53,11 @@ say = partial(print, flush=True)  # a run that is killed must show what it did
 
 @dataclass(frozen=True)
 class Arm:
-    """One way to run a workload: ``bf16``, one of ``PEERS`` or of ``RECIPES``; ``eager``, ``compiled`` or ``graphs``,
-    which is compiled with ``mode="reduce-overhead"``."""
+    """One way to run a workload: ``bf16``, one of ``PEERS`` or of ``RECIPES``, in a mode.
+
+    Modes are ``eager``, ``compiled``, either of them ``in one thread``, where autograd runs the backward in the
+    thread that calls it, and ``graphs``, which is compiled with ``mode="reduce-overhead"``.
+    """
 
     recipe: str
     mode: str
@@ -62,6 +65,10 @@ class Arm:
     @property
     def ours(self) -> bool:
         return self.recipe in RECIPES
+
+    @property
+    def eager(self) -> bool:
+        return self.mode.startswith("eager")
 
     @property
     def subject(self) -> str:
@@ -88,9 +95,10 @@ def arms(work: Workload, torchao: bool) -> Iterator[Arm]:
         if mode == "compiled" and torchao:
             yield from (Arm(peer, mode) for peer in work.peers)
         yield from (Arm(recipe, mode) for recipe in work.recipes)
-    if work.graphs:
-        peers = work.peers[:1] if torchao else ()
-        yield from (Arm(recipe, "graphs") for recipe in ("bf16", *peers, work.recipes[0]))
+    for mode in work.others if work.compiled else ():
+        for recipe in ("bf16", *(work.peers[:1] if torchao else ()), work.recipes[0]):
+            if recipe not in PEERS or not mode.startswith("eager"):
+                yield Arm(recipe, mode)
 
 
 class Runner:
@@ -100,7 +108,8 @@ class Runner:
         self.arm = arm
         self.model = arm.converted(module(work, device))
         self.call: Callable[..., torch.Tensor] = self.model
-        if arm.mode != "eager":
+        self.threads = not arm.mode.endswith("in one thread")
+        if not arm.eager:
             mode = "reduce-overhead" if arm.mode == "graphs" else "default"
             self.call = torch.compile(self.model, dynamic=False, mode=mode)
         outputs = work.hidden if work.kind == "linear" else work.width
@@ -118,7 +127,8 @@ class Runner:
             torch._foreach_mul_(self.corners, 1.0)  # to whoever keeps a cast, the weights have changed
         x = self.x.detach().requires_grad_()  # and so has the input
         y = self.call(x)
-        y.backward(self.upstream)
+        with torch.autograd.set_multithreading_enabled(self.threads):
+            y.backward(self.upstream)
         return x, y
 
     def step(self) -> None:
@@ -349,8 +359,9 @@ def summary(measurements: dict[str, list[Measurement]]) -> Iterator[str]:
             for case, phase in dict.fromkeys((row.case, row.phase) for row in rows):
                 members = [row for row in rows if (row.case, row.phase) == (case, phase)]
                 others = [row for row in members if not arm_of(row).startswith("bf16 ")]
-                gains = ", ".join(f"{arm_of(row).rpartition(' ')[0]} {gain(row, rows)}" for row in others)
-                yield f"{case}, {phase.rpartition(' ')[2]}: {gains}"
+                mode = phase.partition(", ")[2]
+                gains = ", ".join(f"{arm_of(row).removesuffix(mode)}{gain(row, rows)}" for row in others)
+                yield f"{case}, {mode}: {gains}"
         elif part == "memory":
             yield "peak memory (GiB): " + ", ".join(
                 f"{arm_of(row)} {(row.peak_bytes or 0) / 2**30:.2f}" for row in rows

@@ -12,7 +12,7 @@ from torch import nn
 
 __all__ = ["PEERS", "RECIPES", "WORKLOADS", "Workload", "grid", "module", "small"]
 
-RECIPES = ("delayed", "tensorwise", "rowwise", "auto")
+RECIPES = ("delayed", "delayed-e4m3", "tensorwise", "rowwise", "auto")
 PEERS = ("torchao tensorwise", "torchao rowwise")
 HEAD = 128
 
@@ -36,8 +36,8 @@ class Workload:
     recipes: tuple[str, ...] = RECIPES
     peers: tuple[str, ...] = PEERS
     compiled: bool = True
-    graphs: bool = False
-    """Whether to run it as CUDA graphs too: what a step waits for the CPU then counts no more."""
+    others: tuple[str, ...] = ()
+    """Modes of ``fp8.Arm`` in which less of a step is a wait for the CPU, to run it in too."""
     memory: bool = False
 
     @property
@@ -60,16 +60,16 @@ class Workload:
 
 WORKLOADS = (
     Workload("linear-4096", "linears", "linear M 8192, 4096 -> 4096", "linear", (8192,), 4096, 4096,
-             graphs=True),
+             others=("eager in one thread", "compiled in one thread", "graphs")),
     Workload("linear-14336", "linears", "linear M 8192, 4096 -> 14336", "linear", (8192,), 4096, 14336,
-             recipes=("delayed", "tensorwise")),
+             recipes=("delayed", "delayed-e4m3", "tensorwise")),
     Workload("linear-28672", "linears", "linear M 16384, 8192 -> 28672", "linear", (16384,), 8192, 28672,
-             recipes=("delayed", "tensorwise")),
+             recipes=("delayed", "delayed-e4m3", "tensorwise")),
     Workload("mlp", "blocks", "SwiGLU MLP 4096/14336, 16384 tokens", "mlp", (16384,), 4096, 14336),
     Workload("block-4096", "blocks", "Llama block 4096/14336, 4 x 4096", "block", (4, 4096), 4096, 14336, (32, 8),
              memory=True),
     Workload("block-2048", "small-block", "Llama block 2048/5632, 8 x 2048", "block", (8, 2048), 2048, 5632, (16, 8),
-             graphs=True),
+             others=("graphs",)),
 )  # fmt: skip
 
 

@@ -26,6 +26,7 @@ pytestmark = pytest.mark.usefixtures("one_thread", "own_monitors", "an_optimizer
         ("tensorwise", True),
         ("delayed", True),
         ("delayed", False),
+        ("delayed-e4m3", True),
         ("rowwise", True),
         ("auto", True),
     ],

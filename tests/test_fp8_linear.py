@@ -17,6 +17,7 @@ from kernel_pytorch.ops.fp8_cast import Cast, fp8_cast
 from kernel_pytorch.ops.fp8_matmul.definition import FP8_MATMUL
 from kernel_pytorch.precision import COUNTS_SHAPE, RECIPES, STATE_SHAPE, Recipe, fp8_linear, recipe_named
 from kernel_pytorch.precision import linear as linear_module
+from kernel_pytorch.precision.recipe import recipe_of
 from kernel_pytorch.testing import compare, pretend
 from kernel_pytorch.testing.budget import exceeded
 
@@ -119,7 +120,7 @@ def test_bias_is_added_and_its_gradient_is_a_float32_sum(recipe: Recipe, dtype: 
     assert ((with_bias[3].double() - exact).abs() <= bound).all()
 
 
-@pytest.mark.parametrize("name", ["tensorwise", "delayed", "rowwise", "blockwise"])
+@pytest.mark.parametrize("name", ["tensorwise", "delayed", "delayed-e4m3", "rowwise", "blockwise"])
 def test_long_sums(name: str) -> None:
     recipe = RECIPES[name]
     for number, (m, k, n) in enumerate(((3, 32768, 4), (3, 4, 32768), (32768, 3, 4))):
@@ -418,10 +419,12 @@ def test_meta_tensors_have_shapes() -> None:
 
 def test_recipes_are_frozen_values_under_their_names() -> None:
     kinds = ("tensorwise", "delayed", "rowwise")
-    assert list(RECIPES) == [name for kind in kinds for name in (kind, f"{kind}-high-wgrad")] + ["blockwise"]
+    named = {name for kind in kinds for name in (kind, f"{kind}-high-wgrad")}
+    assert set(RECIPES) == named | {"delayed-e4m3", "blockwise"}
     for name, recipe in RECIPES.items():
         assert (recipe.name, str(recipe), recipe_named(name)) == (name, name, recipe)
         assert recipe_named(recipe) is recipe
+        assert recipe_of(recipe.text) == recipe
         assert dataclasses.replace(recipe) == recipe
         assert hash(dataclasses.replace(recipe)) == hash(recipe)
         with pytest.raises(dataclasses.FrozenInstanceError):
@@ -479,7 +482,7 @@ def test_every_choice_of_products_in_high_precision(
 # Delayed scaling
 
 
-@pytest.mark.parametrize("name", ["delayed", "delayed-high-wgrad"])
+@pytest.mark.parametrize("name", ["delayed", "delayed-e4m3", "delayed-high-wgrad"])
 def test_state_remembers_the_largest_numbers_of_the_last_16_steps(name: str) -> None:
     state = torch.zeros(STATE_SHAPE)
     weight = leaves(6, 40, 8)[1]

@@ -9,15 +9,17 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._subclasses import FakeTensor
 from torch.nn import functional
 
 import kernel_pytorch as kp
 from fp8_models import SwiGLU, block, is_fused, random, results, same, sqnr
+from kernel_pytorch.precision import kept_swiglu as kept_swiglu_module
 from kernel_pytorch.precision import swiglu as swiglu_module
 from kernel_pytorch.precision.layer import Float8Linear
 
 pytestmark = pytest.mark.usefixtures("one_thread", "own_monitors", "an_optimizer_has_made_a_step")
-fused_recipes = pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
+fused_recipes = pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "delayed-e4m3"])
 
 
 class Llama(nn.Module):
@@ -186,6 +188,29 @@ def test_fused_with_frozen_weights(recipe: str, trained: str) -> None:
         for found, exact in zip(*outputs, strict=True):
             assert (found is None) == (exact is None)
             assert found is None or sqnr(found, exact) > 18
+
+
+@fused_recipes
+@pytest.mark.parametrize("compiled", [False, True])
+def test_fused_products_are_added_up_as_the_recipe_says(
+    recipe: str, compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch._dynamo.reset()
+    seen: list[tuple[Any, ...]] = []
+
+    def watched(a: torch.Tensor, b: torch.Tensor, *rest: Any) -> torch.Tensor:
+        if not isinstance(a, FakeTensor):
+            seen.append((a.dtype, rest[3]))
+        return product(a, b, *rest)
+
+    product = kept_swiglu_module.product
+    monkeypatch.setattr(kept_swiglu_module, "product", watched)
+    model = kp.fp8.convert(SwiGLU(64, 96), recipe)
+    run = torch.compile(model, fullgraph=True, backend="aot_eager") if compiled else model
+    run(random(40, 64).requires_grad_()).sum().backward()
+    e4m3, e5m2 = torch.float8_e4m3fn, torch.float8_e5m2
+    gradients, sums = (e4m3, "fast") if recipe == "delayed-e4m3" else (e5m2, "promoted")
+    assert seen == [(e4m3, "fast")] * 3 + [(gradients, sums)] * 3 + [(gradients, "promoted")] * 3
 
 
 def test_fused_under_autocast() -> None:

@@ -74,6 +74,7 @@ def swiglu_backward(
     dy_MN: torch.Tensor,
     saved: Saved,
     formats: tuple[str, str],
+    dx_sums: str,
     power_of_two: bool,
     needs: Needs,
     counts: tuple[torch.Tensor, ...],
@@ -83,6 +84,7 @@ def swiglu_backward(
 
     Args:
         formats: of the forward, and of the gradients.
+        dx_sums: how the gradients of the inputs of the layers are added up, as a recipe says.
         counts: of dgate, of dup, and of dy.
         histories: of dgate, of dup, and of dy.
     """
@@ -93,15 +95,15 @@ def swiglu_backward(
     dy_8, dy_t, dy_inverse, direct = dy.data, dy.data_t, dy.inverse, dy.direct
     del dy
     if needs.dh:
-        dh_MF = product(dy_8, saved.down_t, dy_inverse, saved.down_inverse, dtype, "promoted", direct)
+        dh_MF = product(dy_8, saved.down_t, dy_inverse, saved.down_inverse, dtype, dx_sums, direct)
         del dy_8
         g, g_t, g_inverse, u, u_t, u_inverse, h_t = _hidden_gradients(
             dh_MF, saved, h_inverse if needs.ddown else None, formats, power_of_two, counts[:2], histories[:2]
         )
         del dh_MF
         if needs.dx:
-            dx = product(g, saved.gate_t, g_inverse, saved.gate_inverse, dtype, "promoted", direct)
-            dx_of_up = product(u, saved.up_t, u_inverse, saved.up_inverse, dtype, "promoted", direct)
+            dx = product(g, saved.gate_t, g_inverse, saved.gate_inverse, dtype, dx_sums, direct)
+            dx_of_up = product(u, saved.up_t, u_inverse, saved.up_inverse, dtype, dx_sums, direct)
         del g, u
         if needs.dgate:
             dgate = product(g_t, saved.x_t, g_inverse, saved.x_inverse, dtype, "promoted", direct)
@@ -267,6 +269,7 @@ def _backward(
     saved: list[torch.Tensor],
     forward_format: str,
     gradient_format: str,
+    dx_sums: str,
     power_of_two: bool,
     gate_counts: torch.Tensor,
     up_counts: torch.Tensor,
@@ -277,7 +280,7 @@ def _backward(
 ) -> tuple[torch.Tensor | None, ...]:
     counts, histories = (gate_counts, up_counts, down_counts), (gate_history, up_history, down_history)
     formats = (forward_format, gradient_format)
-    return swiglu_backward(dy_MN, Saved(*saved), formats, power_of_two, Needs(), counts, histories)
+    return swiglu_backward(dy_MN, Saved(*saved), formats, dx_sums, power_of_two, Needs(), counts, histories)
 
 
 def _backward_fake(dy_MN: torch.Tensor, saved: list[torch.Tensor], *_: Any) -> tuple[torch.Tensor, ...]:
@@ -295,9 +298,10 @@ swiglu_forward_op = define_op(
     _forward_fake,
 )
 swiglu_backward_op = define_op(
-    "fp8_swiglu_mlp_backward(Tensor dy, Tensor[] saved, str forward_format, str gradient_format, bool power_of_two, "
-    "Tensor(a!) gate_counts, Tensor(b!) up_counts, Tensor(c!) down_counts, Tensor(d!)? gate_history, "
-    "Tensor(e!)? up_history, Tensor(f!)? down_history) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "fp8_swiglu_mlp_backward(Tensor dy, Tensor[] saved, str forward_format, str gradient_format, str dx_sums, "
+    "bool power_of_two, Tensor(a!) gate_counts, Tensor(b!) up_counts, Tensor(c!) down_counts, "
+    "Tensor(d!)? gate_history, Tensor(e!)? up_history, Tensor(f!)? down_history) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     _backward,
     _backward_fake,
 )

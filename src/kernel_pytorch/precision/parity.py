@@ -306,7 +306,9 @@ def _steps(model: Transformer, arm: str, seed: int, text: torch.Tensor, learning
     for step in range(count):
         with _autocast(device):
             loss = model(text[step])
-        loss.backward()
+        # A thread of its own for the device means that two cores take turns, each with the other's data to fetch.
+        with torch.autograd.set_multithreading_enabled(False):
+            loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         schedule.step()

@@ -160,7 +160,7 @@ def _common_recipe(layers: list[Any], x: Any) -> Recipe | None:
     # Compared by their texts, for torch 2.11 cannot compile the comparison of two recipes.
     gate, up, down = layers
     same = gate.fp8_text == up.fp8_text == down.fp8_text and first.delayed == second.delayed == third.delayed
-    whole = first.input == first.weight == first.gradient == "tensor" and first.dx_sums == "promoted"
+    whole = first.input == first.weight == first.gradient == "tensor"
     return first if same and whole and all(layer.bias is None for layer in layers) else None
 
 
@@ -194,6 +194,7 @@ def fp8_swiglu_mlp(
             dtype,
             forward_format,
             gradient_format,
+            recipe.dx_sums,
             recipe.power_of_two,
         )
         return y_MN.reshape(*x.shape[:-1], y_MN.shape[-1])
@@ -222,6 +223,7 @@ def fp8_swiglu_mlp(
         dtype,
         forward_format,
         gradient_format,
+        recipe.dx_sums,
         recipe.power_of_two,
         x_8.direct,
         *needs,
@@ -267,6 +269,7 @@ class _SwiGLU(torch.autograd.Function):
         dtype: str,
         forward_format: str,
         gradient_format: str,
+        dx_sums: str,
         power_of_two: bool,
         direct: bool,
         *needs: bool,
@@ -289,26 +292,26 @@ class _SwiGLU(torch.autograd.Function):
         ctx.save_for_backward(*(saved if wanted.dh or wanted.ddown else ()))
         ctx.counts = (gate_counts, up_counts, down_counts)
         ctx.histories = (gate_history, up_history, down_history)
-        ctx.formats = (forward_format, gradient_format, power_of_two)
+        ctx.how = (forward_format, gradient_format, dx_sums, power_of_two)
         ctx.needs = needs
         ctx.dtypes = (x_MK.dtype, gate_weight.dtype, up_weight.dtype, down_weight.dtype)
         return y
 
     @staticmethod
     def backward(ctx: Any, dy_MN: torch.Tensor) -> Any:
-        forward_format, gradient_format, power_of_two = ctx.formats
+        forward_format, gradient_format, dx_sums, power_of_two = ctx.how
         saved = Saved(*ctx.saved_tensors)
         saved = saved._replace(**{name: transposed_codes(getattr(saved, name)) for name in ctx.to_turn})
         formats, needs = (forward_format, gradient_format), Needs(*ctx.needs)
         dx, dx_of_up, *others = swiglu_backward(
-            dy_MN, saved, formats, power_of_two, needs, ctx.counts, ctx.histories
+            dy_MN, saved, formats, dx_sums, power_of_two, needs, ctx.counts, ctx.histories
         )
         if dx is not None and dx_of_up is not None:
             dx = dx.add_(dx_of_up)
         gradients = _as((dx, *others), ctx.dtypes)
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # create_graph=True
             gradients = [refuse_second(gradient, dy_MN) for gradient in gradients]
-        return (*gradients, *[None] * 30)
+        return (*gradients, *[None] * 31)
 
 
 def _as(gradients: Any, dtypes: tuple[torch.dtype, ...]) -> list[torch.Tensor | None]:
@@ -339,6 +342,7 @@ class _Whole(torch.autograd.Function):
         dtype: str,
         forward_format: str,
         gradient_format: str,
+        dx_sums: str,
         power_of_two: bool,
     ) -> torch.Tensor:
         y, *saved = swiglu_forward_op(
@@ -346,7 +350,7 @@ class _Whole(torch.autograd.Function):
             gate_counts, up_counts, down_counts, x_history, h_history,
         )  # fmt: skip
         ctx.save_for_backward(*saved)
-        ctx.formats = (forward_format, gradient_format, power_of_two)
+        ctx.how = (forward_format, gradient_format, dx_sums, power_of_two)
         ctx.counts = (gate_gradient_counts, up_gradient_counts, down_gradient_counts)
         ctx.histories = (gate_history, up_history, down_history)
         ctx.dtypes = (x_MK.dtype, gate_weight.dtype, up_weight.dtype, down_weight.dtype)
@@ -356,7 +360,7 @@ class _Whole(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy_MN: torch.Tensor) -> Any:
         dx, dx_of_up, *others = swiglu_backward_op(
-            dy_MN, list(ctx.saved_tensors), *ctx.formats, *ctx.counts, *ctx.histories
+            dy_MN, list(ctx.saved_tensors), *ctx.how, *ctx.counts, *ctx.histories
         )
         # Their sum is left to the compiler, which has work of its own on it.
-        return (*_as((dx + dx_of_up, *others), ctx.dtypes), *[None] * 15)
+        return (*_as((dx + dx_of_up, *others), ctx.dtypes), *[None] * 16)
