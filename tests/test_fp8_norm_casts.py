@@ -179,7 +179,7 @@ def test_auto_fuses_between_steps(
     checkpointing: bool | None, monkeypatch: pytest.MonkeyPatch, input_casts: list[tuple[int, ...]]
 ) -> None:
     gains = [True]
-    monkeypatch.setattr(plan_module, "_high_precision", lambda *_: () if gains else PRODUCTS)
+    monkeypatch.setattr(plan_module, "_measured_products", lambda *_: PRODUCTS if gains else ())
     net = kp.fp8.convert(model(checkpointing=checkpointing))
     calls: list[int] = []
     run = norm_module._norm
@@ -202,7 +202,7 @@ def test_auto_fuses_between_steps(
 
 
 def test_auto_casts_for_the_size_that_gains(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan_module, "_high_precision", lambda *key: () if key[2] == 64 else PRODUCTS)
+    monkeypatch.setattr(plan_module, "_measured_products", lambda *key: PRODUCTS if key[2] == 64 else ())
     net = kp.fp8.convert(pair())
     optimizer = torch.optim.SGD(net.parameters(), lr=0.0)
     for _ in range(2):

@@ -178,17 +178,18 @@ class Float8Linear(nn.Linear):
         recipe, products = call
         return recipe, Products(*products)
 
+    def fp8_gains_nothing(self, x: torch.Tensor) -> bool:
+        """Whether that is known already: what the eager calls cost that auto leaves as they were."""
+        known = x.numel() <= self.fp8_plain_numel
+        return known and (self._narrow or not torch.is_autocast_enabled(x.device.type))
+
     def fp8_measured(self) -> tuple[Measured, ...]:
         """What auto has measured for calls of this layer, in the order of its rows."""
         return measured_for(self.weight, self.bias is not None, self.fp8_recipe)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         compiling = torch.compiler.is_compiling()
-        if (
-            not compiling
-            and x.numel() <= self.fp8_plain_numel
-            and (self._narrow or not torch.is_autocast_enabled(x.device.type))
-        ):
+        if not compiling and self.fp8_gains_nothing(x):
             return nn.functional.linear(x, self.weight, self.bias)
         call = self._call_for(x, True)
         if call is None:
