@@ -32,7 +32,7 @@ from pathlib import Path
 
 import msgspec
 import torch
-from fp8_workloads import PEERS, RECIPES, WORKLOADS, Workload, grid, module, small
+from fp8_workloads import PEERS, WORKLOADS, Workload, grid, module, small
 from torch import nn
 
 import kernel_pytorch as kp
@@ -53,10 +53,10 @@ say = partial(print, flush=True)  # a run that is killed must show what it did
 
 @dataclass(frozen=True)
 class Arm:
-    """One way to run a workload: ``bf16``, one of ``PEERS`` or of ``RECIPES``, in a mode.
+    """One way to run a workload: ``bf16``, one of ``PEERS`` or a recipe of ours, in a mode.
 
-    Modes are ``eager``, ``compiled``, either of them ``in one thread``, where autograd runs the backward in the
-    thread that calls it, and ``graphs``, which is compiled with ``mode="reduce-overhead"``.
+    Modes are ``eager``, ``compiled`` and ``graphs``, which is compiled with ``mode="reduce-overhead"``; each may be
+    ``in one thread``: autograd then runs the backward in the thread that calls it, not in one for the device.
     """
 
     recipe: str
@@ -64,7 +64,7 @@ class Arm:
 
     @property
     def ours(self) -> bool:
-        return self.recipe in RECIPES
+        return self.recipe not in ("bf16", *PEERS)
 
     @property
     def eager(self) -> bool:
@@ -110,7 +110,7 @@ class Runner:
         self.call: Callable[..., torch.Tensor] = self.model
         self.threads = not arm.mode.endswith("in one thread")
         if not arm.eager:
-            mode = "reduce-overhead" if arm.mode == "graphs" else "default"
+            mode = "reduce-overhead" if arm.mode.startswith("graphs") else "default"
             self.call = torch.compile(self.model, dynamic=False, mode=mode)
         outputs = work.hidden if work.kind == "linear" else work.width
         generator = torch.Generator(device).manual_seed(1)

@@ -12,7 +12,7 @@ from torch import nn
 
 __all__ = ["PEERS", "RECIPES", "WORKLOADS", "Workload", "grid", "module", "small"]
 
-RECIPES = ("delayed", "delayed-e4m3", "tensorwise", "rowwise", "auto")
+RECIPES = ("delayed", "tensorwise", "rowwise", "auto")
 PEERS = ("torchao tensorwise", "torchao rowwise")
 HEAD = 128
 
@@ -60,14 +60,15 @@ class Workload:
 
 WORKLOADS = (
     Workload("linear-4096", "linears", "linear M 8192, 4096 -> 4096", "linear", (8192,), 4096, 4096,
-             others=("eager in one thread", "compiled in one thread", "graphs")),
+             others=("eager in one thread", "compiled in one thread", "graphs", "graphs in one thread")),
     Workload("linear-14336", "linears", "linear M 8192, 4096 -> 14336", "linear", (8192,), 4096, 14336,
-             recipes=("delayed", "delayed-e4m3", "tensorwise")),
+             recipes=("delayed", "tensorwise")),
     Workload("linear-28672", "linears", "linear M 16384, 8192 -> 28672", "linear", (16384,), 8192, 28672,
-             recipes=("delayed", "delayed-e4m3", "tensorwise")),
-    Workload("mlp", "blocks", "SwiGLU MLP 4096/14336, 16384 tokens", "mlp", (16384,), 4096, 14336),
+             recipes=("delayed", "tensorwise")),
+    Workload("mlp", "blocks", "SwiGLU MLP 4096/14336, 16384 tokens", "mlp", (16384,), 4096, 14336,
+             recipes=(*RECIPES, "delayed-e4m3")),
     Workload("block-4096", "blocks", "Llama block 4096/14336, 4 x 4096", "block", (4, 4096), 4096, 14336, (32, 8),
-             memory=True),
+             recipes=(*RECIPES, "delayed-e4m3"), memory=True),
     Workload("block-2048", "small-block", "Llama block 2048/5632, 8 x 2048", "block", (8, 2048), 2048, 5632, (16, 8),
              others=("graphs",)),
 )  # fmt: skip
