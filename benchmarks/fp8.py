@@ -90,15 +90,12 @@ class Arm:
 
 
 def arms(work: Workload, torchao: bool) -> Iterator[Arm]:
-    for mode in ("eager", "compiled") if work.compiled else ("eager",):
-        yield Arm("bf16", mode)
-        if mode == "compiled" and torchao:
-            yield from (Arm(peer, mode) for peer in work.peers)
-        yield from (Arm(recipe, mode) for recipe in work.recipes)
-    for mode in work.others if work.compiled else ():
-        for recipe in ("bf16", *(work.peers[:1] if torchao else ()), work.recipes[0]):
-            if recipe not in PEERS or not mode.startswith("eager"):
-                yield Arm(recipe, mode)
+    peers = work.peers if torchao else ()
+    for mode in (*work.modes, *work.others):
+        some = 1 if mode in work.others else None
+        every = ["bf16", *peers[:some], *work.recipes[:some]]
+        found = [Arm(recipe, mode) for recipe in every]
+        yield from (arm for arm in found if not (arm.eager and arm.recipe in PEERS))  # torchao wants to be compiled
 
 
 class Runner:
@@ -243,7 +240,7 @@ class Bench:
                 f"{work.floor:.0f}: not timed"
             )
             return None
-        if arm == Arm("auto", "eager") and self.device.type != "cpu":
+        if arm.recipe == "auto" and arm.eager and self.device.type != "cpu":
             say("    " + str(kp.fp8.report(runner.model)).replace("\n", "\n    "))
         return Ready(runner, errors[worst], peak)
 
