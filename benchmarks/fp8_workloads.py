@@ -71,7 +71,7 @@ WORKLOADS = (
     Workload("block-4096", "blocks", "Llama block 4096/14336, 4 x 4096", "block", (4, 4096), 4096, 14336, (32, 8),
              recipes=(*RECIPES, "delayed-e4m3"), memory=True),
     Workload("block-2048", "small-block", "Llama block 2048/5632, 8 x 2048", "block", (8, 2048), 2048, 5632, (16, 8),
-             others=("graphs",)),
+             others=("eager in one thread", "compiled in one thread")),
 )  # fmt: skip
 
 
