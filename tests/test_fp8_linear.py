@@ -143,6 +143,19 @@ def test_at_least_20_decibels_against_exact_products(recipe: Recipe, dtype: torc
         assert sqnr >= 20, f"{recipe} {name}: {sqnr:.1f} dB"
 
 
+def test_gradients_in_e4m3_have_half_the_noise() -> None:
+    x, weight, _ = leaves(256, 384, 320)
+    dy = random(256, 320, seed=3) * 1e-4
+    exact = (dy.double() @ weight.detach().double(), dy.double().t() @ x.detach().double())
+    noise = {}
+    for name in ("delayed", "delayed-e4m3"):
+        found = step(RECIPES[name], x, weight, None, dy)[1:3]
+        noise[name] = [
+            float((out.double() - wanted).square().sum()) for out, wanted in zip(found, exact, strict=True)
+        ]
+    assert all(coarse > 2 * fine for coarse, fine in zip(*noise.values(), strict=True))
+
+
 # Shapes
 
 
