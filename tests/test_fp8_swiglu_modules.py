@@ -213,6 +213,19 @@ def test_fused_products_are_added_up_as_the_recipe_says(
     assert seen == [(e4m3, "fast")] * 3 + [(gradients, sums)] * 3 + [(gradients, "promoted")] * 3
 
 
+@fused_recipes
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("make", [SwiGLU, lambda: nn.Linear(32, 16)], ids=["SwiGLU", "linear"])
+def test_another_format_of_x_is_an_error_that_names_it(
+    recipe: str, compiled: bool, make: Callable[[], nn.Module]
+) -> None:
+    torch._dynamo.reset()
+    model = kp.fp8.convert(nn.Sequential(make()), recipe)
+    run = torch.compile(model, backend="aot_eager") if compiled else model
+    with pytest.raises(TypeError, match=r"x has dtype torch\.float64: use float32, float16 or bfloat16"):
+        run(random(6, 32).double())
+
+
 def test_fused_under_autocast() -> None:
     model = kp.fp8.convert(SwiGLU(64, 96), "tensorwise")
     with torch.autocast("cpu", dtype=torch.bfloat16):

@@ -151,7 +151,7 @@ def products_for(
     """For calls on this device that compute in this format."""
     forward_format, gradient_format = formats_on(kind, index, recipe.gradient_format)
     return Products(
-        dtype=NAMES[dtype],
+        dtype=NAMES.get(dtype, str(dtype)),  # check_linear has an error for any other
         forward_format=forward_format,
         gradient_format=gradient_format,
         input_granularity=recipe.input,

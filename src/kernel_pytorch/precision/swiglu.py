@@ -148,6 +148,8 @@ def _forward(module: Any, *others: Any, **named: Any) -> Any:
 def _common_recipe(layers: list[Any], x: Any) -> Recipe | None:
     if not isinstance(x, torch.Tensor) or not all(isinstance(layer, Float8Linear) for layer in layers):
         return None
+    if x.dtype not in NAMES:  # the layers have an error for it
+        return None
     if not torch.compiler.is_compiling() and layers[0].fp8_gains_nothing(x):
         return None
     # A hook on a layer (of FSDP2, or a user's) wants the layer to be called.
