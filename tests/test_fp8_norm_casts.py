@@ -201,6 +201,20 @@ def test_auto_fuses_between_steps(
     assert not calls
 
 
+def test_auto_leaves_a_norm_that_the_op_cannot_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 16 bits under autocast, which may give 32."""
+    monkeypatch.setattr(plan_module, "_measured_products", lambda *_: PRODUCTS)
+    net = kp.fp8.convert(pair())
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.0)
+    found = []
+    for _ in range(6):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            net(random(16, 40).bfloat16().requires_grad_()).sum().backward()
+        found.append((caster_of(net[0]).used(layer_module.optimizer_steps()), kp.fp8.report(net).norms["0"]))
+        optimizer.step()
+    assert found[2:] == [(False, None)] * 4
+
+
 def test_auto_casts_for_the_size_that_gains(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan_module, "_measured_products", lambda *key: PRODUCTS if key[2] == 64 else ())
     net = kp.fp8.convert(pair())

@@ -126,15 +126,19 @@ def _forward(module: Any, *others: Any, **named: Any) -> Any:
         return type(module).forward(module, *others, **named)
     caster: Caster = getattr(module, _CASTER)
     again = torch._C._current_graph_task_id() != -1  # a backward repeats a forward
-    if not caster.used(optimizer_steps()):
-        y: torch.Tensor = type(module).forward(module, *others, **named)
-        if type(y) is torch.Tensor and y.requires_grad:
-            caster.mark(y, again, None)
-        return y
     given = (*others, *named.values())
     x = given[0] if len(given) == 1 else None
     weight = module.weight
+    if not caster.used(optimizer_steps()):
+        y: torch.Tensor = type(module).forward(module, *others, **named)
+        if type(y) is torch.Tensor and y.requires_grad:
+            if caster.declined and not _takes(caster, x, weight):
+                caster.forget()
+            else:
+                caster.mark(y, again, None)
+        return y
     if x is None or not _takes(caster, x, weight):
+        caster.declined = True
         return type(module).forward(module, *others, **named)
     recording = torch.is_grad_enabled() and (x.requires_grad or (weight is not None and weight.requires_grad))
     eps = getattr(module, caster.eps)

@@ -66,6 +66,8 @@ class Caster:
         self._shared = False
         """Whether different layers come first in different calls: then nothing is cast for any."""
         self._steps, self._met, self._used = -1, False, not auto
+        self.declined = False
+        """Whether our op could not take a call: from then on, whether it can is known before a layer is met."""
 
     def __reduce__(self) -> Any:
         return Caster, (self.width, self.eps, self.rounds_to_input, self.auto)
@@ -121,6 +123,10 @@ class Caster:
             y.__dict__.pop("_fp8_cast", None)  # by the other's history
             return
         self._wishes[offer.again] = Wish(weakref.ref(layer), *wanted, self._conditions(layer, y))
+
+    def forget(self) -> None:
+        """What a layer wished for that the norm cannot give."""
+        self._wishes.clear()
 
     def layer(self) -> Any:
         """The layer that it casts for, or None."""
