@@ -82,6 +82,24 @@ def test_a_layer_that_gains_nothing_costs_one_comparison(monkeypatch: pytest.Mon
     assert len(asked) == 2
 
 
+@pytest.mark.parametrize("dynamic", [True, None])
+def test_a_compiled_call_is_for_a_range_of_rows(monkeypatch: pytest.MonkeyPatch, dynamic: bool | None) -> None:
+    asked: list[int] = []
+
+    def choice(*key: Any) -> tuple[str, ...]:
+        asked.append(key[2])
+        return PRODUCTS if key[2] < 64 else ("dW",)
+
+    monkeypatch.setattr(plan_module, "_measured_products", choice)
+    torch._dynamo.reset()
+    wanted = {rows: kp.fp8.convert(linear())(random(rows, 40)).detach() for rows in (7, 41, 47, 45, 60, 63)}
+    asked.clear()
+    run = torch.compile(kp.fp8.convert(linear()), fullgraph=True, backend="aot_eager", dynamic=dynamic)
+    for rows, y in wanted.items():
+        assert sqnr(run(random(rows, 40)).detach(), y) > 25
+    assert asked == [7, 48, 64]
+
+
 SECONDS = {(): 10.0, ("y",): 9.0, ("y", "dx"): 8.0, ("dW",): 10.5}
 
 

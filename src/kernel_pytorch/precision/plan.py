@@ -110,11 +110,14 @@ def call_of(
 
 
 def rounded(rows: int) -> int:
-    """Rows as they are measured: up to two significant bits, so that batches of all sizes need few measurements."""
-    if rows <= 16:
-        return max(rows, 1)
-    step = 1 << (rows.bit_length() - 2)
-    return -(-rows // step) * step
+    """Rows as they are measured: up to two significant bits, so that batches of all sizes need few measurements.
+
+    By comparisons alone: with dynamic shapes, torch.compile then has a number, and a range of rows that it is for.
+    """
+    size = 1 if rows <= 16 else 16
+    while size < rows:
+        size += 1 if size < 16 else 1 << (size.bit_length() - 2)
+    return size
 
 
 def _measured_products(kind: str, index: int | None, *call: Any) -> tuple[str, ...]:
