@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
 import kernel_pytorch as kp
 from fp8_models import block, linear, random, results, same, sqnr, train
@@ -98,6 +100,36 @@ def test_a_compiled_call_is_for_a_range_of_rows(monkeypatch: pytest.MonkeyPatch,
     for rows, y in wanted.items():
         assert sqnr(run(random(rows, 40)).detach(), y) > 25
     assert asked == [7, 48, 64]
+
+
+CHANGES: dict[str, Callable[[nn.Sequential], object]] = {
+    "format": lambda model: model.bfloat16(),
+    "recipe": lambda model: setattr(model[0], "fp8_recipe", RECIPES["rowwise"]),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_what_gained_nothing_is_measured_again_after_a_change(
+    change: Callable[[nn.Sequential], object], monkeypatch: pytest.MonkeyPatch, products: list[tuple[int, ...]]
+) -> None:
+    """Of the layer's device or format, or of its recipe."""
+    monkeypatch.setattr(
+        plan_module,
+        "_measured_products",
+        lambda *key: () if (key[4], key[7].name) == (torch.float32, "delayed") else PRODUCTS,
+    )
+    model = kp.fp8.convert(linear())
+    results(model, random(64, 40))
+    assert not products
+    change(model)
+    results(model, random(64, 40).to(model[0].weight.dtype))
+    assert len(products) == 3
+
+
+def test_auto_on_meta() -> None:
+    model = kp.fp8.convert(block().to("meta"))
+    x = torch.empty(8, 24, device="meta")
+    assert [model(x).shape for _ in range(2)] == [(8, 16)] * 2
 
 
 SECONDS = {(): 10.0, ("y",): 9.0, ("y", "dx"): 8.0, ("dW",): 10.5}

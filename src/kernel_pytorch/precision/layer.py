@@ -121,7 +121,12 @@ class Float8Linear(nn.Linear):
     @fp8_recipe.setter
     def fp8_recipe(self, recipe: Recipe) -> None:
         self.fp8_text = recipe.text
+        self._forget()
+
+    def _forget(self) -> None:
+        """What is known of calls, where that is not so any more."""
         self._calls.clear()
+        self.fp8_plain_numel = -1
 
     def recipe_for(self, x: torch.Tensor) -> Recipe | None:
         """The recipe of a call, with the products that are in 8 bits; None for plain arithmetic."""
@@ -158,7 +163,8 @@ class Float8Linear(nn.Linear):
                 self._calls.clear()
             found = self._new_call_for(x, own)
             self._calls[key] = found
-            if found is None and self.fp8_auto and weight.requires_grad and torch.is_grad_enabled() and not mixed:
+            recording = weight.requires_grad and torch.is_grad_enabled()
+            if found is None and self.fp8_auto and recording and not mixed and kind != "meta":
                 # Fewer rows gain even less: from now on they cost one comparison.
                 self.fp8_plain_numel, self._narrow = max(self.fp8_plain_numel, x.numel()), weight.itemsize < 4
         return self._calls[key]
@@ -267,6 +273,7 @@ class Float8Linear(nn.Linear):
             assert before is not None
             fresh = torch.zeros(before.shape, dtype=before.dtype, device=device)
             self._buffers[name] = fresh if before.is_meta or device.type == "meta" else before.to(device)
+        self._forget()  # on another device, or in another format, other calls gain
         return self
 
     def __getstate__(self) -> dict[str, Any]:
