@@ -457,6 +457,8 @@ def test_a_recipe_that_no_product_fits_is_refused() -> None:
         Recipe(name="odd", input="row", weight="row", gradient="row", gradient_format="e3m4")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="dx_sums='slow': use 'fast' or 'promoted'"):
         dataclasses.replace(RECIPES["rowwise"], dx_sums="slow")
+    with pytest.raises(TypeError, match="power_of_two=1: use True or False"):
+        dataclasses.replace(RECIPES["rowwise"], power_of_two=1)
     with pytest.raises(ValueError, match=r"high_precision=\('dw',\): use some of y, dx, dW"):
         dataclasses.replace(RECIPES["rowwise"], high_precision=("dw",))
     with pytest.raises(

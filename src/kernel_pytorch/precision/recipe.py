@@ -69,6 +69,9 @@ class Recipe:
             raise ValueError(f"gradient_format={self.gradient_format!r}: use 'e4m3' or 'e5m2'")
         if self.dx_sums not in ("fast", "promoted"):
             raise ValueError(f"dx_sums={self.dx_sums!r}: use 'fast' or 'promoted'")
+        for name, flag in (("power_of_two", self.power_of_two), ("delayed", self.delayed)):
+            if not isinstance(flag, bool):
+                raise TypeError(f"{name}={flag!r}: use True or False")
         for product in self.high_precision:
             if product not in PRODUCTS:
                 raise ValueError(f"high_precision={self.high_precision!r}: use some of {', '.join(PRODUCTS)}")
