@@ -135,23 +135,23 @@ def _agrees(module: nn.Module, gate: str, up: str, down: str, size: float) -> bo
 
 def _forward(module: Any, *others: Any, **named: Any) -> Any:
     """The forward of a fused module: the fused function where the three layers agree on how, else its own."""
-    layers = [getattr(module, name) for name in getattr(module, _MARK)]
     given = (*others, *named.values())
     x = given[0] if len(given) == 1 else None
-    recipe = _common_recipe(layers, x)
-    if recipe is None or x is None:
-        return type(module).forward(module, *others, **named)
-    gate, up, down = layers
-    return fp8_swiglu_mlp(x, gate, up, down, recipe)
+    if isinstance(x, torch.Tensor):
+        gate, *rest = getattr(module, _MARK)
+        layer = getattr(module, gate)
+        known = not torch.compiler.is_compiling() and isinstance(layer, Float8Linear) and layer.fp8_gains_nothing(x)
+        if not known:
+            layers = [layer, *(getattr(module, name) for name in rest)]
+            recipe = _common_recipe(layers, x)
+            if recipe is not None:
+                return fp8_swiglu_mlp(x, layers[0], layers[1], layers[2], recipe)
+    return type(module).forward(module, *others, **named)
 
 
-def _common_recipe(layers: list[Any], x: Any) -> Recipe | None:
-    if not isinstance(x, torch.Tensor) or not all(isinstance(layer, Float8Linear) for layer in layers):
-        return None
-    if x.dtype not in NAMES:  # the layers have an error for it
-        return None
-    if not torch.compiler.is_compiling() and layers[0].fp8_gains_nothing(x):
-        return None
+def _common_recipe(layers: list[Any], x: torch.Tensor) -> Recipe | None:
+    if x.dtype not in NAMES or not all(isinstance(layer, Float8Linear) for layer in layers):
+        return None  # the layers have an error for a format that cannot be cast
     # A hook on a layer (of FSDP2, or a user's) wants the layer to be called.
     hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
     if any(getattr(layer, kind) for layer in layers for kind in hooks):
