@@ -10,6 +10,8 @@ import torch
 from torch import nn
 
 from kernel_pytorch.precision import RECIPES
+from kernel_pytorch.precision import layer as layer_module
+from kernel_pytorch.precision import plan as plan_module
 from kernel_pytorch.precision import swiglu as swiglu_module
 
 every_recipe = pytest.mark.parametrize("recipe", RECIPES.values(), ids=str)
@@ -106,3 +108,9 @@ def lossy(seed: int = 0) -> torch.Tensor:
     x = 1e-8 * random(8, 24, seed=seed)
     x[0, 0] = 1e3
     return x
+
+
+def pretend_measured(monkeypatch: pytest.MonkeyPatch, choice: Callable[..., tuple[str, ...]]) -> None:
+    """Let ``auto`` choose these products, on a processor too."""
+    monkeypatch.setattr(plan_module, "_measured_products", choice)
+    monkeypatch.setattr(layer_module, "may_gain", lambda _: True)

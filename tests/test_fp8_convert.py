@@ -402,3 +402,33 @@ def test_a_recipe_of_ones_own() -> None:
     assert sqnr(found["x"], exact["x"]) > 100
     assert 20 < sqnr(found["0.weight"], exact["0.weight"]) < 60
     assert kp.fp8.report(model).layers[0].recipe == "mine"
+
+
+def test_a_model_without_linear_layers_is_warned_about() -> None:
+    with pytest.warns(UserWarning, match="nothing was converted"):
+        model = kp.fp8.convert(nn.Sequential(nn.ReLU()), "delayed")
+    with pytest.raises(ValueError, match="no converted layer"):
+        kp.fp8.report(model)
+
+
+def test_wrong_arguments_are_named() -> None:
+    with pytest.raises(TypeError, match=r"layers=\['0'\]: expected a function"):
+        kp.fp8.convert(linear(), "delayed", layers=["0"])  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="recipe=None: use a Recipe, auto, or one of"):
+        kp.fp8.convert(linear(), None)  # type: ignore[arg-type]
+    for function in (kp.fp8.report, kp.fp8.revert):
+        with pytest.raises(TypeError, match="model='x': expected"):
+            function("x")
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "auto"])
+def test_a_model_without_numbers_has_a_report(recipe: str) -> None:
+    with torch.device("meta"):
+        model = kp.fp8.convert(nn.Sequential(nn.Linear(32, 32)), recipe)
+    assert "32 -> 32" in str(kp.fp8.report(model))
+
+
+def test_a_layer_that_fell_back_says_so() -> None:
+    model = kp.fp8.convert(linear(), "delayed")
+    model[0].fp8_fallback = "a test"
+    assert "fell back to its own precision" in repr(model)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import kernel_pytorch as kp
 from fp8_models import HISTORIES, block, linear, random, results, same, sqnr, train
@@ -162,3 +163,23 @@ def test_looking_changes_no_history(fuse: bool) -> None:
     with torch.no_grad():
         model(random(8, 24))
     assert not torch.equal(histories(model)["first"], before["first"])  # in training mode every cast counts
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("fuse", [True, False])
+def test_activation_checkpointing_remembers_and_counts_a_forward_once(reentrant: bool, fuse: bool) -> None:
+    found = []
+    for checkpointed in (False, True):
+        model = kp.fp8.convert(block(), "delayed", fuse_swiglu=fuse)
+        for step in range(3):
+            x = random(12, 24, seed=step).requires_grad_()
+            y = checkpoint(model, x, use_reentrant=reentrant) if checkpointed else model(x)
+            y.square().sum().backward()
+        layers = monitor_module.layers_of(model)
+        found.append({name: (layer.fp8_state, layer.fp8_counts) for name, layer in layers.items()})
+    for name, (state, counts) in found[0].items():
+        if name == "mlp.up_proj":  # shares the cast of another, where a gradient is recorded
+            continue
+        assert torch.equal(found[1][name][0][0], state[0]), name
+        # Of inputs, as they are: weights may be cast again, and a forward without gradients turns nothing.
+        assert torch.equal(found[1][name][1][0, 0], counts[0, 0]), name

@@ -11,13 +11,12 @@ import torch
 from torch import nn
 
 import kernel_pytorch as kp
-from fp8_models import random, same, sqnr
+from fp8_models import pretend_measured, random, same, sqnr
 from fp8_norm_models import both_recipes, caster_of, everything, is_cast, model, pair, train
 from kernel_pytorch.precision import PRODUCTS, RECIPES
 from kernel_pytorch.precision import layer as layer_module
 from kernel_pytorch.precision import monitor as monitor_module
 from kernel_pytorch.precision import norm as norm_module
-from kernel_pytorch.precision import plan as plan_module
 from kernel_pytorch.precision.layer import Float8Linear
 from kernel_pytorch.precision.offer import MARK, Caster
 
@@ -179,7 +178,7 @@ def test_auto_fuses_between_steps(
     checkpointing: bool | None, monkeypatch: pytest.MonkeyPatch, input_casts: list[tuple[int, ...]]
 ) -> None:
     gains = [True]
-    monkeypatch.setattr(plan_module, "_measured_products", lambda *_: PRODUCTS if gains else ())
+    pretend_measured(monkeypatch, lambda *_: PRODUCTS if gains else ())
     net = kp.fp8.convert(model(checkpointing=checkpointing))
     calls: list[int] = []
     run = norm_module._norm
@@ -203,7 +202,7 @@ def test_auto_fuses_between_steps(
 
 def test_auto_leaves_a_norm_that_the_op_cannot_take(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of 16 bits under autocast, which may give 32."""
-    monkeypatch.setattr(plan_module, "_measured_products", lambda *_: PRODUCTS)
+    pretend_measured(monkeypatch, lambda *_: PRODUCTS)
     net = kp.fp8.convert(pair())
     optimizer = torch.optim.SGD(net.parameters(), lr=0.0)
     found = []
@@ -216,7 +215,7 @@ def test_auto_leaves_a_norm_that_the_op_cannot_take(monkeypatch: pytest.MonkeyPa
 
 
 def test_auto_casts_for_the_size_that_gains(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan_module, "_measured_products", lambda *key: PRODUCTS if key[2] == 64 else ())
+    pretend_measured(monkeypatch, lambda *key: PRODUCTS if key[2] == 64 else ())
     net = kp.fp8.convert(pair())
     optimizer = torch.optim.SGD(net.parameters(), lr=0.0)
     for _ in range(2):
@@ -225,6 +224,28 @@ def test_auto_casts_for_the_size_that_gains(monkeypatch: pytest.MonkeyPatch) -> 
     assert is_cast(net, random(64, 40))
     assert not is_cast(net, random(80, 40))
     assert is_cast(net, random(64, 40))
+
+
+class Shifted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.eps, self.shift = nn.Parameter(torch.ones(40)), 1e-5, 0.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps) * (self.weight + self.shift)
+
+
+def test_a_norm_that_changed_runs_as_it_is() -> None:
+    net = kp.fp8.convert(nn.Sequential(Shifted(), nn.Linear(40, 16)), "delayed")
+    assert list(norm_module.norms_in(net)) == ["0"]
+    x = random(8, 40)
+    before = net[0](x)
+    net[0].eps = 0.5
+    assert not torch.allclose(net[0](x), before)
+    net[0].eps, net[0].shift = 1e-5, 1.0
+    assert torch.equal(net[0](x), Shifted.forward(net[0], x))
+    kp.fp8.revert(net)
+    assert set(vars(net[0])) == set(vars(Shifted()))
 
 
 # The report

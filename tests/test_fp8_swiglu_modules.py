@@ -243,6 +243,54 @@ def test_other_recipes_run_the_layers_one_by_one(recipe: str, fused_calls: list[
     assert not fused_calls
 
 
+class Flagged(SwiGLU):
+    limit: float | None = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.limit, self.drop = None, nn.Dropout(0.0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.drop(super().forward(x))
+        return y if self.limit is None else y.clamp(-self.limit, self.limit)
+
+
+class ByRows(SwiGLU):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = super().forward(x)
+        return y if x.shape[0] < 100 else y.clamp(-0.01, 0.01)
+
+
+SETTINGS: dict[str, Callable[[Flagged], object]] = {
+    "activation": lambda module: setattr(module, "act_fn", nn.GELU()),
+    "flag": lambda module: setattr(module, "limit", 0.1),
+    "flag of a child": lambda module: setattr(module.drop, "p", 1.0),
+}
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("change", SETTINGS.values(), ids=SETTINGS)
+def test_a_module_that_changed_runs_as_it_is(change: Callable[[Flagged], object], compiled: bool) -> None:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    plain = Flagged()
+    model = kp.fp8.convert(copy.deepcopy(plain), "tensorwise")
+    assert is_fused(model)
+    copied = copy.deepcopy(model)
+    run = torch.compile(model, fullgraph=True, backend="aot_eager") if compiled else model
+    x = random(9, 32)
+    assert sqnr(run(x), plain(x)) > 18
+    for each in (plain, model, copied):
+        change(each)
+    wanted = plain(x)
+    for found in (run(x), copied(x)):
+        assert torch.equal(found, wanted) if not wanted.any() else sqnr(found, wanted) > 18
+
+
+def test_one_that_depends_on_the_number_of_rows_is_not_fused() -> None:
+    assert not is_fused(kp.fp8.convert(ByRows(), "tensorwise"))
+
+
 HOOKS: dict[str, Callable[[nn.Module, Callable[..., None]], Any]] = {
     "forward": lambda layer, hook: layer.register_forward_hook(hook),
     "forward pre": lambda layer, hook: layer.register_forward_pre_hook(hook),

@@ -407,6 +407,7 @@ def test_command_ends_an_arm_at_a_loss_that_is_not_finite(
     [
         (("--size", "huge"), "size='huge': use one of small, 100m"),
         (("--recipe", "bf16"), "recipe='bf16': that arm is always there"),
+        (("--recipe", "auto", "--device", "cpu"), "so nothing is compared; use delayed"),
         (("--recipe", "nine-bits"), "recipe='nine-bits'"),
         (("--device", "tpu"), "device='tpu': not here"),
         (("--record", "--from", "."), "--record with --from"),

@@ -113,7 +113,7 @@ def parity(
     ] = None,
     seeds: Annotated[int, typer.Option(help="Runs of each arm; their spread is the yardstick.", min=1)] = 3,
     recipe: Annotated[
-        list[str] | None, typer.Option(help="An FP8 recipe, auto when left out; may be repeated.")
+        list[str] | None, typer.Option(help="An FP8 recipe, delayed when left out; may be repeated.")
     ] = None,
     device: Annotated[str | None, typer.Option(help="A torch device; the best one when left out.")] = None,
     compiled: Annotated[
@@ -143,7 +143,7 @@ def parity(
             size=size,
             steps=steps,
             seeds=seeds,
-            recipes=tuple(recipe or ("auto",)),
+            recipes=tuple(recipe or ("delayed",)),
             device=device,
             compiled=compiled,
             record=record,

@@ -27,6 +27,7 @@ from kernel_pytorch.precision import parity, parity_report
 from kernel_pytorch.precision.parity import BASELINE, Convert, Finished, Results, Settings, Steps
 from kernel_pytorch.precision.parity_model import batches, held_out_batches, size_named
 from kernel_pytorch.precision.parity_statistics import Summary
+from kernel_pytorch.precision.plan import may_gain
 
 __all__ = ["redraw", "run"]
 
@@ -100,6 +101,11 @@ def _checked(recipes: tuple[str, ...], settings: Settings, convert: Convert) -> 
     for recipe in recipes:
         if recipe == BASELINE:
             raise ValueError(f"recipe={recipe!r}: that arm is always there; name what to compare with it")
+        if recipe == "auto" and not may_gain(torch.device(settings.device).type):
+            raise ValueError(
+                f"recipe='auto': on {settings.device} it leaves all layers as they are, so nothing is compared; "
+                f"use delayed, whose arithmetic is the same on every device"
+            )
         convert(nn.Sequential(nn.Linear(32, 32, bias=False)).to(settings.device), recipe)
     return tuple(dict.fromkeys(recipes))
 

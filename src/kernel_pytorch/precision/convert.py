@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 
 from kernel_pytorch.precision.gathering import Shard, stop_gathering
 from kernel_pytorch.precision.layer import BUFFERS, Float8Linear
+from kernel_pytorch.precision.linear import COUNTS_SHAPE
 from kernel_pytorch.precision.monitor import Losses, layers_of, losses_of, unwatch, watch
 from kernel_pytorch.precision.norm import fuse_norms, norms_in, unfuse_norms
 from kernel_pytorch.precision.plan import Measured
@@ -61,12 +64,13 @@ def convert(
         >>> print(kp.fp8.report(model))  # doctest: +ELLIPSIS
         layer  K -> N     recipe      y    dx   dW ...
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model={model!r}: expected a torch.nn.Module")
+    _check_module(model)
+    if layers is not None and not callable(layers):
+        raise TypeError(f"layers={layers!r}: expected a function of a layer's name and the layer, or None")
     if monitor is not None and (not isinstance(monitor, int) or monitor < 1):
         raise ValueError(f"monitor={monitor!r}: use a number of steps, or None")
     auto = recipe == "auto"
-    if isinstance(recipe, str) and recipe not in (*RECIPES, "auto"):
+    if not isinstance(recipe, Recipe) and recipe not in (*RECIPES, "auto"):
         raise ValueError(f"recipe={recipe!r}: use a Recipe, auto, or one of {', '.join(RECIPES)}")
     chosen = recipe_named(AUTO if auto else recipe)
     for name, module in list(model.named_modules()):
@@ -93,9 +97,18 @@ def convert(
     ignored = list(getattr(model, _IGNORED_BY_DDP, []))
     own = [f"{name}.{buffer}".lstrip(".") for name, _ in found for buffer in BUFFERS]
     setattr(model, _IGNORED_BY_DDP, ignored + [name for name in own if name not in ignored])
-    if monitor is not None and found:
+    if not found:
+        warnings.warn(
+            "model: nothing was converted, for no module that layers= takes is an nn.Linear", stacklevel=2
+        )
+    elif monitor is not None:
         watch(model, monitor)
     return model
+
+
+def _check_module(model: Any) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model={model!r}: expected a torch.nn.Module")
 
 
 def revert(model: nn.Module) -> nn.Module:
@@ -107,6 +120,7 @@ def revert(model: nn.Module) -> nn.Module:
         >>> type(model[0]).__name__
         'Linear'
     """
+    _check_module(model)
     unwatch(model)
     unfuse(model)
     stop_gathering(model)
@@ -182,9 +196,12 @@ def report(model: nn.Module) -> Report:
     Waits for the device, for it reads the counts. What the casts lost is the largest part over input, weight and
     gradient since the conversion.
     """
+    _check_module(model)
     converted = layers_of(model)
     if not converted:
-        raise ValueError("model: it has no converted layer; use kp.fp8.convert(model) first")
+        raise ValueError(
+            "model: it has no converted layer; use kp.fp8.convert(model) first, which converts what is an nn.Linear"
+        )
     fused = fused_in(model)
     names = {id(layer): name for name, layer in converted.items()}
     norms = {norm: names.get(id(layer)) for norm, layer in norms_in(model).items()}
@@ -222,8 +239,8 @@ def _layer_report(name: str, layer: Float8Linear, fused: str | None, norm: str |
     else:
         low = measured[-1].best if measured else layer.fp8_recipe.low_precision
         products = {product: "fp8" if product in low else "own" for product in PRODUCTS}
-    losses = losses_of(layer.fp8_counts.cpu())
+    counts = torch.zeros(COUNTS_SHAPE, dtype=torch.int64) if layer.weight.is_meta else layer.fp8_counts.cpu()
     recipe = f"auto ({layer.fp8_recipe})" if layer.fp8_auto else str(layer.fp8_recipe)
     return LayerReport(
-        name, layer.in_features, layer.out_features, recipe, products, measured, losses, tuple(notes)
+        name, layer.in_features, layer.out_features, recipe, products, measured, losses_of(counts), tuple(notes)
     )

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils._python_dispatch import _disable_current_modes
 
 from kernel_pytorch.precision.gathered_weight import GatheredWeight
 from kernel_pytorch.precision.kept_cast import Kept
@@ -28,7 +29,7 @@ from kernel_pytorch.precision.linear import (
     working_dtype,
 )
 from kernel_pytorch.precision.offer import meet
-from kernel_pytorch.precision.plan import Measured, call_of, measured_for, rounded
+from kernel_pytorch.precision.plan import Measured, call_of, may_gain, measured_for, rounded
 from kernel_pytorch.precision.recipe import Recipe, recipe_of
 
 __all__ = ["BUFFERS", "Float8Linear", "optimizer_steps"]
@@ -171,6 +172,8 @@ class Float8Linear(nn.Linear):
 
     def _new_call_for(self, x: torch.Tensor, own: bool) -> tuple[Recipe, Products] | None:
         weight, recording = self.weight, torch.is_grad_enabled()
+        if self.fp8_auto and not may_gain(x.device.type):
+            return None
         rows = rounded(math.prod(x.shape[:-1])) if self.fp8_auto else 0
         call = call_of(
             self.fp8_text, self.training, rows, self.fp8_alone, torch.compiler.is_compiling(), x.device.type,
@@ -208,11 +211,15 @@ class Float8Linear(nn.Linear):
 
     def fp8_memory(self, recipe: Recipe) -> Memory:
         """What a call brings up to date."""
+        counts, history = self.fp8_forward_counts, self.fp8_history
+        if not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1:
+            # A backward repeats a forward, for activation checkpointing: it has been counted and remembered. Whoever
+            # watches operators must see the same ones both times.
+            with _disable_current_modes():
+                counts, history = counts.clone(), history.clone()
         if not recipe.delayed:
-            return Memory(counts=self.fp8_forward_counts, gradient_counts=self.fp8_gradient_counts)
-        return Memory(
-            self.fp8_forward_counts, self.fp8_history, self.fp8_gradient_counts, self.fp8_gradient_history
-        )
+            return Memory(counts=counts, gradient_counts=self.fp8_gradient_counts)
+        return Memory(counts, history, self.fp8_gradient_counts, self.fp8_gradient_history)
 
     @property
     def fp8_counts(self) -> torch.Tensor:
@@ -310,4 +317,6 @@ class Float8Linear(nn.Linear):
 
     def extra_repr(self) -> str:
         products = "auto" if self.fp8_auto else ", ".join(self.fp8_recipe.low_precision)
+        if self.fp8_fallback is not None:
+            products = "fell back to its own precision"
         return f"{super().extra_repr()}, fp8={self.fp8_recipe} ({products})"

@@ -24,6 +24,7 @@ from kernel_pytorch.precision.kept_cast import NAMES, Kept
 from kernel_pytorch.precision.layer import Float8Linear, optimizer_steps
 from kernel_pytorch.precision.offer import Caster, Wish, input_key
 from kernel_pytorch.precision.recipe import Recipe
+from kernel_pytorch.precision.settings import SETTINGS, settings_of, unchanged
 
 __all__ = ["fuse_norms", "norms_in", "unfuse_norms"]
 
@@ -46,6 +47,7 @@ def fuse_norms(model: nn.Module, recipe: Recipe, auto: bool) -> list[str]:
             continue
         caster = _caster(module, auto)
         if caster is not None and caster.width in widths:
+            setattr(module, SETTINGS, settings_of(module, caster.eps))
             setattr(module, _CASTER, caster)
             module.forward = partial(_forward, module)
             found.append(name)
@@ -57,6 +59,7 @@ def unfuse_norms(model: nn.Module) -> None:
     for module in model.modules():
         if hasattr(module, _CASTER):
             delattr(module, _CASTER)
+            delattr(module, SETTINGS)
             module.__dict__.pop("forward", None)
 
 
@@ -129,6 +132,8 @@ def _forward(module: Any, *others: Any, **named: Any) -> Any:
     given = (*others, *named.values())
     x = given[0] if len(given) == 1 else None
     weight = module.weight
+    if not unchanged(getattr(module, SETTINGS)):
+        return type(module).forward(module, *others, **named)
     if not caster.used(optimizer_steps()):
         y: torch.Tensor = type(module).forward(module, *others, **named)
         if type(y) is torch.Tensor and y.requires_grad:

@@ -59,7 +59,7 @@ def sentence(verdict: Verdict) -> str:
     if not verdict.passes:
         return f"{verdict.arm.name} does not pass: {verdict.reason}"
     gaps = " and ".join(f"{gap.relative:+.2%} {gap.measure}" for gap in verdict.gaps)
-    inside = all(abs(gap.mean) <= gap.yardstick for gap in verdict.gaps)
+    inside = all(abs(gap.mean) <= gap.yardstick > 0 for gap in verdict.gaps)  # one seed has no spread
     yardstick = f"within the spread of the {BASELINE} seeds" if inside else f"where {RELATIVE_LIMIT:.2%} passes"
     return f"{verdict.arm.name} passes: loss {gaps}, {yardstick}"
 

@@ -32,7 +32,7 @@ from kernel_pytorch.precision.linear import (
 )
 from kernel_pytorch.precision.recipe import PRODUCTS, Recipe, recipe_of
 
-__all__ = ["Measured", "call_of", "measured_choice", "measured_for", "rounded"]
+__all__ = ["Measured", "call_of", "may_gain", "measured_choice", "measured_for", "rounded"]
 
 CLEARLY = 0.98
 """A choice must take at most this part of the time of the layer as it was."""
@@ -114,16 +114,19 @@ def rounded(rows: int) -> int:
 
     By comparisons alone: with dynamic shapes, torch.compile then has a number, and a range of rows that it is for.
     """
-    size = 1 if rows <= 16 else 16
+    size = 1
     while size < rows:
-        size += 1 if size < 16 else 1 << (size.bit_length() - 2)
+        size += 1 << max(0, size.bit_length() - 2)
     return size
+
+
+def may_gain(kind: str) -> bool:
+    """Whether a kind of device may have matrix units for 8 bits; where none are, the exact arithmetic is slow."""
+    return kind in ("cuda", "xpu")
 
 
 def _measured_products(kind: str, index: int | None, *call: Any) -> tuple[str, ...]:
     """Those of ``PRODUCTS`` that gain by 8 bits."""
-    if kind not in ("cuda", "xpu"):  # no matrix unit for 8 bits: the exact arithmetic is emulated, and slow
-        return ()
     if kind == "cuda" and torch.cuda.is_current_stream_capturing():
         return ()  # nothing can be timed inside a graph capture
     return measured_choice(torch.device(kind, 0 if index is None else index), *call).best

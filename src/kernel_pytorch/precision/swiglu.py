@@ -5,7 +5,8 @@ into 8 bits, and its gradients into 8 bits in both layouts. h is not kept for th
 make its transposed copy again in passing.
 
 A module is taken for a SwiGLU by what it computes, not by its name: it must have three linear layers and nothing else
-to learn, and give the same as the formula with small random weights in their place.
+to learn, and give the same as the formula with small random weights in their place. Where its other attributes are no
+longer what they were then, it runs as it is.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ from kernel_pytorch.precision.linear import (
 )
 from kernel_pytorch.precision.offer import meet
 from kernel_pytorch.precision.recipe import Recipe
+from kernel_pytorch.precision.settings import SETTINGS, settings_of, unchanged
 
 __all__ = ["fp8_swiglu_mlp", "fuse", "fused_in", "unfuse"]
 
@@ -54,6 +56,7 @@ def fuse(model: nn.Module) -> list[str]:
     for name, module in model.named_modules():
         roles = _roles(module)
         if roles is not None:
+            setattr(module, SETTINGS, settings_of(module))
             setattr(module, _MARK, roles)
             module.forward = partial(_forward, module)
             found.append(name)
@@ -65,6 +68,7 @@ def unfuse(model: nn.Module) -> None:
     for module in model.modules():
         if hasattr(module, _MARK):
             delattr(module, _MARK)
+            delattr(module, SETTINGS)
             del module.__dict__["forward"]
 
 
@@ -103,9 +107,9 @@ def _computes(module: nn.Module, gate: str, up: str, down: str) -> bool:
         for layer in layers:
             layer.fp8_fallback = "being tried"
         return all(
-            _agrees(module.train(training), gate, up, down, size)
+            _agrees(module.train(training), gate, up, down, size, rows)
             for training in (True, False)
-            for size in (1.0, 300.0)
+            for size, rows in ((1.0, 3), (300.0, 3), (1.0, 300))
         )
     except Exception:  # whatever it needs that is not there, it is no SwiGLU
         return False
@@ -116,12 +120,12 @@ def _computes(module: nn.Module, gate: str, up: str, down: str) -> bool:
             child.training = mode
 
 
-def _agrees(module: nn.Module, gate: str, up: str, down: str, size: float) -> bool:
+def _agrees(module: nn.Module, gate: str, up: str, down: str, size: float, rows: int) -> bool:
     width, hidden = 8, 12
     generator = torch.Generator().manual_seed(0)
     shapes = {gate: (hidden, width), up: (hidden, width), down: (width, hidden)}
     weights = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
-    x = torch.randn(3, width, generator=generator) * size
+    x = torch.randn(rows, width, generator=generator) * size
     with torch.no_grad(), torch.autocast("cpu", enabled=False):
         found = torch.func.functional_call(module, {f"{n}.weight": weight for n, weight in weights.items()}, (x,))
     h = nn.functional.silu(x @ weights[gate].t()) * (x @ weights[up].t())
@@ -143,7 +147,7 @@ def _forward(module: Any, *others: Any, **named: Any) -> Any:
         known = not torch.compiler.is_compiling() and isinstance(layer, Float8Linear) and layer.fp8_gains_nothing(x)
         if not known:
             layers = [layer, *(getattr(module, name) for name in rest)]
-            recipe = _common_recipe(layers, x)
+            recipe = _common_recipe(layers, x) if unchanged(getattr(module, SETTINGS)) else None
             if recipe is not None:
                 return fp8_swiglu_mlp(x, layers[0], layers[1], layers[2], recipe)
     return type(module).forward(module, *others, **named)
@@ -175,6 +179,7 @@ def fp8_swiglu_mlp(
     kind = x.device.type
     recording = torch.is_grad_enabled()
     layers = (gate, up, down)
+    memories = [layer.fp8_memory(recipe) for layer in layers]
     needs_dw = [recording and layer.weight.requires_grad for layer in layers]
     needs_dx = recording and x.requires_grad
     needs_dh = needs_dx or needs_dw[0] or needs_dw[1]
@@ -183,8 +188,8 @@ def fp8_swiglu_mlp(
     needs = Needs(needs_dx, needs_dh, *needs_dw)
     dtype = NAMES[working_dtype(x)]
     of_gradients = (
-        *(layer.fp8_gradient_counts for layer in layers),
-        *(layer.fp8_gradient_history if recipe.delayed else None for layer in layers),
+        *(memory.gradient_counts for memory in memories),
+        *(memory.gradient_history for memory in memories),
     )
     y_MN: torch.Tensor
     gathered = any(isinstance(layer.weight, GatheredWeight) for layer in layers)
@@ -192,8 +197,9 @@ def fp8_swiglu_mlp(
         y_MN = _Whole.apply(  # type: ignore[no-untyped-call]
             x_MK,
             *(layer.weight for layer in layers),
-            *(layer.fp8_forward_counts for layer in layers),
-            *(layer.fp8_history if recipe.delayed else None for layer in (gate, down)),
+            *(memory.counts for memory in memories),
+            memories[0].history,
+            memories[2].history,
             *of_gradients,
             dtype,
             forward_format,
@@ -205,14 +211,12 @@ def fp8_swiglu_mlp(
     turned_x = needs_dw[0] or needs_dw[1]
     if not torch.compiler.is_compiling():
         meet(x, gate, recipe, forward_format, turned_x)
-    x_8 = cast_of_input(x, recipe, forward_format, transposed=turned_x, memory=gate.fp8_memory(recipe))
+    x_8 = cast_of_input(x, recipe, forward_format, transposed=turned_x, memory=memories[0])
     casts = []
-    for layer, turned in ((gate, needs_dx), (up, needs_dx), (down, needs_dh)):
+    for layer, memory, turned in zip(layers, memories, (needs_dx, needs_dx, needs_dh), strict=True):
         kept = layer.weight_cast(recipe, forward_format, turned)
         if kept is None:
-            kept = cast_of_weight(
-                layer.weight, recipe, forward_format, transposed=turned, counts=layer.fp8_forward_counts
-            )
+            kept = cast_of_weight(layer.weight, recipe, forward_format, transposed=turned, counts=memory.counts)
         casts.append(kept)
     y_MN = _SwiGLU.apply(  # type: ignore[no-untyped-call]
         x_MK,
@@ -221,8 +225,8 @@ def fp8_swiglu_mlp(
         x_8.inverse,
         x_8.data_t,
         *(tensor for cast in casts for tensor in _tensors(cast)),
-        down.fp8_forward_counts,
-        down.fp8_history if recipe.delayed else None,
+        memories[2].counts,
+        memories[2].history,
         *of_gradients,
         dtype,
         forward_format,
