@@ -73,11 +73,12 @@ def unfuse(model: nn.Module) -> None:
 
 
 def fused_in(model: nn.Module) -> dict[str, str]:
-    """The names of the layers inside fused modules, each with the name of its module."""
+    """The names of the layers inside modules that run fused, each with the name of its module."""
     return {
         f"{name}.{role}".lstrip("."): name
         for name, module in model.named_modules()
-        for role in getattr(module, _MARK, ())
+        if hasattr(module, _MARK) and unchanged(getattr(module, SETTINGS))
+        for role in getattr(module, _MARK)
     }
 
 
