@@ -15,7 +15,7 @@ from kernel_pytorch.precision.layer import BUFFERS, Float8Linear
 from kernel_pytorch.precision.linear import COUNTS_SHAPE
 from kernel_pytorch.precision.monitor import Losses, layers_of, losses_of, unwatch, watch
 from kernel_pytorch.precision.norm import fuse_norms, norms_in, unfuse_norms
-from kernel_pytorch.precision.plan import Measured
+from kernel_pytorch.precision.plan import Measured, may_gain
 from kernel_pytorch.precision.recipe import PRODUCTS, RECIPES, Recipe, recipe_named
 from kernel_pytorch.precision.swiglu import fuse, fused_in, unfuse
 
@@ -232,7 +232,7 @@ def _layer_report(name: str, layer: Float8Linear, fused: str | None, norm: str |
     if layer.fp8_fallback is not None:
         products = dict.fromkeys(PRODUCTS, "own")
     elif layer.fp8_auto and not measured:
-        unknown = layer.weight.device.type not in ("cpu", "meta")
+        unknown = may_gain(layer.weight.device.type)
         products = dict.fromkeys(PRODUCTS, "?" if unknown else "own")
         if not unknown:
             notes.append(f"no 8-bit matrix units on {layer.weight.device.type}")

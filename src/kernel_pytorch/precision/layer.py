@@ -32,7 +32,7 @@ from kernel_pytorch.precision.offer import meet
 from kernel_pytorch.precision.plan import Measured, call_of, may_gain, measured_for, rounded
 from kernel_pytorch.precision.recipe import Recipe, recipe_of
 
-__all__ = ["BUFFERS", "Float8Linear", "optimizer_steps"]
+__all__ = ["BUFFERS", "Float8Linear", "optimizer_steps", "repeats_forward"]
 
 _STATE_KEY = "fp8_state"
 BUFFERS = {
@@ -57,6 +57,11 @@ register_optimizer_step_post_hook(_count_step)
 def optimizer_steps() -> int:
     """How many steps optimizers have made in this process."""
     return _steps
+
+
+def repeats_forward() -> bool:
+    """Whether a backward is running, and repeats a forward for activation checkpointing."""
+    return torch._C._current_graph_task_id() != -1
 
 
 class Float8Linear(nn.Linear):
@@ -211,15 +216,13 @@ class Float8Linear(nn.Linear):
 
     def fp8_memory(self, recipe: Recipe) -> Memory:
         """What a call brings up to date."""
-        counts, history = self.fp8_forward_counts, self.fp8_history
-        if not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1:
-            # A backward repeats a forward, for activation checkpointing: it has been counted and remembered. Whoever
-            # watches operators must see the same ones both times.
+        counts, history = self.fp8_forward_counts, self.fp8_history if recipe.delayed else None
+        if not torch.compiler.is_compiling() and repeats_forward():
+            # It has been counted and remembered. Whoever watches operators must see the same ones both times.
             with _disable_current_modes():
-                counts, history = counts.clone(), history.clone()
-        if not recipe.delayed:
-            return Memory(counts=counts, gradient_counts=self.fp8_gradient_counts)
-        return Memory(counts, history, self.fp8_gradient_counts, self.fp8_gradient_history)
+                counts, history = counts.clone(), None if history is None else history.clone()
+        gradient_history = self.fp8_gradient_history if recipe.delayed else None
+        return Memory(counts, history, self.fp8_gradient_counts, gradient_history)
 
     @property
     def fp8_counts(self) -> torch.Tensor:

@@ -21,7 +21,7 @@ from kernel_pytorch.ops.fp8_rms_norm import KERNEL_TRITON, fp8_rms_norm
 from kernel_pytorch.ops.fp8_rms_norm.definition import FP8_RMS_NORM
 from kernel_pytorch.ops.rms_norm.definition import RMS_NORM
 from kernel_pytorch.precision.kept_cast import NAMES, Kept
-from kernel_pytorch.precision.layer import Float8Linear, optimizer_steps
+from kernel_pytorch.precision.layer import Float8Linear, optimizer_steps, repeats_forward
 from kernel_pytorch.precision.offer import Caster, Wish, input_key
 from kernel_pytorch.precision.recipe import Recipe
 from kernel_pytorch.precision.settings import SETTINGS, settings_of, unchanged
@@ -128,7 +128,7 @@ def _forward(module: Any, *others: Any, **named: Any) -> Any:
     if torch.compiler.is_compiling():
         return type(module).forward(module, *others, **named)
     caster: Caster = getattr(module, _CASTER)
-    again = torch._C._current_graph_task_id() != -1  # a backward repeats a forward
+    again = repeats_forward()
     given = (*others, *named.values())
     x = given[0] if len(given) == 1 else None
     weight = module.weight
