@@ -61,7 +61,8 @@ class Workload:
 
 WORKLOADS = (
     Workload("linear-4096", "linears", "linear M 8192, 4096 -> 4096", "linear", (8192,), 4096, 4096,
-             others=("eager in one thread", "compiled in one thread", "graphs", "graphs in one thread")),
+             others=("eager in one thread", "compiled in one thread", "graphs", "graphs in one thread",
+                     "eager in two threads", "compiled in two threads")),
     Workload("linear-14336", "linears", "linear M 8192, 4096 -> 14336", "linear", (8192,), 4096, 14336,
              recipes=("delayed", "tensorwise")),
     Workload("linear-28672", "linears", "linear M 16384, 8192 -> 28672", "linear", (16384,), 8192, 28672,

@@ -24,6 +24,8 @@ __all__ = ["LayerReport", "Report", "convert", "report", "revert"]
 AUTO = "delayed"
 """The recipe that ``auto`` measures products of: the one with the fewest passes over memory."""
 _IGNORED_BY_DDP = "_ddp_params_and_buffers_to_ignore"
+_ONE_THREAD = "_fp8_one_thread"
+"""The attribute of a model whose conversion has taken autograd its threads."""
 
 
 def convert(
@@ -34,6 +36,7 @@ def convert(
     fuse_swiglu: bool = True,
     fuse_norm: bool = True,
     monitor: int | None = 50,
+    one_thread: bool | None = None,
 ) -> nn.Module:
     """Turn the linear layers of a model to 8-bit training, in place.
 
@@ -52,6 +55,10 @@ def convert(
         fuse_norm: with scales of tensors, let an RMSNorm write its result also in 8 bits for the layers behind it,
             which then do not read it; in eager mode, from the second call on.
         monitor: every how many steps of an optimizer the casts' losses are looked at; None for never.
+        one_thread: let autograd run backwards in the thread that calls them, by
+            ``torch.autograd.set_multithreading_enabled(False)``, a setting of the thread that converts. Handing a
+            backward over to autograd's own thread for the device costs small layers half their step, and gains only
+            where one process trains on several GPUs; so None does it where there is one.
 
     Returns:
         The model.
@@ -69,6 +76,8 @@ def convert(
         raise TypeError(f"layers={layers!r}: expected a function of a layer's name and the layer, or None")
     if monitor is not None and (not isinstance(monitor, int) or monitor < 1):
         raise ValueError(f"monitor={monitor!r}: use a number of steps, or None")
+    if one_thread is not None and not isinstance(one_thread, bool):
+        raise TypeError(f"one_thread={one_thread!r}: use True or False, or None for True where there is one GPU")
     auto = recipe == "auto"
     if not isinstance(recipe, Recipe) and recipe not in (*RECIPES, "auto"):
         raise ValueError(f"recipe={recipe!r}: use a Recipe, auto, or one of {', '.join(RECIPES)}")
@@ -101,8 +110,13 @@ def convert(
         warnings.warn(
             "model: nothing was converted, for no module that layers= takes is an nn.Linear", stacklevel=2
         )
-    elif monitor is not None:
+        return model
+    if monitor is not None:
         watch(model, monitor)
+    alone = torch.accelerator.device_count() == 1 if one_thread is None else one_thread
+    if alone and torch._C._is_multithreading_enabled():
+        torch.autograd.set_multithreading_enabled(False)
+        setattr(model, _ONE_THREAD, True)
     return model
 
 
@@ -113,6 +127,8 @@ def _check_module(model: Any) -> None:
 
 def revert(model: nn.Module) -> nn.Module:
     """Make a converted model what it was; its parameters stay where they are.
+
+    Autograd gets its threads back if the model's conversion took them.
 
     Example:
         >>> import torch, kernel_pytorch as kp
@@ -132,6 +148,9 @@ def revert(model: nn.Module) -> nn.Module:
         delattr(model, _IGNORED_BY_DDP)
     for layer in layers_of(model).values():
         layer.plain()
+    if hasattr(model, _ONE_THREAD):
+        delattr(model, _ONE_THREAD)
+        torch.autograd.set_multithreading_enabled(True)
     return model
 
 
@@ -160,6 +179,8 @@ class Report:
     """Names of the linear layers that were not converted."""
     norms: dict[str, str | None]
     """The fused norms by name, each with the name of the layer that it casts for; None where that is not known."""
+    one_thread: bool = False
+    """Whether the conversion has let autograd run backwards in the thread that calls them."""
 
     def __str__(self) -> str:
         head = ["layer", "K -> N", "recipe", *PRODUCTS, "measured", "outgrown", "to zero", "not finite", "notes"]
@@ -187,6 +208,8 @@ class Report:
         idle = [name or "the model itself" for name, layer in self.norms.items() if layer is None]
         if idle:
             lines.append(f"fused norms that cast for no layer so far: {', '.join(idle)}")
+        if self.one_thread:
+            lines.append("autograd runs backwards in the thread that calls them: one_thread=False gives it its own")
         return "\n".join(lines)
 
 
@@ -208,7 +231,7 @@ def report(model: nn.Module) -> Report:
     before = {layer: norm for norm, layer in norms.items() if layer is not None}
     rows = tuple(_layer_report(name, layer, fused.get(name), before.get(name)) for name, layer in converted.items())
     others = tuple(name for name, module in model.named_modules() if type(module) is nn.Linear)
-    return Report(rows, others, norms)
+    return Report(rows, others, norms, hasattr(model, _ONE_THREAD))
 
 
 def _layer_report(name: str, layer: Float8Linear, fused: str | None, norm: str | None) -> LayerReport:

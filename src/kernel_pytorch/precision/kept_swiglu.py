@@ -1,7 +1,11 @@
 """What a SwiGLU of three converted layers computes, forward and backward, with little work for the CPU.
 
 As ``kept_cast`` for a layer: counts and histories are brought up to date in place, by the kernels themselves where
-Triton's serve; for torch.compile all of a forward is one operator, and all of a backward another.
+Triton's serve; for torch.compile all of a forward is one operator. A backward is two: after the first, which gives
+the gradients between the layers in 8 bits, gate and up are needed no more.
+
+Most of a step's memory is taken in that first half of a backward. So where it is much, dh is made for some rows after
+others, and the transposed copies of its gradients later.
 """
 
 from __future__ import annotations
@@ -21,7 +25,23 @@ from kernel_pytorch.ops.fp8_swiglu.grad_definition import FP8_SWIGLU_GRAD
 from kernel_pytorch.precision.gathered_weight import transposed_codes
 from kernel_pytorch.precision.kept_cast import NAMES, Kept, define_op, direct_cast, kept_cast, product
 
-__all__ = ["Needs", "Saved", "swiglu_backward", "swiglu_backward_op", "swiglu_forward", "swiglu_forward_op"]
+__all__ = [
+    "Needs",
+    "Saved",
+    "in_parts",
+    "of_hidden",
+    "of_products",
+    "swiglu_backward",
+    "swiglu_backward_hidden_op",
+    "swiglu_backward_products_op",
+    "swiglu_forward",
+    "swiglu_forward_op",
+]
+
+_PART_ROWS = 2048
+"""Of a part of dh: many enough to keep the matrix units busy."""
+_LARGE = 1 << 27
+"""How many numbers a dh must have to be made in parts."""
 
 
 class Saved(NamedTuple):
@@ -70,6 +90,32 @@ def swiglu_forward(
     return y, Saved(gate_MF, up_MF, inverse, x.inverse, x.data_t, *weights)
 
 
+class Between(NamedTuple):
+    """What the first half of a backward leaves to the second."""
+
+    dy_t: torch.Tensor
+    """Or dy itself, where the transposed copies have yet to be made; those of dgate and dup are then empty."""
+    dy_inverse: torch.Tensor
+    dgate: torch.Tensor
+    dgate_t: torch.Tensor
+    dgate_inverse: torch.Tensor
+    dup: torch.Tensor
+    dup_t: torch.Tensor
+    dup_inverse: torch.Tensor
+    h_t: torch.Tensor
+
+
+def _parted(between: Between) -> bool:
+    return between.dgate_t.numel() != between.dgate.numel()
+
+
+def in_parts(gate: torch.Tensor, history: torch.Tensor | None) -> bool:
+    """Whether dh, of gate's shape, is made in parts: only a history has a scale before all of it is there."""
+    rows, columns = gate.shape
+    known = isinstance(rows, int)  # for torch.compile it may be any number
+    return history is not None and known and rows > _PART_ROWS and rows * columns >= _LARGE
+
+
 def swiglu_backward(
     dy_MN: torch.Tensor,
     saved: Saved,
@@ -88,34 +134,81 @@ def swiglu_backward(
         counts: of dgate, of dup, and of dy.
         histories: of dgate, of dup, and of dy.
     """
-    dx = dx_of_up = dgate = dup = ddown = None
-    dtype, h_inverse = NAMES[dy_MN.dtype], saved.h_inverse
-    dy = kept_cast(dy_MN, formats[1], "tensor", needs.ddown, power_of_two, counts[2], 0, histories[2])
-    # Nothing is kept longer than it is needed: most of a step's memory is taken now.
-    dy_8, dy_t, dy_inverse, direct = dy.data, dy.data_t, dy.inverse, dy.direct
-    del dy
+    dtype = NAMES[dy_MN.dtype]
     if needs.dh:
-        dh_MF = product(dy_8, saved.down_t, dy_inverse, saved.down_inverse, dtype, dx_sums, direct)
-        del dy_8
-        g, g_t, g_inverse, u, u_t, u_inverse, h_t = _hidden_gradients(
-            dh_MF, saved, h_inverse if needs.ddown else None, formats, power_of_two, counts[:2], histories[:2]
+        parted = not torch.compiler.is_compiling() and in_parts(saved.gate, histories[0])
+        between = _backward_hidden(
+            dy_MN, saved, formats, dx_sums, power_of_two, parted, needs.ddown, counts, histories
         )
-        del dh_MF
-        if needs.dx:
-            dx = product(g, saved.gate_t, g_inverse, saved.gate_inverse, dtype, dx_sums, direct)
-            dx_of_up = product(u, saved.up_t, u_inverse, saved.up_inverse, dtype, dx_sums, direct)
-        del g, u
-        if needs.dgate:
-            dgate = product(g_t, saved.x_t, g_inverse, saved.x_inverse, dtype, "promoted", direct)
-        del g_t
-        if needs.dup:
-            dup = product(u_t, saved.x_t, u_inverse, saved.x_inverse, dtype, "promoted", direct)
-        del u_t
-    elif needs.ddown:  # the layers before are frozen: h alone is needed once more
+        return _backward_products(between, saved, dtype, dx_sums, needs)
+    ddown = None
+    if needs.ddown:  # the layers before are frozen: h alone is needed once more
+        dy = kept_cast(dy_MN, formats[1], "tensor", True, power_of_two, counts[2], 0, histories[2])
         h = fp8_swiglu(saved.gate, saved.up, formats[0], power_of_two=power_of_two)
-        h_t, h_inverse = transposed_codes(h.data), h.inverse
+        ddown = product(dy.data_t, transposed_codes(h.data), dy.inverse, h.inverse, dtype, "promoted", dy.direct)
+    return None, None, None, None, ddown
+
+
+def _backward_hidden(
+    dy_MN: torch.Tensor,
+    saved: Any,
+    formats: tuple[str, str],
+    dx_sums: str,
+    power_of_two: bool,
+    parted: bool,
+    needs_ddown: bool,
+    counts: tuple[torch.Tensor, ...],
+    histories: tuple[torch.Tensor | None, ...],
+) -> list[torch.Tensor]:
+    """What ``Between`` lists; of what is saved it takes gate, up, h_inverse, down_inverse and down_t."""
+    dtype = NAMES[dy_MN.dtype]
+    dy = kept_cast(dy_MN, formats[1], "tensor", needs_ddown, power_of_two, counts[2], 0, histories[2])
+    data, data_t, inverse, direct = dy.data, dy.data_t, dy.inverse, dy.direct
+    del dy
+    if parted:
+        data_t = data  # to be turned once more when there is memory
+
+    def dh_of(first: int, last: int) -> torch.Tensor:
+        return product(data[first:last], saved.down_t, inverse, saved.down_inverse, dtype, dx_sums, direct)
+
+    h_inverse = saved.h_inverse if needs_ddown else None
+    options = (saved, h_inverse, formats, power_of_two, counts[:2], histories[:2])
+    hidden = _hidden_gradients_in_parts(dh_of, *options) if parted else None
+    if hidden is None:
+        dh = dh_of(0, dy_MN.shape[0])
+        del data  # nothing is kept longer than it is needed
+        hidden = _hidden_gradients(dh, *options)
+        if parted:
+            hidden[1] = hidden[4] = data_t.new_empty((0, 0))
+    return [data_t, inverse, *hidden]
+
+
+def _backward_products(
+    between: list[torch.Tensor], saved: Any, dtype: str, dx_sums: str, needs: Needs
+) -> tuple[torch.Tensor | None, ...]:
+    """The rest; of what is saved it takes x_t and the transposed weights of gate and up, and the inverses."""
+    dx = dx_of_up = dgate = dup = ddown = None
+    parted = _parted(Between(*between))
+    dy_t, dy_inverse, g, g_t, g_inverse, u, u_t, u_inverse, h_t = between
+    between.clear()
+    direct = not torch.compiler.is_compiling() and dispatch.plain_call(g)
     if needs.ddown:
-        ddown = product(dy_t, h_t, dy_inverse, h_inverse, dtype, "promoted", direct)
+        dy_t = transposed_codes(dy_t) if parted else dy_t
+        ddown = product(dy_t, h_t, dy_inverse, saved.h_inverse, dtype, "promoted", direct)
+    del dy_t, h_t
+    if needs.dx:
+        dx = product(g, saved.gate_t, g_inverse, saved.gate_inverse, dtype, dx_sums, direct)
+    if needs.dgate:
+        g_t = transposed_codes(g) if parted else g_t
+        del g
+        dgate = product(g_t, saved.x_t, g_inverse, saved.x_inverse, dtype, "promoted", direct)
+    g = g_t = g_inverse
+    if needs.dx:
+        dx_of_up = product(u, saved.up_t, u_inverse, saved.up_inverse, dtype, dx_sums, direct)
+    if needs.dup:
+        u_t = transposed_codes(u) if parted else u_t
+        del u
+        dup = product(u_t, saved.x_t, u_inverse, saved.x_inverse, dtype, "promoted", direct)
     return dx, dx_of_up, dgate, dup, ddown
 
 
@@ -148,13 +241,13 @@ def _hidden(
 
 def _hidden_gradients(
     dh: torch.Tensor,
-    saved: Saved,
+    saved: Any,
     h_inverse: torch.Tensor | None,
     formats: tuple[str, str],
     power_of_two: bool,
     counts: tuple[torch.Tensor, ...],
     histories: tuple[torch.Tensor | None, ...],
-) -> tuple[torch.Tensor, ...]:
+) -> list[torch.Tensor]:
     """``fp8_swiglu_grad``, with what it lost added to the first row of each of the counts, and by the histories."""
     gate, up = saved.gate, saved.up
     h_format, number_format = formats
@@ -166,10 +259,7 @@ def _hidden_gradients(
     if cast is not None:
         place, run = cast
         remembered = [None if history is None else place(history, torch.float32) for history in histories]
-        found: tuple[torch.Tensor, ...] = run(
-            dh, gate, up, h_inverse, *(place(each, torch.int64) for each in counts), *remembered
-        )
-        return found
+        return [*run(dh, gate, up, h_inverse, *(place(each, torch.int64) for each in counts), *remembered)]
     hidden = fp8_swiglu_grad(
         dh,
         gate,
@@ -190,7 +280,35 @@ def _hidden_gradients(
         (hidden.dgate, hidden.dgate_t, hidden.dgate_inverse),
         (hidden.dup, hidden.dup_t, hidden.dup_inverse),
     )
-    return *dgate, *dup, hidden.h_t
+    return [*dgate, *dup, hidden.h_t]
+
+
+def _hidden_gradients_in_parts(
+    dh_of: Callable[[int, int], torch.Tensor],
+    saved: Any,
+    h_inverse: torch.Tensor | None,
+    formats: tuple[str, str],
+    power_of_two: bool,
+    counts: tuple[torch.Tensor, ...],
+    histories: tuple[torch.Tensor | None, ...],
+) -> list[torch.Tensor] | None:
+    """The same of a dh that is given for some rows after others, without transposed copies; None if it cannot be."""
+    gate, up = saved.gate, saved.up
+    h_format, number_format = formats
+    assert histories[0] is not None
+    length = histories[0].shape[0]
+    strides = (gate.stride(), up.stride())
+    kind = (gate.shape, *strides, number_format, h_format, h_inverse is not None, length, power_of_two, _PART_ROWS)
+    cast = _direct(_IN_PARTS, gate, kind)
+    if cast is None:
+        return None
+    place, run = cast
+    remembered = [place(history, torch.float32) for history in histories]
+    g, g_inverse, u, u_inverse, h_t = run(
+        dh_of, gate, up, h_inverse, *(place(each, torch.int64) for each in counts), *remembered
+    )
+    none = g.new_empty((0, 0))
+    return [g, none, g_inverse, u, none, u_inverse, h_t]
 
 
 def _count(counts: torch.Tensor, lost: torch.Tensor, numbers: int) -> None:
@@ -199,23 +317,30 @@ def _count(counts: torch.Tensor, lost: torch.Tensor, numbers: int) -> None:
     counts[0, :, 3].add_(numbers)
 
 
-def _direct(op: str, x: torch.Tensor, kind: tuple[Any, ...]) -> tuple[Any, Callable[..., Any]] | None:
+def _direct(which: str, x: torch.Tensor, kind: tuple[Any, ...]) -> tuple[Any, Callable[..., Any]] | None:
     """Triton's casts of matrices of one kind, where its kernel would be chosen and nothing watches the call."""
     if torch.compiler.is_compiling() or not (x.is_cuda or x.is_xpu) or x.numel() == 0 or not dispatch.plain_call(x):
         return None
-    return _prepared(op, x.device, kind)
+    return _prepared(which, x.device, kind)
+
+
+_IN_PARTS = f"{FP8_SWIGLU_GRAD.name} in parts"
 
 
 @lru_cache(maxsize=4096)
-def _prepared(op: str, where: torch.device, kind: tuple[Any, ...]) -> tuple[Any, Callable[..., Any]] | None:
-    device = device_of(where)
+def _prepared(which: str, where: torch.device, kind: tuple[Any, ...]) -> tuple[Any, Callable[..., Any]] | None:
+    device, op = device_of(where), which.partition(" ")[0]
     if preferred_kernel(device, op) not in (KERNEL_TRITON, GRAD_KERNEL_TRITON) or not device.supports("float64"):
         return None
-    from kernel_pytorch.ops.fp8_swiglu import grad_triton_kernel, triton_kernel
+    from kernel_pytorch.ops.fp8_swiglu import grad_triton_kernel, triton_kernel, triton_parts
     from kernel_pytorch.ops.triton_launch import Place
 
-    module: Any = triton_kernel if op == FP8_SWIGLU.name else grad_triton_kernel
-    return Place, dispatch.launched(where, module.prepared(device, *kind))
+    prepared: dict[str, Callable[..., Any]] = {
+        FP8_SWIGLU.name: triton_kernel.prepared,
+        FP8_SWIGLU_GRAD.name: grad_triton_kernel.prepared,
+        _IN_PARTS: triton_parts.PreparedParts,
+    }
+    return Place, dispatch.launched(where, prepared[which](device, *kind))
 
 
 # For torch.compile.
@@ -264,29 +389,95 @@ def _forward_fake(
     return tuple(found)
 
 
-def _backward(
+class _OfHidden(NamedTuple):
+    gate: torch.Tensor
+    up: torch.Tensor
+    h_inverse: torch.Tensor
+    down_inverse: torch.Tensor
+    down_t: torch.Tensor
+
+
+class _OfProducts(NamedTuple):
+    h_inverse: torch.Tensor
+    x_inverse: torch.Tensor
+    x_t: torch.Tensor
+    gate_inverse: torch.Tensor
+    gate_t: torch.Tensor
+    up_inverse: torch.Tensor
+    up_t: torch.Tensor
+
+
+def of_hidden(saved: Saved) -> list[torch.Tensor]:
+    """What the first half of a backward takes."""
+    return [getattr(saved, name) for name in _OfHidden._fields]
+
+
+def of_products(saved: Saved) -> list[torch.Tensor]:
+    """What the second takes."""
+    return [getattr(saved, name) for name in _OfProducts._fields]
+
+
+def _hidden_op(
     dy_MN: torch.Tensor,
     saved: list[torch.Tensor],
     forward_format: str,
     gradient_format: str,
     dx_sums: str,
     power_of_two: bool,
+    parted: bool,
     gate_counts: torch.Tensor,
     up_counts: torch.Tensor,
     down_counts: torch.Tensor,
     gate_history: torch.Tensor | None,
     up_history: torch.Tensor | None,
     down_history: torch.Tensor | None,
-) -> tuple[torch.Tensor | None, ...]:
+) -> tuple[torch.Tensor, ...]:
     counts, histories = (gate_counts, up_counts, down_counts), (gate_history, up_history, down_history)
     formats = (forward_format, gradient_format)
-    return swiglu_backward(dy_MN, Saved(*saved), formats, dx_sums, power_of_two, Needs(), counts, histories)
+    found = _backward_hidden(
+        dy_MN, _OfHidden(*saved), formats, dx_sums, power_of_two, parted, True, counts, histories
+    )
+    if parted:  # results of an operator must not be the same memory
+        found[6] = found[6].new_empty((0, 0))
+    return tuple(found)
 
 
-def _backward_fake(dy_MN: torch.Tensor, saved: list[torch.Tensor], *_: Any) -> tuple[torch.Tensor, ...]:
-    kept = Saved(*saved)
-    (m, n), k, hidden = dy_MN.shape, kept.x_t.shape[0], kept.gate.shape[1]
-    return tuple(dy_MN.new_empty(shape) for shape in ((m, k), (m, k), (hidden, k), (hidden, k), (n, hidden)))
+def _hidden_fake(
+    dy_MN: torch.Tensor,
+    saved: list[torch.Tensor],
+    forward_format: str,
+    gradient_format: str,
+    dx_sums: str,  # noqa: ARG001
+    power_of_two: bool,
+    parted: bool,
+    *_: Any,
+) -> tuple[torch.Tensor, ...]:
+    kept = _OfHidden(*saved)
+    dy = FP8_CAST.fake(dy_MN, gradient_format, "tensor", True, None, power_of_two)
+    dh, formats = kept.gate, (gradient_format, forward_format)
+    found = FP8_SWIGLU_GRAD.fake(dh, kept.gate, kept.up, *formats, kept.h_inverse, None, None, power_of_two)
+    empty = [dy[0].new_empty((0, 0)) for _ in range(2)]
+    turned = empty if parted else [found[1], found[4]]
+    return dy[0] if parted else dy[1], dy[2], found[0], turned[0], found[2], found[3], turned[1], found[5], found[6]
+
+
+def _products_op(
+    between: list[torch.Tensor], saved: list[torch.Tensor], dtype: str, dx_sums: str
+) -> tuple[torch.Tensor | None, ...]:
+    return _backward_products([*between], _OfProducts(*saved), dtype, dx_sums, Needs())
+
+
+def _products_fake(
+    between: list[torch.Tensor],
+    saved: list[torch.Tensor],
+    dtype: str,
+    *_: Any,
+) -> tuple[torch.Tensor, ...]:
+    made, kept, given = Between(*between), _OfProducts(*saved), getattr(torch, dtype)
+    (m, hidden), k = made.dgate.shape, kept.x_t.shape[0]
+    n = made.dy_t.shape[1 if _parted(made) else 0]
+    shapes = ((m, k), (m, k), (hidden, k), (hidden, k), (n, hidden))
+    return tuple(made.dgate.new_empty(shape, dtype=given) for shape in shapes)
 
 
 swiglu_forward_op = define_op(
@@ -297,11 +488,17 @@ swiglu_forward_op = define_op(
     _forward,
     _forward_fake,
 )
-swiglu_backward_op = define_op(
-    "fp8_swiglu_mlp_backward(Tensor dy, Tensor[] saved, str forward_format, str gradient_format, str dx_sums, "
-    "bool power_of_two, Tensor(a!) gate_counts, Tensor(b!) up_counts, Tensor(c!) down_counts, "
+swiglu_backward_hidden_op = define_op(
+    "fp8_swiglu_mlp_backward_hidden(Tensor dy, Tensor[] saved, str forward_format, str gradient_format, str dx_sums, "
+    "bool power_of_two, bool parted, Tensor(a!) gate_counts, Tensor(b!) up_counts, Tensor(c!) down_counts, "
     "Tensor(d!)? gate_history, Tensor(e!)? up_history, Tensor(f!)? down_history) "
+    f"-> ({', '.join(['Tensor'] * len(Between._fields))})",
+    _hidden_op,
+    _hidden_fake,
+)
+swiglu_backward_products_op = define_op(
+    "fp8_swiglu_mlp_backward_products(Tensor[] between, Tensor[] saved, str dtype, str dx_sums) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
-    _backward,
-    _backward_fake,
+    _products_op,
+    _products_fake,
 )

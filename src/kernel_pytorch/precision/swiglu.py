@@ -24,8 +24,12 @@ from kernel_pytorch.precision.kept_cast import NAMES, Kept
 from kernel_pytorch.precision.kept_swiglu import (
     Needs,
     Saved,
+    in_parts,
+    of_hidden,
+    of_products,
     swiglu_backward,
-    swiglu_backward_op,
+    swiglu_backward_hidden_op,
+    swiglu_backward_products_op,
     swiglu_forward,
     swiglu_forward_op,
 )
@@ -328,7 +332,7 @@ def _as(gradients: Any, dtypes: tuple[torch.dtype, ...]) -> list[torch.Tensor | 
 
 
 class _Whole(torch.autograd.Function):
-    """For torch.compile, where all is asked for: one operator each way, for a step may wait for each of them."""
+    """For torch.compile, where all is asked for: few operators, for a step may wait for each of them."""
 
     @staticmethod
     def forward(
@@ -368,8 +372,11 @@ class _Whole(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy_MN: torch.Tensor) -> Any:
-        dx, dx_of_up, *others = swiglu_backward_op(
-            dy_MN, list(ctx.saved_tensors), *ctx.how, *ctx.counts, *ctx.histories
+        saved = Saved(*ctx.saved_tensors)
+        parted = in_parts(saved.gate, ctx.histories[0])
+        between = swiglu_backward_hidden_op(dy_MN, of_hidden(saved), *ctx.how, parted, *ctx.counts, *ctx.histories)
+        dx, dx_of_up, *others = swiglu_backward_products_op(
+            list(between), of_products(saved), NAMES[dy_MN.dtype], ctx.how[2]
         )
         # Their sum is left to the compiler, which has work of its own on it.
         return (*_as((dx + dx_of_up, *others), ctx.dtypes), *[None] * 16)

@@ -60,6 +60,12 @@ def _gradients(upstream, gates, ups, HARDWARE: tl.constexpr):
 
 
 @triton.jit
+def _as_of_all_rows(dh, first, dh_row, ROWS: tl.constexpr):
+    """Where dh would begin if it had not only the rows from tile row ``first`` on."""
+    return dh - (tl.full((), 0, tl.int64) + first) * ROWS * dh_row
+
+
+@triton.jit
 def _quarter_gradients(i, j, k, rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr, arguments):
     """dgate, dup and h of a quarter of tile (i, j)."""
     _, matrices = arguments
@@ -105,15 +111,17 @@ def _amax(
 def _cast(
     dh, gate, up, h_inverse, dgate_data, dgate_t, dgate_inverse, dup_data, dup_t, dup_inverse, h_t,
     amax, own_gate_counts, own_up_counts, gate_history, up_history,
-    rows, columns, dh_row, dh_column, gate_row, gate_column, up_row, up_column, history_length,
-    WITH_H: tl.constexpr, WORDS: tl.constexpr, POWER_OF_TWO: tl.constexpr, HISTORY: tl.constexpr,
-    H_LARGEST: tl.constexpr, H_MANTISSA: tl.constexpr, H_BIAS: tl.constexpr, H_NAN: tl.constexpr,
-    H_FNUZ: tl.constexpr, H_HARDWARE: tl.constexpr,
+    first, part_rows, rows, columns, dh_row, dh_column, gate_row, gate_column, up_row, up_column, history_length,
+    WITH_H: tl.constexpr, TURNED: tl.constexpr, WORDS: tl.constexpr, POWER_OF_TWO: tl.constexpr,
+    HISTORY: tl.constexpr, H_LARGEST: tl.constexpr, H_MANTISSA: tl.constexpr, H_BIAS: tl.constexpr,
+    H_NAN: tl.constexpr, H_FNUZ: tl.constexpr, H_HARDWARE: tl.constexpr,
     LARGEST: tl.constexpr, HALF_SMALLEST: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr,
     NAN: tl.constexpr, FNUZ: tl.constexpr, HARDWARE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """One tile of all matrices; with a HISTORY by its scales, finding the amaxes."""
+    """One tile of all matrices, from tile row ``first`` on; with a HISTORY by its scales, finding the amaxes."""
     i, j = tile_of_program(tl.cdiv(columns, COLUMNS), HISTORY > 0)
+    i += first
+    dh = _as_of_all_rows(dh, first, dh_row, ROWS)
     matrices = (dh, gate, up, dh_row, dh_column, gate_row, gate_column, up_row, up_column, HARDWARE)
     # Loaded before the scales are known: neither waits for the other.
     g_0, u_0, h_0 = _quarter_gradients(i, j, 0, rows, columns, ROWS, COLUMNS, (1.0, matrices))
@@ -121,11 +129,11 @@ def _cast(
     g_2, u_2, h_2 = _quarter_gradients(i, j, 2, rows, columns, ROWS, COLUMNS, (1.0, matrices))
     g_3, u_3, h_3 = _quarter_gradients(i, j, 3, rows, columns, ROWS, COLUMNS, (1.0, matrices))
     dgate_scale = scale_to_try(
-        amax, dgate_inverse, own_gate_counts, gate_history, history_length, rows, columns,
+        amax, dgate_inverse, own_gate_counts, gate_history, history_length, part_rows, columns,
         LARGEST, POWER_OF_TWO, HISTORY,
     )  # fmt: skip
     dup_scale = scale_to_try(
-        amax + DUP, dup_inverse, own_up_counts, up_history, history_length, rows, columns,
+        amax + DUP, dup_inverse, own_up_counts, up_history, history_length, part_rows, columns,
         LARGEST, POWER_OF_TWO, HISTORY,
     )  # fmt: skip
     h_scale = reciprocal(tl.load(h_inverse)) if WITH_H else 1.0
@@ -140,19 +148,19 @@ def _cast(
     # All is cast before anything is looked at again, so that its numbers need not be kept.
     dgate_found = emit(
         g_0, g_1, g_2, g_3, dgate_scale, dgate_scale, dgate_scale, dgate_scale, dgate_data, dgate_t,
-        i, j, rows, columns, True, True, WORDS, LARGEST, MANTISSA, BIAS, NAN, FNUZ, HARDWARE, ROWS, COLUMNS,
+        i, j, rows, columns, True, TURNED, WORDS, LARGEST, MANTISSA, BIAS, NAN, FNUZ, HARDWARE, ROWS, COLUMNS,
     )  # fmt: skip
     dup_found = emit(
         u_0, u_1, u_2, u_3, dup_scale, dup_scale, dup_scale, dup_scale, dup_data, dup_t,
-        i, j, rows, columns, True, True, WORDS, LARGEST, MANTISSA, BIAS, NAN, FNUZ, HARDWARE, ROWS, COLUMNS,
+        i, j, rows, columns, True, TURNED, WORDS, LARGEST, MANTISSA, BIAS, NAN, FNUZ, HARDWARE, ROWS, COLUMNS,
     )  # fmt: skip
     dgate_seen = counted(
         dgate_found, _quarter_of_dgate, (dgate_scale, matrices), dgate_data, dgate_t, own_gate_counts, i, j,
-        rows, columns, True, True, HISTORY == 0, HALF_SMALLEST, NAN, ROWS, COLUMNS,
+        rows, columns, True, TURNED, HISTORY == 0, HALF_SMALLEST, NAN, ROWS, COLUMNS,
     )  # fmt: skip
     dup_seen = counted(
         dup_found, _quarter_of_dup, (dup_scale, matrices), dup_data, dup_t, own_up_counts, i, j, rows, columns,
-        True, True, HISTORY == 0, HALF_SMALLEST, NAN, ROWS, COLUMNS,
+        True, TURNED, HISTORY == 0, HALF_SMALLEST, NAN, ROWS, COLUMNS,
     )  # fmt: skip
     if HISTORY > 0:
         offer(amax, dgate_seen)
@@ -162,7 +170,7 @@ def _cast(
 @triton.jit
 def _again(
     quarter: tl.constexpr, arguments, data, data_t, before, counts, i, j, rows, columns,
-    WORDS: tl.constexpr, POWER_OF_TWO: tl.constexpr,
+    TURNED: tl.constexpr, WORDS: tl.constexpr, POWER_OF_TWO: tl.constexpr,
     LARGEST: tl.constexpr, HALF_SMALLEST: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr,
     NAN: tl.constexpr, FNUZ: tl.constexpr, HARDWARE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
@@ -174,11 +182,11 @@ def _again(
     scale = arguments[0]
     found = emit(
         v_0, v_1, v_2, v_3, scale, scale, scale, scale, data, data_t, i, j, rows, columns,
-        True, True, WORDS, LARGEST, MANTISSA, BIAS, NAN, FNUZ, HARDWARE, ROWS, COLUMNS,
+        True, TURNED, WORDS, LARGEST, MANTISSA, BIAS, NAN, FNUZ, HARDWARE, ROWS, COLUMNS,
     )  # fmt: skip
     counted(
         found, quarter, arguments, data, data_t, counts, i, j, rows, columns,
-        True, True, True, HALF_SMALLEST, NAN, ROWS, COLUMNS,
+        True, TURNED, True, HALF_SMALLEST, NAN, ROWS, COLUMNS,
     )  # fmt: skip
     for k in range(4):
         values, _ = quarter(i, j, k, rows, columns, ROWS, COLUMNS, arguments)
@@ -188,38 +196,39 @@ def _again(
 @triton.jit
 def _settle(
     dh, gate, up, dgate_data, dgate_t, dgate_inverse, dup_data, dup_t, dup_inverse,
-    amax, tried, gate_counts, up_counts, gate_history, up_history,
-    rows, columns, dh_row, dh_column, gate_row, gate_column, up_row, up_column, history_length,
-    WORDS: tl.constexpr, POWER_OF_TWO: tl.constexpr, HISTORY: tl.constexpr,
+    amax, tried, gate_counts, up_counts, gate_history, up_history, gate_next, up_next,
+    first, part_rows, rows, columns, dh_row, dh_column, gate_row, gate_column, up_row, up_column, history_length,
+    TURNED: tl.constexpr, WORDS: tl.constexpr, POWER_OF_TWO: tl.constexpr, HISTORY: tl.constexpr,
     LARGEST: tl.constexpr, HALF_SMALLEST: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr,
     NAN: tl.constexpr, FNUZ: tl.constexpr, HARDWARE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """After a cast by the histories' scales: cast again what has numbers that were too large for its own."""
     dgate_scale, dgate_again, dgate_before = settle(
-        amax, dgate_inverse, tried, gate_counts, gate_history, history_length, rows, columns,
+        amax, dgate_inverse, tried, gate_counts, gate_history, gate_next, history_length, part_rows, columns,
         LARGEST, POWER_OF_TWO, HISTORY,
     )  # fmt: skip
     dup_scale, dup_again, dup_before = settle(
-        amax + DUP, dup_inverse, tried + DUP // 2, up_counts, up_history, history_length, rows, columns,
+        amax + DUP, dup_inverse, tried + DUP // 2, up_counts, up_history, up_next, history_length, part_rows, columns,
         LARGEST, POWER_OF_TWO, HISTORY,
     )  # fmt: skip
     if dgate_again | dup_again:
+        dh = _as_of_all_rows(dh, first, dh_row, ROWS)
         matrices = (dh, gate, up, dh_row, dh_column, gate_row, gate_column, up_row, up_column, HARDWARE)
         across = tl.cdiv(columns, COLUMNS)
-        tiles = across * tl.cdiv(rows, ROWS)
+        tiles = across * tl.cdiv(part_rows, ROWS)
         for step in range(tl.cdiv(tiles - tl.program_id(0), tl.num_programs(0))):
             tile = tl.program_id(0) + step * tl.num_programs(0)
-            i, j = tile // across, tile % across
+            i, j = first + tile // across, tile % across
             if dgate_again:
                 _again(
                     _quarter_of_dgate, (dgate_scale, matrices), dgate_data, dgate_t, dgate_before, gate_counts,
-                    i, j, rows, columns, WORDS, POWER_OF_TWO,
+                    i, j, rows, columns, TURNED, WORDS, POWER_OF_TWO,
                     LARGEST, HALF_SMALLEST, MANTISSA, BIAS, NAN, FNUZ, HARDWARE, ROWS, COLUMNS,
                 )  # fmt: skip
             if dup_again:
                 _again(
                     _quarter_of_dup, (dup_scale, matrices), dup_data, dup_t, dup_before, up_counts,
-                    i, j, rows, columns, WORDS, POWER_OF_TWO,
+                    i, j, rows, columns, TURNED, WORDS, POWER_OF_TWO,
                     LARGEST, HALF_SMALLEST, MANTISSA, BIAS, NAN, FNUZ, HARDWARE, ROWS, COLUMNS,
                 )  # fmt: skip
 
@@ -231,8 +240,8 @@ def _settle(
 _ARGUMENTS = (
     "dh", "gate", "up", "h_inverse", "dgate_data", "dgate_t", "dgate_inverse", "dup_data", "dup_t", "dup_inverse",
     "h_t", "amax", "tried", "gate_counts", "up_counts", "own_gate_counts", "own_up_counts", "gate_history",
-    "up_history", "rows", "columns", "dh_row", "dh_column", "gate_row", "gate_column", "up_row", "up_column",
-    "history_length",
+    "up_history", "gate_next", "up_next", "first", "part_rows", "rows", "columns", "dh_row",
+    "dh_column", "gate_row", "gate_column", "up_row", "up_column", "history_length",
 )  # fmt: skip
 
 
@@ -271,6 +280,9 @@ class PreparedGradients:
     """The casts for matrices of one kind, as ``fp8_cast`` has ``PreparedCast``.
 
     Gives dgate, dgate_t, dgate_inverse, dup, dup_t, dup_inverse and h_t.
+
+    Args:
+        part_rows: for how many rows a call of ``part`` is; None for all of them, and with transposed copies.
     """
 
     def __init__(
@@ -285,37 +297,43 @@ class PreparedGradients:
         with_h: bool,
         length: int,
         power_of_two: bool,
+        part_rows: int | None = None,
     ) -> None:
         rows, columns = self.shape = shape
         chosen, chosen_h = FORMATS[number_format], FORMATS[h_format]
         self.dtype, self.h_dtype = chosen.dtype, chosen_h.dtype
         self.h_shape = (columns, rows) if with_h else (0, 0)
         self.length = length
-        self.sizes = (rows, columns, *dh_strides, *gate_strides, *up_strides, length)
+        height = rows if part_rows is None else part_rows
+        self.sizes = (height, rows, columns, *dh_strides, *gate_strides, *up_strides, length)
         words = rows % 4 == 0
         self.turned_as = torch.int32 if words else torch.uint8
         kernels: list[tuple[Any, tuple[int], dict[str, Any]]] = []
         if length == 0:
-            height, width, warps, below = _AMAX_TILE
-            grid = -(-rows // (height * below)) * -(-columns // width)
-            tile = {"ROWS": height, "COLUMNS": width, "TILES": below, "num_warps": warps}
+            tall, width, warps, below = _AMAX_TILE
+            grid = -(-rows // (tall * below)) * -(-columns // width)
+            tile = {"ROWS": tall, "COLUMNS": width, "TILES": below, "num_warps": warps}
             kernels.append((_amax, (grid,), {"HARDWARE": hardware_encodes(device, chosen), **tile}))
-        height, width, warps = _TILE
+        tall, width, warps = _TILE
         constants = {
+            "TURNED": part_rows is None,
             "WORDS": words,
             "POWER_OF_TWO": power_of_two,
             "HISTORY": triton.next_power_of_2(length) if length else 0,
-            "ROWS": height,
+            "ROWS": tall,
             "COLUMNS": width,
             "num_warps": warps,
             **encoding(device, chosen),
         }
         of_h = {f"H_{name}": value for name, value in encoding(device, chosen_h).items() if name != "HALF_SMALLEST"}
-        tiles = -(-rows // height) * -(-columns // width)
+        tiles = -(-height // tall) * -(-columns // width)
         kernels.append((_cast, (tiles,), {"WITH_H": with_h, **of_h, **constants}))
         if length:
             kernels.append((_settle, (min(tiles, 4 * device.compute_units),), constants))
-        key = (shape, dh_strides, gate_strides, up_strides, number_format, h_format, with_h, length, power_of_two)
+        key = (
+            shape, dh_strides, gate_strides, up_strides, number_format, h_format, with_h, length, power_of_two,
+            part_rows,
+        )  # fmt: skip
         self.launches = Launches(kernels, _ARGUMENTS, key)
 
     def __call__(
@@ -334,42 +352,66 @@ class PreparedGradients:
         dgate_t, dup_t = gate.new_empty(turned, dtype=self.dtype), gate.new_empty(turned, dtype=self.dtype)
         h_t = gate.new_empty(self.h_shape, dtype=self.h_dtype)
         dgate_inverse, dup_inverse = (gate.new_empty((), dtype=torch.float32) for _ in range(2))
+        inverses = (Place(dgate_inverse, torch.float32), Place(dup_inverse, torch.float32))
+        histories = (gate_history or inverses[0], up_history or inverses[1])
+        self.part(
+            0, (dh, gate, up), h_inverse, (dgate, dgate_t, dup, dup_t, h_t), inverses, (gate_counts, up_counts),
+            histories, histories,
+        )  # fmt: skip
+        return dgate, dgate_t, dgate_inverse, dup, dup_t, dup_inverse, h_t
+
+    def part(
+        self,
+        first_row: int,
+        matrices: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        h_inverse: torch.Tensor | None,
+        results: tuple[torch.Tensor, ...],
+        inverses: tuple[Place, Place],
+        counts: tuple[Place, Place],
+        histories: tuple[Place, Place],
+        next_histories: tuple[Place, Place],
+    ) -> None:
+        """The rows from this one on, a multiple of 512, into matrices of all rows.
+
+        Args:
+            matrices: dh with these rows alone, gate and up with all.
+            results: dgate, dgate_t, dup, dup_t and h_t.
+        """
+        dh, gate, up = matrices
+        dgate, dgate_t, dup, dup_t, h_t = results
         shared = zeros(gate, 2 * SCRATCH)
-        scales = (dgate_inverse.data_ptr(), dup_inverse.data_ptr())
+        scales = (inverses[0].data_ptr(), inverses[1].data_ptr())
         h_scale = scales[0] if h_inverse is None else h_inverse.data_ptr()
-        histories = (
-            scales[0] if gate_history is None else gate_history.data_ptr(),
-            scales[1] if up_history is None else up_history.data_ptr(),
-        )
-        counts = (gate_counts.data_ptr(), up_counts.data_ptr())
         found = shared.data_ptr()
         tried = (found + SCRATCH_TRIED, found + SCRATCH + SCRATCH_TRIED)
+        first = first_row // _TILE[0]
 
         def typed() -> tuple[Any, ...]:
-            first = tuple(shared.at(start + SCRATCH_TRIED, torch.int64) for start in (0, SCRATCH))
-            given = (gate_counts, up_counts)
+            first_try = tuple(shared.at(start + SCRATCH_TRIED, torch.int64) for start in (0, SCRATCH))
             return (
-                dh, gate, up, dgate_inverse if h_inverse is None else h_inverse,
-                Place(dgate, torch.uint8), Place(dgate_t, self.turned_as), dgate_inverse,
-                Place(dup, torch.uint8), Place(dup_t, self.turned_as), dup_inverse, Place(h_t, self.turned_as),
-                shared, first[0], *given, *(first if self.length else given),
-                dgate_inverse if gate_history is None else gate_history,
-                dup_inverse if up_history is None else up_history, *self.sizes,
+                dh, gate, up, inverses[0] if h_inverse is None else h_inverse,
+                Place(dgate, torch.uint8), Place(dgate_t, self.turned_as), inverses[0],
+                Place(dup, torch.uint8), Place(dup_t, self.turned_as), inverses[1], Place(h_t, self.turned_as),
+                shared, first_try[0], *counts, *(first_try if self.length else counts), *histories, *next_histories,
+                first, *self.sizes,
             )  # fmt: skip
 
-        matrices = (dh.data_ptr(), gate.data_ptr(), up.data_ptr())
-        aligned = tuple(address % 16 for address in (*matrices, h_scale, *counts, *histories))
+        given = (dh.data_ptr(), gate.data_ptr(), up.data_ptr(), h_scale)
+        to_counts = (counts[0].data_ptr(), counts[1].data_ptr())
+        remembered = (
+            histories[0].data_ptr(), histories[1].data_ptr(), next_histories[0].data_ptr(),
+            next_histories[1].data_ptr(),
+        )  # fmt: skip
         self.launches(
             gate.get_device(),
-            (gate.dtype, *aligned),
+            (gate.dtype, *[address % 16 for address in (*given, *to_counts, *remembered)]),
             (
-                *matrices, h_scale, dgate.data_ptr(), dgate_t.data_ptr(), scales[0], dup.data_ptr(), dup_t.data_ptr(),
-                scales[1], h_t.data_ptr(), found, tried[0], *counts, *(tried if self.length else counts), *histories,
-                *self.sizes,
+                *given, dgate.data_ptr(), dgate_t.data_ptr(), scales[0], dup.data_ptr(), dup_t.data_ptr(), scales[1],
+                h_t.data_ptr(), found, tried[0], *to_counts, *(tried if self.length else to_counts), *remembered,
+                first, *self.sizes,
             ),
             typed,
         )  # fmt: skip
-        return dgate, dgate_t, dgate_inverse, dup, dup_t, dup_inverse, h_t
 
 
 prepared = lru_cache(maxsize=4096)(PreparedGradients)

@@ -104,12 +104,12 @@ def count_outgrown(counts, values, before, LARGEST: tl.constexpr, POWER_OF_TWO: 
 
 @triton.jit
 def settle(
-    amax, inverse, tried, counts, history, length, rows, columns,
+    amax, inverse, tried, counts, history, next_history, length, rows, columns,
     LARGEST: tl.constexpr, POWER_OF_TWO: tl.constexpr, HISTORY: tl.constexpr,
 ):  # fmt: skip
     """After a cast by a history's scale: the final scale, whether all must be cast again with it, the history's amax.
 
-    The first program writes down what is known by then, and brings the history up to date.
+    The first program writes down what is known by then, and the history of the next cast.
     """
     add_numbers(counts, rows, columns, True)
     largest = tl.load(amax).to(tl.float32, bitcast=True)
@@ -119,7 +119,7 @@ def settle(
     scale = tl.where(again, scale_from_amax(largest, LARGEST, POWER_OF_TWO), scale)
     if tl.program_id(0) == 0:
         tl.store(inverse, reciprocal(scale))
-        remember(history, history, length, largest, HISTORY)
+        remember(history, next_history, length, largest, HISTORY)
         if not again:
             add_count(counts + 1, tl.load(tried + 1), True)
             add_count(counts + 2, tl.load(tried + 2), True)
@@ -220,7 +220,18 @@ def _settle(
 ):  # fmt: skip
     """After a cast by the history's scale: cast all of it again where some numbers were too large for it."""
     scale, again, before = settle(
-        amax, inverse, tried, counts, history, history_length, rows, columns, LARGEST, POWER_OF_TWO, HISTORY
+        amax,
+        inverse,
+        tried,
+        counts,
+        history,
+        history,
+        history_length,
+        rows,
+        columns,
+        LARGEST,
+        POWER_OF_TWO,
+        HISTORY,
     )
     if tl.program_id(0) == 0:
         tl.store(final_amax, tl.load(amax).to(tl.float32, bitcast=True))
