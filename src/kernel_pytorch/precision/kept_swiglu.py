@@ -11,7 +11,7 @@ others, and the transposed copies of its gradients later.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -168,19 +168,21 @@ def _backward_hidden(
     if parted:
         data_t = data  # to be turned once more when there is memory
 
-    def dh_of(first: int, last: int) -> torch.Tensor:
-        return product(data[first:last], saved.down_t, inverse, saved.down_inverse, dtype, dx_sums, direct)
-
     h_inverse = saved.h_inverse if needs_ddown else None
     options = (saved, h_inverse, formats, power_of_two, counts[:2], histories[:2])
-    hidden = _hidden_gradients_in_parts(dh_of, *options) if parted else None
+    factors = (saved.down_t, inverse, saved.down_inverse, dtype, dx_sums, direct)
+    hidden = _hidden_gradients_in_parts(partial(_rows_of_product, data, factors), *options) if parted else None
     if hidden is None:
-        dh = dh_of(0, dy_MN.shape[0])
+        dh = product(data, *factors)
         del data  # nothing is kept longer than it is needed
         hidden = _hidden_gradients(dh, *options)
         if parted:
             hidden[1] = hidden[4] = data_t.new_empty((0, 0))
     return [data_t, inverse, *hidden]
+
+
+def _rows_of_product(a: torch.Tensor, factors: tuple[Any, ...], first: int, last: int) -> torch.Tensor:
+    return product(a[first:last], *factors)
 
 
 def _backward_products(
