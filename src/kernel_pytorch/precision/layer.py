@@ -270,7 +270,7 @@ class Float8Linear(nn.Linear):
         cast = self._kept_cast
         if cast is None or (transposed and cast.data_t.numel() != weight.numel()):
             cast = self._kept_cast = cast_of_weight(
-                weight, recipe, number_format, transposed=transposed, counts=self.fp8_forward_counts
+                weight, recipe, number_format, transposed=transposed, counts=self.fp8_memory(recipe).counts
             )
         return cast
 
