@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn import functional
 
 import kernel_pytorch as kp
@@ -155,6 +156,72 @@ def test_a_subclass_stays_as_it_is() -> None:
     assert [type(layer) for layer in model] == [Own, Float8Linear]
     kp.fp8.revert(model)
     assert [type(layer) for layer in model] == [Own, nn.Linear]
+
+
+class LoRALinear(nn.Linear):
+    """As many write it: an nn.Linear that does more."""
+
+
+LEFT_ALONE = {
+    "subclass": (
+        lambda: LoRALinear(8, 8),
+        "LoRALinear is a subclass of nn.Linear, whose forward may do more: use an nn.Linear in its place",
+    ),
+    "subclass of torch": (
+        lambda: nn.modules.linear.NonDynamicallyQuantizableLinear(8, 8),
+        "NonDynamicallyQuantizableLinear is a subclass of nn.Linear",
+    ),
+    "attention": (
+        lambda: nn.MultiheadAttention(8, 2),
+        "MultiheadAttention multiplies by its weights itself and calls no layer: use layers of nn.Linear around",
+    ),
+    "attention of other keys": (lambda: nn.MultiheadAttention(8, 2, kdim=4, bias=False), "MultiheadAttention mult"),
+    "lazy": (lambda: nn.LazyLinear(8), "LazyLinear has no shape before its first input: call the model before"),
+    "parametrized": (
+        lambda: nn.utils.parametrizations.weight_norm(nn.Linear(8, 8)),
+        "the weight is computed by torch.nn.utils.parametrize in every forward: use remove_parametrizations",
+    ),
+}
+
+
+@pytest.mark.parametrize(("make", "reason"), LEFT_ALONE.values(), ids=LEFT_ALONE)
+def test_the_report_says_why_a_class_is_left_alone(make: Callable[[], nn.Module], reason: str) -> None:
+    model = nn.ModuleDict({"odd": make(), "plain": nn.Linear(8, 8), "last": nn.Linear(8, 8)})
+    kind = type(model["odd"])
+    kp.fp8.convert(model, "tensorwise", layers=lambda name, _: name != "last")
+    assert type(model["odd"]) is kind
+    report = kp.fp8.report(model)
+    assert [layer.name for layer in report.layers] == ["plain"]
+    assert report.others == ("last",)
+    assert list(report.left_alone) == ["odd"]  # and nothing inside it
+    assert report.left_alone["odd"].startswith(reason)
+    assert str(report).splitlines()[-2:] == [
+        "not converted: last",
+        f"not converted: odd ({report.left_alone['odd']})",
+    ]
+
+
+def test_a_reason_is_given_once_for_all_layers_that_have_it() -> None:
+    model = LoRALinear(8, 8)
+    model.rest = nn.Sequential(*(LoRALinear(8, 8) for _ in range(4)), nn.Linear(8, 8), nn.MultiheadAttention(8, 2))
+    kp.fp8.convert(model, "tensorwise")
+    subclasses, attention = str(kp.fp8.report(model)).splitlines()[2:]
+    assert subclasses.startswith(
+        "not converted: the model itself, rest.0, rest.1, rest.2, rest.3 (LoRALinear is a "
+    )
+    assert attention.startswith("not converted: rest.5 (MultiheadAttention ")
+
+
+def test_only_layers_that_were_asked_for_and_cannot_be_converted() -> None:
+    """The function is asked about each nn.Linear alone, so the warning has the reasons for all others."""
+    model = nn.Sequential(*(LoRALinear(8, 8) for _ in range(5)), nn.Linear(8, 8))
+    text = (
+        "nothing was converted, .* an nn.Linear; 0, 1, 2 and 2 more \\(LoRALinear is a subclass of nn.Linear, whose"
+    )
+    with pytest.warns(UserWarning, match=text):
+        kp.fp8.convert(model, "tensorwise", layers=lambda name, _: name == "0")
+    with pytest.raises(ValueError, match=r"no converted layer; .*; 0, 1, 2 and 2 more \(LoRALinear is a subclass"):
+        kp.fp8.report(model)
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "rowwise"])
@@ -362,6 +429,32 @@ def test_ddp_trains_the_same(recipe: str, fuse: bool) -> None:
     losses = [train(each, torch.optim.AdamW(each.parameters(), lr=1e-2), range(4)) for each in (wrapped, alone)]
     assert losses[0] == losses[1]
     same(dict(model.state_dict()), dict(alone.state_dict()))
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_layers_that_fully_shard_gave_a_class_of_its_own() -> None:
+    mesh = dist.device_mesh.init_device_mesh("cpu", (1,))
+    model = kp.fp8.convert(
+        nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), LoRALinear(8, 8)),
+        "tensorwise",
+        layers=lambda name, _: name == "0",
+    )
+    for layer in model:
+        fully_shard(layer, mesh=mesh)
+        assert type(layer) not in (nn.Linear, LoRALinear, Float8Linear)
+    report = kp.fp8.report(model)
+    assert [layer.name for layer in report.layers] == ["0"]
+    assert report.others == ("1",)
+    assert list(report.left_alone) == ["2"]
+    assert report.left_alone["2"].startswith("LoRALinear is a subclass of nn.Linear")
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_model_that_is_sharded_already_is_warned_about() -> None:
+    model = nn.Sequential(nn.Linear(8, 8))
+    fully_shard(model[0], mesh=dist.device_mesh.init_device_mesh("cpu", (1,)))
+    with pytest.warns(UserWarning, match=r"; 0 \(sharded already: kp.fp8.convert comes before fully_shard\)"):
+        kp.fp8.convert(model, "tensorwise")
 
 
 # The report

@@ -14,6 +14,7 @@ import kernel_pytorch as kp
 from fp8_models import block, linear, random, results, same, sqnr, train
 from kernel_pytorch.precision.kept_cast import Kept
 from kernel_pytorch.precision.layer import Float8Linear
+from kernel_pytorch.precision.monitor import layers_of
 
 pytestmark = pytest.mark.usefixtures("one_thread", "own_monitors", "an_optimizer_has_made_a_step")
 
@@ -236,3 +237,27 @@ def test_activation_checkpointing_of_delayed_layers_stays_near() -> None:
         found = results(model, random(64, 24))
     for name, value in found.items():
         assert sqnr(value, exact[name.removeprefix("inner.")]) > 12, name
+
+
+@pytest.mark.parametrize("fuse", [True, False])
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_casts_that_are_kept_while_a_forward_is_repeated_are_counted_once(
+    set_to_none: bool, reentrant: bool, fuse: bool
+) -> None:
+    """What a weight loses is counted by forwards, also where it is their repetition that keeps a cast."""
+    models = [kp.fp8.convert(block(), "tensorwise", fuse_swiglu=fuse) for _ in range(2)]
+    for model in models:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        for number in range(3):
+            for batch in range(5):
+                x = random(9, 24, seed=10 * number + batch).requires_grad_()
+                y = checkpoint(model, x, use_reentrant=reentrant) if model is models[1] else model(x)
+                y.square().sum().backward()
+            assert all(layer._kept_cast is not None for layer in layers_of(model).values())
+            optimizer.step()
+            optimizer.zero_grad(set_to_none)
+    casts = [{name: weight_casts(layer) for name, layer in layers_of(model).items()} for model in models]
+    assert casts[0] == dict.fromkeys(layers_of(models[0]), 3 + 2 * (2 if set_to_none else 1))
+    # The first forward of a reentrant checkpoint records no gradient, so it keeps no cast.
+    assert casts[1] == (dict.fromkeys(casts[0], 3 * 5) if reentrant else casts[0])

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.lazy import LazyModuleMixin
+from torch.nn.utils.parametrize import is_parametrized
 
 from kernel_pytorch.precision.gathering import Shard, stop_gathering
 from kernel_pytorch.precision.layer import BUFFERS, Float8Linear
@@ -42,14 +44,16 @@ def convert(
 
     Parameters stay the objects they are, under their names: optimizers, state dicts, DDP, FSDP2 (``fully_shard``),
     activation checkpointing, gradient accumulation and ``torch.compile`` work as before. Only what is itself an
-    ``nn.Linear`` is converted, no subclass of it. A layer may have any size.
+    ``nn.Linear`` is converted: no subclass of it, and no ``nn.MultiheadAttention``, which calls no layers. The
+    report names those. A layer may have any size.
 
     Args:
         recipe: one of ``RECIPES`` by name, a ``Recipe``, or ``auto``: the ``delayed`` recipe for those of the three
             products of each layer that are measured to be faster with it, when the layer first sees an input of a
             size; the others, and every layer on a device without 8-bit matrix units, stay as they are.
-        layers: called with the name and the layer; those it answers False for stay as they are. The last layer of
-            a language model, whose logits are sensitive, is often left out: ``lambda name, _: name != "lm_head"``.
+        layers: called with the name and the layer, for each ``nn.Linear`` and nothing else; those it answers False
+            for stay as they are. The last layer of a language model, whose logits are sensitive, is often left out:
+            ``lambda name, _: name != "lm_head"``.
         fuse_swiglu: run ``down(silu(gate(x)) * up(x))`` as one function where a module is found to compute that, with
             the activation going straight into 8 bits, forward and backward.
         fuse_norm: with scales of tensors, let an RMSNorm write its result also in 8 bits for the layers behind it,
@@ -108,7 +112,13 @@ def convert(
     setattr(model, _IGNORED_BY_DDP, ignored + [name for name in own if name not in ignored])
     if not found:
         warnings.warn(
-            "model: nothing was converted, for no module that layers= takes is an nn.Linear", stacklevel=2
+            "; ".join(
+                [
+                    "model: nothing was converted, for no module that layers= takes is an nn.Linear",
+                    *_by_reason({**_left_alone(model), **_sharded_before(model)}, most=3),
+                ]
+            ),
+            stacklevel=2,
         )
         return model
     if monitor is not None:
@@ -176,10 +186,12 @@ class Report:
 
     layers: tuple[LayerReport, ...]
     others: tuple[str, ...]
-    """Names of the linear layers that were not converted."""
+    """Names of the layers that are an ``nn.Linear`` and were not converted."""
     norms: dict[str, str | None]
     """The fused norms by name, each with the name of the layer that it casts for; None where that is not known."""
-    one_thread: bool = False
+    left_alone: dict[str, str]
+    """Names of what multiplies by a weight and ``convert`` never takes, for what it is: why, and what to do."""
+    one_thread: bool
     """Whether the conversion has let autograd run backwards in the thread that calls them."""
 
     def __str__(self) -> str:
@@ -205,6 +217,7 @@ class Report:
         ]
         if self.others:
             lines.append(f"not converted: {', '.join(self.others)}")
+        lines += [f"not converted: {line}" for line in _by_reason(self.left_alone)]
         idle = [name or "the model itself" for name, layer in self.norms.items() if layer is None]
         if idle:
             lines.append(f"fused norms that cast for no layer so far: {', '.join(idle)}")
@@ -216,6 +229,7 @@ class Report:
 def report(model: nn.Module) -> Report:
     """What became of each layer of a converted model: its products, what auto measured, what its casts lost.
 
+    Below the table are the linear layers that were not converted, with the reason where that is their class.
     Waits for the device, for it reads the counts. What the casts lost is the largest part over input, weight and
     gradient since the conversion.
     """
@@ -223,15 +237,78 @@ def report(model: nn.Module) -> Report:
     converted = layers_of(model)
     if not converted:
         raise ValueError(
-            "model: it has no converted layer; use kp.fp8.convert(model) first, which converts what is an nn.Linear"
+            "; ".join(
+                [
+                    "model: it has no converted layer",
+                    "use kp.fp8.convert(model) first, which converts what is an nn.Linear",
+                    *_by_reason(_left_alone(model), most=3),
+                ]
+            )
         )
     fused = fused_in(model)
     names = {id(layer): name for name, layer in converted.items()}
     norms = {norm: names.get(id(layer)) for norm, layer in norms_in(model).items()}
     before = {layer: norm for norm, layer in norms.items() if layer is not None}
     rows = tuple(_layer_report(name, layer, fused.get(name), before.get(name)) for name, layer in converted.items())
-    others = tuple(name for name, module in model.named_modules() if type(module) is nn.Linear)
-    return Report(rows, others, norms, hasattr(model, _ONE_THREAD))
+    others = tuple(name for name, module in model.named_modules() if _class_of(module) is nn.Linear)
+    return Report(rows, others, norms, _left_alone(model), hasattr(model, _ONE_THREAD))
+
+
+def _class_of(module: nn.Module) -> type:
+    """Its class, also where ``fully_shard`` has put one of its own before it."""
+    kind = type(module)
+    return kind.__bases__[-1] if kind.__module__.startswith("torch.distributed.") else kind
+
+
+def _left_alone(model: nn.Module) -> dict[str, str]:
+    """The names of what multiplies by a weight and is no ``nn.Linear``: for each why not, and what to do."""
+    found, parts = {}, set()
+    for name, module in model.named_modules():
+        kind = _class_of(module)
+        if isinstance(module, nn.MultiheadAttention):
+            parts.add(module.out_proj)
+            found[name] = (
+                f"{kind.__name__} multiplies by its weights itself and calls no layer: use layers of nn.Linear "
+                f"around kp.attention"
+            )
+        elif not isinstance(module, nn.Linear) or isinstance(module, Float8Linear) or module in parts:
+            continue
+        elif isinstance(module, LazyModuleMixin):
+            found[name] = (
+                f"{kind.__name__} has no shape before its first input: call the model before kp.fp8.convert"
+            )
+        elif is_parametrized(module):
+            found[name] = (
+                "the weight is computed by torch.nn.utils.parametrize in every forward: use "
+                "remove_parametrizations before kp.fp8.convert"
+            )
+        elif kind is not nn.Linear:
+            found[name] = (
+                f"{kind.__name__} is a subclass of nn.Linear, whose forward may do more: use an nn.Linear in its "
+                f"place, or inside a module of your own"
+            )
+    return found
+
+
+def _sharded_before(model: nn.Module) -> dict[str, str]:
+    """The names of layers that would have been converted before ``fully_shard`` gave them a class of its own."""
+    return {
+        name: "sharded already: kp.fp8.convert comes before fully_shard"
+        for name, module in model.named_modules()
+        if type(module) is not nn.Linear and _class_of(module) is nn.Linear
+    }
+
+
+def _by_reason(reasons: dict[str, str], most: int | None = None) -> list[str]:
+    """A line for each reason, with the names it is for, or the first of them."""
+    names: dict[str, list[str]] = {}
+    for name, reason in reasons.items():
+        names.setdefault(reason, []).append(name or "the model itself")
+    lines = []
+    for reason, found in names.items():
+        more = 0 if most is None else len(found[most:])
+        lines.append(f"{', '.join(found[:most])}{f' and {more} more' if more else ''} ({reason})")
+    return lines
 
 
 def _layer_report(name: str, layer: Float8Linear, fused: str | None, norm: str | None) -> LayerReport:

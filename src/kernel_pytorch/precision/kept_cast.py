@@ -19,6 +19,7 @@ from kernel_pytorch.ops.fp8_cast import KERNEL_TRITON, fp8_cast
 from kernel_pytorch.ops.fp8_cast.definition import FP8_CAST
 from kernel_pytorch.ops.fp8_matmul import KERNEL_SCALED_MM, fp8_matmul
 from kernel_pytorch.ops.fp8_matmul.definition import FP8_MATMUL, OUTPUTS
+from kernel_pytorch.precision.transforms import refuse_batch
 
 __all__ = [
     "NAMES",
@@ -101,6 +102,7 @@ def direct_cast(
             remembered = None if history is None else place(history, torch.float32)
             data, data_t, inverse, inverse_t = run(x_RC, place(counts, torch.int64, 64 * row), remembered)
             return Kept(data, data_t, inverse, inverse_t, True)
+    refuse_batch(x_RC, counts is not None or history is not None)
     found = fp8_cast(
         x_RC.detach(), number_format, granularity, transposed=transposed, history=history, power_of_two=power_of_two
     )

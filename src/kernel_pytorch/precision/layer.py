@@ -9,10 +9,11 @@ missing when a checkpoint of the model before it was converted is loaded.
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -31,6 +32,7 @@ from kernel_pytorch.precision.linear import (
 from kernel_pytorch.precision.offer import meet
 from kernel_pytorch.precision.plan import Measured, call_of, may_gain, measured_for, rounded
 from kernel_pytorch.precision.recipe import Recipe, recipe_of
+from kernel_pytorch.precision.transforms import refuse, refuse_transforms, transforms_active
 
 __all__ = ["BUFFERS", "Float8Linear", "optimizer_steps", "repeats_forward"]
 
@@ -173,7 +175,10 @@ class Float8Linear(nn.Linear):
             if found is None and self.fp8_auto and recording and not mixed and kind != "meta":
                 # Fewer rows gain even less: from now on they cost one comparison.
                 self.fp8_plain_numel, self._narrow = max(self.fp8_plain_numel, x.numel()), weight.itemsize < 4
-        return self._calls[key]
+        call = self._calls[key]
+        if call is not None and (transforms_active() or forward_ad._current_level >= 0):
+            refuse_transforms(x, weight, bias)
+        return call
 
     def _new_call_for(self, x: torch.Tensor, own: bool) -> tuple[Recipe, Products] | None:
         weight, recording = self.weight, torch.is_grad_enabled()
@@ -270,7 +275,7 @@ class Float8Linear(nn.Linear):
         cast = self._kept_cast
         if cast is None or (transposed and cast.data_t.numel() != weight.numel()):
             cast = self._kept_cast = cast_of_weight(
-                weight, recipe, number_format, transposed=transposed, counts=self.fp8_forward_counts
+                weight, recipe, number_format, transposed=transposed, counts=self.fp8_memory(recipe).counts
             )
         return cast
 
@@ -289,6 +294,10 @@ class Float8Linear(nn.Linear):
     def __getstate__(self) -> dict[str, Any]:
         # Copies and pickles work these out anew.
         return {**self.__dict__, "_kept_cast": None, "_forwards": None, "_calls": {}, "fp8_gather": None}
+
+    def __prepare_scriptable__(self) -> NoReturn:
+        # What torch.jit.script asks a module first.
+        refuse("torch.jit.script", "use torch.compile")
 
     # Checkpoints.
 

@@ -20,6 +20,7 @@ from kernel_pytorch.precision.gathered_weight import transposed_codes
 from kernel_pytorch.precision.kept_cast import NAMES, Kept, kept_cast, product
 from kernel_pytorch.precision.offer import input_key
 from kernel_pytorch.precision.recipe import Recipe, recipe_named
+from kernel_pytorch.precision.transforms import refuse_compiled_transforms, refuse_transforms
 
 __all__ = [
     "COUNTS_SHAPE",
@@ -86,6 +87,10 @@ def fp8_linear(
         (torch.Size([6, 4, 16]), torch.Size([16, 32]), 0)
     """
     chosen = recipe_named(recipe)
+    if torch.compiler.is_compiling():
+        refuse_compiled_transforms()
+    else:
+        refuse_transforms(x, weight, bias)  # first, for torch.jit.trace has errors of its own for shapes
     check_linear(x, weight, bias)
     _check_memory(x, chosen, counts, state)
     memory = Memory()

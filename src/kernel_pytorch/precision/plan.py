@@ -31,6 +31,7 @@ from kernel_pytorch.precision.linear import (
     products_of,
 )
 from kernel_pytorch.precision.recipe import PRODUCTS, Recipe, recipe_of
+from kernel_pytorch.precision.transforms import refuse_transforms
 
 __all__ = ["Measured", "call_of", "may_gain", "measured_choice", "measured_for", "rounded"]
 
@@ -104,6 +105,8 @@ def call_of(
         recipe = replace(recipe, high_precision=tuple(product for product in PRODUCTS if product not in low))
     if len(recipe.high_precision) == len(PRODUCTS):
         return None
+    # What is compiled, and what torch.jit traces (with sizes that are tensors), is asked about each time.
+    refuse_transforms()
     if recipe.delayed and not training:  # what is only looked at must not change what training remembers
         recipe = replace(recipe, delayed=False)
     return recipe, tuple(products_for(kind, index, dtype, needs_dx, needs_dw, recipe))
@@ -179,6 +182,7 @@ def _measure(
     waits: float,
 ) -> Measured:
     """Time every choice of products for one shape, each several times in turn; the medians count."""
+    refuse_transforms()
     n, k = weight_shape
     with (
         torch.random.fork_rng(devices=[device], device_type=device.type),
