@@ -29,8 +29,6 @@ __all__ = [
     "Needs",
     "Saved",
     "in_parts",
-    "of_hidden",
-    "of_products",
     "swiglu_backward",
     "swiglu_backward_hidden_op",
     "swiglu_backward_products_op",
@@ -151,7 +149,7 @@ def swiglu_backward(
 
 def _backward_hidden(
     dy_MN: torch.Tensor,
-    saved: Any,
+    saved: Saved,
     formats: tuple[str, str],
     dx_sums: str,
     power_of_two: bool,
@@ -160,7 +158,7 @@ def _backward_hidden(
     counts: tuple[torch.Tensor, ...],
     histories: tuple[torch.Tensor | None, ...],
 ) -> list[torch.Tensor]:
-    """What ``Between`` lists; of what is saved it takes gate, up, h_inverse, down_inverse and down_t."""
+    """What ``Between`` lists."""
     dtype = NAMES[dy_MN.dtype]
     dy = kept_cast(dy_MN, formats[1], "tensor", needs_ddown, power_of_two, counts[2], 0, histories[2])
     data, data_t, inverse, direct = dy.data, dy.data_t, dy.inverse, dy.direct
@@ -186,9 +184,9 @@ def _rows_of_product(a: torch.Tensor, factors: tuple[Any, ...], first: int, last
 
 
 def _backward_products(
-    between: list[torch.Tensor], saved: Any, dtype: str, dx_sums: str, needs: Needs
+    between: list[torch.Tensor], saved: Saved, dtype: str, dx_sums: str, needs: Needs
 ) -> tuple[torch.Tensor | None, ...]:
-    """The rest; of what is saved it takes x_t and the transposed weights of gate and up, and the inverses."""
+    """The rest. Gate and up are not read."""
     dx = dx_of_up = dgate = dup = ddown = None
     parted = _parted(Between(*between))
     dy_t, dy_inverse, g, g_t, g_inverse, u, u_t, u_inverse, h_t = between
@@ -243,7 +241,7 @@ def _hidden(
 
 def _hidden_gradients(
     dh: torch.Tensor,
-    saved: Any,
+    saved: Saved,
     h_inverse: torch.Tensor | None,
     formats: tuple[str, str],
     power_of_two: bool,
@@ -287,7 +285,7 @@ def _hidden_gradients(
 
 def _hidden_gradients_in_parts(
     dh_of: Callable[[int, int], torch.Tensor],
-    saved: Any,
+    saved: Saved,
     h_inverse: torch.Tensor | None,
     formats: tuple[str, str],
     power_of_two: bool,
@@ -391,34 +389,6 @@ def _forward_fake(
     return tuple(found)
 
 
-class _OfHidden(NamedTuple):
-    gate: torch.Tensor
-    up: torch.Tensor
-    h_inverse: torch.Tensor
-    down_inverse: torch.Tensor
-    down_t: torch.Tensor
-
-
-class _OfProducts(NamedTuple):
-    h_inverse: torch.Tensor
-    x_inverse: torch.Tensor
-    x_t: torch.Tensor
-    gate_inverse: torch.Tensor
-    gate_t: torch.Tensor
-    up_inverse: torch.Tensor
-    up_t: torch.Tensor
-
-
-def of_hidden(saved: Saved) -> list[torch.Tensor]:
-    """What the first half of a backward takes."""
-    return [getattr(saved, name) for name in _OfHidden._fields]
-
-
-def of_products(saved: Saved) -> list[torch.Tensor]:
-    """What the second takes."""
-    return [getattr(saved, name) for name in _OfProducts._fields]
-
-
 def _hidden_op(
     dy_MN: torch.Tensor,
     saved: list[torch.Tensor],
@@ -436,9 +406,7 @@ def _hidden_op(
 ) -> tuple[torch.Tensor, ...]:
     counts, histories = (gate_counts, up_counts, down_counts), (gate_history, up_history, down_history)
     formats = (forward_format, gradient_format)
-    found = _backward_hidden(
-        dy_MN, _OfHidden(*saved), formats, dx_sums, power_of_two, parted, True, counts, histories
-    )
+    found = _backward_hidden(dy_MN, Saved(*saved), formats, dx_sums, power_of_two, parted, True, counts, histories)
     if parted:  # results of an operator must not be the same memory
         found[6] = found[6].new_empty((0, 0))
     return tuple(found)
@@ -454,7 +422,7 @@ def _hidden_fake(
     parted: bool,
     *_: Any,
 ) -> tuple[torch.Tensor, ...]:
-    kept = _OfHidden(*saved)
+    kept = Saved(*saved)
     dy = FP8_CAST.fake(dy_MN, gradient_format, "tensor", True, None, power_of_two)
     dh, formats = kept.gate, (gradient_format, forward_format)
     found = FP8_SWIGLU_GRAD.fake(dh, kept.gate, kept.up, *formats, kept.h_inverse, None, None, power_of_two)
@@ -463,10 +431,15 @@ def _hidden_fake(
     return dy[0] if parted else dy[1], dy[2], found[0], turned[0], found[2], found[3], turned[1], found[5], found[6]
 
 
+def _without_gate_and_up(others: list[torch.Tensor]) -> Saved:
+    """What is saved, but for the first two, which nothing may hold on to any longer."""
+    return Saved(others[0], others[0], *others)
+
+
 def _products_op(
     between: list[torch.Tensor], saved: list[torch.Tensor], dtype: str, dx_sums: str
 ) -> tuple[torch.Tensor | None, ...]:
-    return _backward_products([*between], _OfProducts(*saved), dtype, dx_sums, Needs())
+    return _backward_products([*between], _without_gate_and_up(saved), dtype, dx_sums, Needs())
 
 
 def _products_fake(
@@ -475,7 +448,7 @@ def _products_fake(
     dtype: str,
     *_: Any,
 ) -> tuple[torch.Tensor, ...]:
-    made, kept, given = Between(*between), _OfProducts(*saved), getattr(torch, dtype)
+    made, kept, given = Between(*between), _without_gate_and_up(saved), getattr(torch, dtype)
     (m, hidden), k = made.dgate.shape, kept.x_t.shape[0]
     n = made.dy_t.shape[1 if _parted(made) else 0]
     shapes = ((m, k), (m, k), (hidden, k), (hidden, k), (n, hidden))

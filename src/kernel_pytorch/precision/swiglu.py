@@ -25,8 +25,6 @@ from kernel_pytorch.precision.kept_swiglu import (
     Needs,
     Saved,
     in_parts,
-    of_hidden,
-    of_products,
     swiglu_backward,
     swiglu_backward_hidden_op,
     swiglu_backward_products_op,
@@ -374,9 +372,9 @@ class _Whole(torch.autograd.Function):
     def backward(ctx: Any, dy_MN: torch.Tensor) -> Any:
         saved = Saved(*ctx.saved_tensors)
         parted = in_parts(saved.gate, ctx.histories[0])
-        between = swiglu_backward_hidden_op(dy_MN, of_hidden(saved), *ctx.how, parted, *ctx.counts, *ctx.histories)
+        between = swiglu_backward_hidden_op(dy_MN, list(saved), *ctx.how, parted, *ctx.counts, *ctx.histories)
         dx, dx_of_up, *others = swiglu_backward_products_op(
-            list(between), of_products(saved), NAMES[dy_MN.dtype], ctx.how[2]
+            list(between), list(saved[2:]), NAMES[dy_MN.dtype], ctx.how[2]
         )
         # Their sum is left to the compiler, which has work of its own on it.
         return (*_as((dx + dx_of_up, *others), ctx.dtypes), *[None] * 16)
