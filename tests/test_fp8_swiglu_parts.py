@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounterWithBackend
 
 import kernel_pytorch as kp
 from fp8_models import SwiGLU
@@ -178,12 +179,12 @@ def test_zeros_alone_are_zeros() -> None:
 @pytest.mark.usefixtures("on_gpu")
 @pytest.mark.parametrize("shape", [(1, 1), (5, 37), (128, 256), (132, 260), (260, 130)])
 def test_codes_are_turned_to_the_byte(shape: tuple[int, int]) -> None:
-    from kernel_pytorch.ops.fp8_cast.triton_turn import prepared_turn
+    from kernel_pytorch.ops.fp8_cast.triton_turn import PreparedTurn
 
     drawn = torch.randint(0, 256, shape, generator=torch.Generator().manual_seed(0), dtype=torch.uint8).to(HERE)
     given = drawn.view(torch.float8_e4m3fn)
     with poisoned():
-        turned = prepared_turn(shape)(given)
+        turned = PreparedTurn(shape)(given)
     assert turned.dtype == given.dtype
     assert torch.equal(codes(turned), drawn.t())
     assert torch.equal(codes(transposed_codes(given)), drawn.t())
@@ -252,13 +253,32 @@ def test_only_what_has_a_history_and_is_large_is_made_in_parts() -> None:
 @pytest.mark.usefixtures("small_parts")
 def test_any_number_of_rows_is_compiled_once() -> None:
     torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
     model = kp.fp8.convert(SwiGLU(64, 96), "delayed")
-    run = torch.compile(model, fullgraph=True, backend="aot_eager", dynamic=True)
-    for rows in (600, 1300, 520):
+    run = torch.compile(model, fullgraph=True, backend=counter)
+    for rows in (PART * 5, PART // 2, PART * 9 + 1):
         x = random(rows, 64)
         torch._dynamo.mark_dynamic(x, 0)
         run(x.requires_grad_()).sum().backward()
         assert x.grad.shape == (rows, 64)
+    assert counter.frame_count == 1
+
+
+@pytest.mark.usefixtures("small_parts")
+def test_rows_that_only_the_numbers_tell_are_compiled() -> None:
+    """As a mixture of experts has them."""
+    torch._dynamo.reset()
+    model = kp.fp8.convert(SwiGLU(64, 96), "delayed")
+
+    def chosen(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return model(x[torch.nonzero(mask).squeeze(1)])
+
+    x, mask = random(PART * 5, 64).requires_grad_(), random(PART * 5) > 0
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        y = torch.compile(chosen, fullgraph=True, backend="aot_eager")(x, mask)
+    y.sum().backward()
+    assert y.shape == (int(mask.sum()), 64)
+    assert bool((x.grad[~mask] == 0).all())
 
 
 @pytest.mark.skipif(HERE == "cpu", reason="needs a GPU")

@@ -52,7 +52,7 @@ def test_who_has_turned_them_off_keeps_them_off(monkeypatch: pytest.MonkeyPatch)
     gpus(monkeypatch, 1)
     with torch.autograd.set_multithreading_enabled(False):
         model = kp.fp8.convert(nn.Sequential(nn.Linear(32, 32)), "delayed")
-        assert not kp.fp8.report(model).one_thread
+        assert kp.fp8.report(model).one_thread
         kp.fp8.revert(model)
         assert not threads()
     assert threads()
@@ -71,6 +71,16 @@ def test_it_is_the_setting_of_the_thread_that_converts(monkeypatch: pytest.Monke
     other.join()
     assert seen == [False]
     assert threads()
+
+
+def test_a_part_that_was_converted_is_turned_back_with_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus(monkeypatch, 1)
+    model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
+    kp.fp8.convert(model[1], "delayed")
+    assert not threads()
+    kp.fp8.revert(model)
+    assert threads()
+    assert not hasattr(model[1], "_fp8_one_thread")
 
 
 def test_a_model_without_linears_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -138,7 +138,7 @@ def _check_module(model: Any) -> None:
 def revert(model: nn.Module) -> nn.Module:
     """Make a converted model what it was; its parameters stay where they are.
 
-    Autograd gets its threads back if the model's conversion took them.
+    Autograd gets its threads back if the model's conversion took them, whatever else is converted.
 
     Example:
         >>> import torch, kernel_pytorch as kp
@@ -158,9 +158,10 @@ def revert(model: nn.Module) -> nn.Module:
         delattr(model, _IGNORED_BY_DDP)
     for layer in layers_of(model).values():
         layer.plain()
-    if hasattr(model, _ONE_THREAD):
-        delattr(model, _ONE_THREAD)
-        torch.autograd.set_multithreading_enabled(True)
+    for module in model.modules():
+        if hasattr(module, _ONE_THREAD):
+            delattr(module, _ONE_THREAD)
+            torch.autograd.set_multithreading_enabled(True)
     return model
 
 
@@ -192,7 +193,7 @@ class Report:
     left_alone: dict[str, str]
     """Names of what multiplies by a weight and ``convert`` never takes, for what it is: why, and what to do."""
     one_thread: bool
-    """Whether the conversion has let autograd run backwards in the thread that calls them."""
+    """Whether autograd runs backwards in the thread that calls them, if this one does."""
 
     def __str__(self) -> str:
         head = ["layer", "K -> N", "recipe", *PRODUCTS, "measured", "outgrown", "to zero", "not finite", "notes"]
@@ -222,7 +223,7 @@ class Report:
         if idle:
             lines.append(f"fused norms that cast for no layer so far: {', '.join(idle)}")
         if self.one_thread:
-            lines.append("autograd runs backwards in the thread that calls them: one_thread=False gives it its own")
+            lines.append("autograd runs backwards in the thread that calls them; one_thread=False gives it its own")
         return "\n".join(lines)
 
 
@@ -251,7 +252,7 @@ def report(model: nn.Module) -> Report:
     before = {layer: norm for norm, layer in norms.items() if layer is not None}
     rows = tuple(_layer_report(name, layer, fused.get(name), before.get(name)) for name, layer in converted.items())
     others = tuple(name for name, module in model.named_modules() if _class_of(module) is nn.Linear)
-    return Report(rows, others, norms, _left_alone(model), hasattr(model, _ONE_THREAD))
+    return Report(rows, others, norms, _left_alone(model), not torch._C._is_multithreading_enabled())
 
 
 def _class_of(module: nn.Module) -> type:

@@ -49,9 +49,9 @@ def _prepared_turn(where: torch.device, shape: tuple[int, int]) -> Callable[...,
     """Triton's kernel for codes of this shape, where its casts would be chosen."""
     if preferred_kernel(device_of(where), FP8_CAST.name) is not KERNEL_TRITON:
         return None
-    from kernel_pytorch.ops.fp8_cast.triton_turn import prepared_turn
+    from kernel_pytorch.ops.fp8_cast.triton_turn import PreparedTurn
 
-    return launched(where, prepared_turn(shape))
+    return launched(where, PreparedTurn(shape))
 
 
 class GatheredWeight(torch.Tensor):

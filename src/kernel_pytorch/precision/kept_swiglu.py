@@ -15,6 +15,7 @@ from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from kernel_pytorch.hardware_abstraction import dispatch
 from kernel_pytorch.hardware_abstraction.registry import device_of, preferred_kernel
@@ -110,8 +111,9 @@ def _parted(between: Between) -> bool:
 def in_parts(gate: torch.Tensor, history: torch.Tensor | None) -> bool:
     """Whether dh, of gate's shape, is made in parts: only a history has a scale before all of it is there."""
     rows, columns = gate.shape
-    known = isinstance(rows, int)  # for torch.compile it may be any number
-    return history is not None and known and rows > _PART_ROWS and rows * columns >= _LARGE
+    # Rows that torch.compile does not know stay any number: nothing may depend on them.
+    large = statically_known_true(rows > _PART_ROWS) and statically_known_true(rows * columns >= _LARGE)
+    return large and history is not None
 
 
 def swiglu_backward(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 import torch
 import triton
 import triton.language as tl
@@ -11,7 +9,7 @@ import triton.language as tl
 from kernel_pytorch.ops.fp8_cast.triton_tiles import store_turned
 from kernel_pytorch.ops.triton_launch import Launches, Place
 
-__all__ = ["prepared_turn"]
+__all__ = ["PreparedTurn"]
 
 _TILE = (128, 128, 4)
 _ARGUMENTS = ("data", "data_t", "rows", "columns")
@@ -40,7 +38,7 @@ def _turn(
 
 
 class PreparedTurn:
-    """For matrices of one shape; any of them must be contiguous and have numbers."""
+    """For matrices of one shape on one GPU, contiguous and with numbers."""
 
     def __init__(self, shape: tuple[int, int]) -> None:
         rows, columns = self.sizes = shape
@@ -60,6 +58,3 @@ class PreparedTurn:
             lambda: (Place(codes, torch.uint8), Place(turned, self.turned_as), *self.sizes),
         )
         return turned
-
-
-prepared_turn = lru_cache(maxsize=4096)(PreparedTurn)

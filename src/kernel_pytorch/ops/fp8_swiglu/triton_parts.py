@@ -34,7 +34,7 @@ def decode(code, MANTISSA: tl.constexpr, BIAS: tl.constexpr):
     exponent, fraction = (bits & 0x7F) >> MANTISSA, bits & ((1 << MANTISSA) - 1)
     normal = (((exponent + (127 - BIAS)) << 23) | (fraction << (23 - MANTISSA))).to(tl.float32, bitcast=True)
     magnitude = tl.where(exponent == 0, fraction.to(tl.float32) * (2.0 ** (1 - BIAS - MANTISSA)), normal)
-    return tl.where(bits >= 0x80, -magnitude, magnitude)
+    return magnitude * tl.where(bits >= 0x80, -1.0, 1.0)
 
 
 @triton.jit
