@@ -254,7 +254,7 @@ def test_only_what_has_a_history_and_is_large_is_made_in_parts() -> None:
 def test_any_number_of_rows_is_compiled_once() -> None:
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")
-    model = kp.fp8.convert(SwiGLU(64, 96), "delayed")
+    model = kp.fp8.convert(SwiGLU(64, 96).to(HERE), "delayed")
     run = torch.compile(model, fullgraph=True, backend=counter)
     for rows in (PART * 5, PART // 2, PART * 9 + 1):
         x = random(rows, 64)
@@ -268,7 +268,7 @@ def test_any_number_of_rows_is_compiled_once() -> None:
 def test_rows_that_only_the_numbers_tell_are_compiled() -> None:
     """As a mixture of experts has them."""
     torch._dynamo.reset()
-    model = kp.fp8.convert(SwiGLU(64, 96), "delayed")
+    model = kp.fp8.convert(SwiGLU(64, 96).to(HERE), "delayed")
 
     def chosen(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         return model(x[torch.nonzero(mask).squeeze(1)])
