@@ -61,8 +61,8 @@ def convert(
         monitor: every how many steps of an optimizer the casts' losses are looked at; None for never.
         one_thread: let autograd run backwards in the thread that calls them, by
             ``torch.autograd.set_multithreading_enabled(False)``, a setting of the thread that converts. Handing a
-            backward over to autograd's own thread for the device costs small layers half their step, and gains only
-            where one process trains on several GPUs; so None does it where there is one.
+            backward over to autograd's own thread for the device may cost small layers half their step, and gains
+            only where one process trains on several GPUs; so None does it where there is one.
 
     Returns:
         The model.
