@@ -204,7 +204,7 @@ def _backward_products(
         g_t = transposed_codes(g) if parted else g_t
         del g
         dgate = product(g_t, saved.x_t, g_inverse, saved.x_inverse, dtype, "promoted", direct)
-    g = g_t = g_inverse
+    g = g_t = g_inverse  # what was of gate is let go before it is up's turn
     if needs.dx:
         dx_of_up = product(u, saved.up_t, u_inverse, saved.up_inverse, dtype, dx_sums, direct)
     if needs.dup:
