@@ -108,7 +108,7 @@ class Runner:
         self.model = arm.converted(module(work, device))
         self.call: Callable[..., torch.Tensor] = self.model
         self.threads = torch._C._is_multithreading_enabled()
-        if arm.mode.endswith("threads") or arm.mode.endswith("thread"):
+        if arm.mode.endswith(("in one thread", "in two threads")):
             self.threads = arm.mode.endswith("in two threads")
         if not arm.eager:
             mode = "reduce-overhead" if arm.mode.startswith("graphs") else "default"

@@ -18,7 +18,7 @@ from fp8_models import SwiGLU
 from kernel_pytorch.hardware_abstraction.registry import device_of
 from kernel_pytorch.ops.fp8_swiglu import HiddenGradients, fp8_swiglu_grad
 from kernel_pytorch.precision import FORMATS, kept_swiglu
-from kernel_pytorch.precision.gathered_weight import transposed_codes
+from kernel_pytorch.precision.kept_cast import transposed_codes
 from kernel_pytorch.testing import interpreting, poisoned, pretend
 
 pytestmark = pytest.mark.usefixtures("one_thread", "own_monitors", "an_optimizer_has_made_a_step")

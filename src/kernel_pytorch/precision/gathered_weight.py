@@ -6,20 +6,14 @@ codes that came over the wire, which a layer multiplies as they are.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import lru_cache
 from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
 
-from kernel_pytorch.hardware_abstraction.dispatch import launched, plain_call
-from kernel_pytorch.hardware_abstraction.registry import device_of, preferred_kernel
-from kernel_pytorch.ops.fp8_cast import KERNEL_TRITON
-from kernel_pytorch.ops.fp8_cast.definition import FP8_CAST
 from kernel_pytorch.precision.kept_cast import Kept
 
-__all__ = ["GatheredWeight", "transposed_codes"]
+__all__ = ["GatheredWeight"]
 
 _aten = torch.ops.aten
 _SAME = (_aten.detach.default, _aten.alias.default)
@@ -31,27 +25,6 @@ _LIKE = (
     _aten.new_empty.default,
     _aten.new_zeros.default,
 )
-
-
-def transposed_codes(codes: torch.Tensor) -> torch.Tensor:
-    """The transposed copy of a matrix in an 8-bit format."""
-    if not torch.compiler.is_compiling() and (codes.is_cuda or codes.is_xpu) and codes.is_contiguous():
-        turn = _prepared_turn(codes.device, codes.shape) if codes.numel() > 0 and plain_call(codes) else None
-        if turn is not None:
-            turned: torch.Tensor = turn(codes)
-            return turned
-    # As bytes, for not every device copies 8-bit floats with strides.
-    return codes.view(torch.uint8).t().contiguous().view(codes.dtype)
-
-
-@lru_cache(maxsize=4096)
-def _prepared_turn(where: torch.device, shape: tuple[int, int]) -> Callable[..., Any] | None:
-    """Triton's kernel for codes of this shape, where its casts would be chosen."""
-    if preferred_kernel(device_of(where), FP8_CAST.name) is not KERNEL_TRITON:
-        return None
-    from kernel_pytorch.ops.fp8_cast.triton_turn import PreparedTurn
-
-    return launched(where, PreparedTurn(shape))
 
 
 class GatheredWeight(torch.Tensor):

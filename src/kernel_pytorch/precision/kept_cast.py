@@ -32,6 +32,7 @@ __all__ = [
     "linear_forward_op",
     "linear_of_cast_op",
     "product",
+    "transposed_codes",
 ]
 
 NAMES = {dtype: name for name, dtype in OUTPUTS.items()}
@@ -123,6 +124,28 @@ def _prepared(where: torch.device, *kind: Any) -> tuple[Any, Callable[..., Any]]
     from kernel_pytorch.ops.triton_launch import Place
 
     return Place, dispatch.launched(where, PreparedCast(device, *kind))
+
+
+def transposed_codes(codes: torch.Tensor) -> torch.Tensor:
+    """The transposed copy of a matrix in an 8-bit format."""
+    if not torch.compiler.is_compiling() and (codes.is_cuda or codes.is_xpu) and codes.is_contiguous():
+        plain = codes.numel() > 0 and dispatch.plain_call(codes)
+        turn = _prepared_turn(codes.device, codes.shape) if plain else None
+        if turn is not None:
+            turned: torch.Tensor = turn(codes)
+            return turned
+    # As bytes, for not every device copies 8-bit floats with strides.
+    return codes.view(torch.uint8).t().contiguous().view(codes.dtype)
+
+
+@lru_cache(maxsize=4096)
+def _prepared_turn(where: torch.device, shape: tuple[int, int]) -> Callable[..., Any] | None:
+    """Triton's kernel for codes of this shape, where its casts would be chosen."""
+    if preferred_kernel(device_of(where), FP8_CAST.name) is not KERNEL_TRITON:
+        return None
+    from kernel_pytorch.ops.fp8_cast.triton_turn import PreparedTurn
+
+    return dispatch.launched(where, PreparedTurn(shape))
 
 
 def product(

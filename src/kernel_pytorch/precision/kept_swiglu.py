@@ -23,8 +23,15 @@ from kernel_pytorch.ops.fp8_cast.definition import FP8_CAST
 from kernel_pytorch.ops.fp8_swiglu import GRAD_KERNEL_TRITON, KERNEL_TRITON, fp8_swiglu, fp8_swiglu_grad
 from kernel_pytorch.ops.fp8_swiglu.definition import FP8_SWIGLU
 from kernel_pytorch.ops.fp8_swiglu.grad_definition import FP8_SWIGLU_GRAD
-from kernel_pytorch.precision.gathered_weight import transposed_codes
-from kernel_pytorch.precision.kept_cast import NAMES, Kept, define_op, direct_cast, kept_cast, product
+from kernel_pytorch.precision.kept_cast import (
+    NAMES,
+    Kept,
+    define_op,
+    direct_cast,
+    kept_cast,
+    product,
+    transposed_codes,
+)
 
 __all__ = [
     "Needs",
@@ -175,10 +182,12 @@ def _backward_hidden(
     if hidden is None:
         dh = product(data, *factors)
         del data  # nothing is kept longer than it is needed
-        hidden = _hidden_gradients(dh, *options)
-        if parted:
-            hidden[1] = hidden[4] = data_t.new_empty((0, 0))
-    return [data_t, inverse, *hidden]
+        g, g_t, g_inverse, u, u_t, u_inverse, h_t = _hidden_gradients(dh, *options)
+    else:
+        g, g_inverse, u, u_inverse, h_t = hidden
+    if parted:  # results of an operator must not be the same memory
+        g_t, u_t = g.new_empty((0, 0)), u.new_empty((0, 0))
+    return [data_t, inverse, g, g_t, g_inverse, u, u_t, u_inverse, h_t]
 
 
 def _rows_of_product(a: torch.Tensor, factors: tuple[Any, ...], first: int, last: int) -> torch.Tensor:
@@ -249,7 +258,7 @@ def _hidden_gradients(
     power_of_two: bool,
     counts: tuple[torch.Tensor, ...],
     histories: tuple[torch.Tensor | None, ...],
-) -> list[torch.Tensor]:
+) -> tuple[torch.Tensor, ...]:
     """``fp8_swiglu_grad``, with what it lost added to the first row of each of the counts, and by the histories."""
     gate, up = saved.gate, saved.up
     h_format, number_format = formats
@@ -261,7 +270,10 @@ def _hidden_gradients(
     if cast is not None:
         place, run = cast
         remembered = [None if history is None else place(history, torch.float32) for history in histories]
-        return [*run(dh, gate, up, h_inverse, *(place(each, torch.int64) for each in counts), *remembered)]
+        found: tuple[torch.Tensor, ...] = run(
+            dh, gate, up, h_inverse, *(place(each, torch.int64) for each in counts), *remembered
+        )
+        return found
     hidden = fp8_swiglu_grad(
         dh,
         gate,
@@ -282,7 +294,7 @@ def _hidden_gradients(
         (hidden.dgate, hidden.dgate_t, hidden.dgate_inverse),
         (hidden.dup, hidden.dup_t, hidden.dup_inverse),
     )
-    return [*dgate, *dup, hidden.h_t]
+    return *dgate, *dup, hidden.h_t
 
 
 def _hidden_gradients_in_parts(
@@ -293,7 +305,7 @@ def _hidden_gradients_in_parts(
     power_of_two: bool,
     counts: tuple[torch.Tensor, ...],
     histories: tuple[torch.Tensor | None, ...],
-) -> list[torch.Tensor] | None:
+) -> tuple[torch.Tensor, ...] | None:
     """The same of a dh that is given for some rows after others, without transposed copies; None if it cannot be."""
     gate, up = saved.gate, saved.up
     h_format, number_format = formats
@@ -306,11 +318,10 @@ def _hidden_gradients_in_parts(
         return None
     place, run = cast
     remembered = [place(history, torch.float32) for history in histories]
-    g, g_inverse, u, u_inverse, h_t = run(
+    found: tuple[torch.Tensor, ...] = run(
         dh_of, gate, up, h_inverse, *(place(each, torch.int64) for each in counts), *remembered
     )
-    none = g.new_empty((0, 0))
-    return [g, none, g_inverse, u, none, u_inverse, h_t]
+    return found
 
 
 def _count(counts: torch.Tensor, lost: torch.Tensor, numbers: int) -> None:
@@ -408,10 +419,9 @@ def _hidden_op(
 ) -> tuple[torch.Tensor, ...]:
     counts, histories = (gate_counts, up_counts, down_counts), (gate_history, up_history, down_history)
     formats = (forward_format, gradient_format)
-    found = _backward_hidden(dy_MN, Saved(*saved), formats, dx_sums, power_of_two, parted, True, counts, histories)
-    if parted:  # results of an operator must not be the same memory
-        found[6] = found[6].new_empty((0, 0))
-    return tuple(found)
+    return tuple(
+        _backward_hidden(dy_MN, Saved(*saved), formats, dx_sums, power_of_two, parted, True, counts, histories)
+    )
 
 
 def _hidden_fake(

@@ -16,8 +16,7 @@ from kernel_pytorch.hardware_abstraction.registry import device_of
 from kernel_pytorch.ops.fp8_cast import fp8_cast
 from kernel_pytorch.ops.fp8_cast.definition import HISTORY
 from kernel_pytorch.precision.formats import E4M3FN, E5M2, FormatPair, for_device
-from kernel_pytorch.precision.gathered_weight import transposed_codes
-from kernel_pytorch.precision.kept_cast import NAMES, Kept, kept_cast, product
+from kernel_pytorch.precision.kept_cast import NAMES, Kept, kept_cast, product, transposed_codes
 from kernel_pytorch.precision.offer import input_key
 from kernel_pytorch.precision.recipe import Recipe, recipe_named
 from kernel_pytorch.precision.transforms import refuse_compiled_transforms, refuse_transforms

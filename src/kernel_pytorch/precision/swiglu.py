@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from kernel_pytorch.precision.gathered_weight import GatheredWeight, transposed_codes
-from kernel_pytorch.precision.kept_cast import NAMES, Kept
+from kernel_pytorch.precision.gathered_weight import GatheredWeight
+from kernel_pytorch.precision.kept_cast import NAMES, Kept, transposed_codes
 from kernel_pytorch.precision.kept_swiglu import (
     Needs,
     Saved,

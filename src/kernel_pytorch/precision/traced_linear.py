@@ -12,13 +12,13 @@ from typing import Any
 
 import torch
 
-from kernel_pytorch.precision.gathered_weight import transposed_codes
 from kernel_pytorch.precision.kept_cast import (
     Kept,
     linear_backward_op,
     linear_forward_by_parts_op,
     linear_forward_op,
     linear_of_cast_op,
+    transposed_codes,
 )
 from kernel_pytorch.precision.linear import (
     Memory,
