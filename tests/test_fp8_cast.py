@@ -331,6 +331,28 @@ def test_one_number_outgrows_a_history_and_nothing_is_clipped(kernel: str, form:
     assert cast.counts[:, [0, 2]].tolist() == [[101, 2]] * 2
 
 
+@pytest.mark.skipif("triton" not in KERNELS, reason="Triton's interpreter is not in use")
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("size", [0.0, 1.0, 1e-30])
+def test_a_guessed_scale_makes_no_difference(size: float, transposed: bool) -> None:
+    from kernel_pytorch.ops.fp8_cast.triton_kernel import PreparedCast
+    from kernel_pytorch.ops.triton_launch import Place
+
+    x = random(70, 132) * size
+    x[3, 4], x[40, 2], x[69, 131] = math.inf, math.nan, size * 9
+    wanted = fp8_cast(x, transposed=transposed, power_of_two=True)
+    cast = PreparedCast(
+        CATALOGUE["nvidia/h200"], x.shape, x.stride(), "e4m3fn", "tensor", transposed, 1, True, guessed=True
+    )
+    for guess in (0.0, size * 9, size * 8.1, size, 1e30, 1e-40, math.inf, math.nan):
+        kept, counts = torch.tensor([guess]), torch.zeros(2, 4, dtype=torch.int64)
+        with poisoned():
+            found = cast(x, Place(counts, torch.int64), Place(kept, torch.float32))
+        same_bytes(found[:3], (wanted.data, wanted.data_t, wanted.inverse))
+        assert torch.equal(counts, wanted.counts)
+        assert kept.item() == wanted.amax.item()
+
+
 @every_form
 def test_the_edge_is_where_the_rounded_product_exceeds_the_largest(kernel: str, form: Format) -> None:
     """float32(s * amax) decides: an exact product a little beyond the largest value still fits."""

@@ -58,12 +58,13 @@ def casts(recipe: Recipe, x: torch.Tensor, weight: torch.Tensor, dy: torch.Tenso
     """The operands of each product, every transposed one cast on its own."""
     gradient = {"e4m3": "e4m3fn", "e5m2": "e5m2"}[recipe.gradient_format]
 
-    def cast(t: torch.Tensor, granularity: str, name: str = "e4m3fn") -> Cast:
-        return fp8_cast(t.detach(), name, granularity, power_of_two=recipe.power_of_two)
+    def cast(t: torch.Tensor, granularity: str, name: str = "e4m3fn", of_weight: bool = False) -> Cast:
+        power_of_two = recipe.power_of_two or (of_weight and granularity == "tensor")
+        return fp8_cast(t.detach(), name, granularity, power_of_two=power_of_two)
 
     return {
-        "y": (cast(x, recipe.input), cast(weight, recipe.weight)),
-        "dx": (cast(dy, recipe.gradient, gradient), cast(weight.t(), recipe.weight)),
+        "y": (cast(x, recipe.input), cast(weight, recipe.weight, of_weight=True)),
+        "dx": (cast(dy, recipe.gradient, gradient), cast(weight.t(), recipe.weight, of_weight=True)),
         "dweight": (cast(dy.t(), recipe.gradient, gradient), cast(x.t(), recipe.input)),
     }
 
@@ -270,7 +271,9 @@ def test_counts_are_those_of_the_casts(recipe: Recipe) -> None:
     power_of_two = recipe.power_of_two
     expected = [
         fp8_cast(x, "e4m3fn", recipe.input, transposed=not high, power_of_two=power_of_two),
-        fp8_cast(weight, "e4m3fn", recipe.weight, transposed=True, power_of_two=power_of_two),
+        fp8_cast(
+            weight, "e4m3fn", recipe.weight, transposed=True, power_of_two=power_of_two or recipe.weight == "tensor"
+        ),
         fp8_cast(dy, gradient, recipe.gradient, transposed=not high, power_of_two=power_of_two),
     ]
     for number in (1, 2):
@@ -479,7 +482,7 @@ def test_every_choice_of_products_in_high_precision(
     x, weight, _ = leaves(9, 150, 20)
     dy = random(9, 20, seed=3)
     found = dict(zip(("y", "dx", "dW"), step(recipe, x, weight, None, dy), strict=True))
-    shapes = {"y": (9, 150, 20, "fast"), "dx": (9, 20, 150, "promoted"), "dW": (20, 9, 150, "promoted")}
+    shapes = {"y": (9, 150, 20, "fast"), "dx": (9, 20, 150, recipe.dx_sums), "dW": (20, 9, 150, "promoted")}
     assert products == [shapes[product] for product in recipe.low_precision]
     plain_x, plain_weight = x.detach(), weight.detach()
     plain = {

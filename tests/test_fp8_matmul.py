@@ -133,6 +133,18 @@ def test_the_budget_grows_with_what_sums_may_lose(pair: tuple[str, str]) -> None
         assert budgets["promoted"] < budgets["fast"]
 
 
+def test_no_accumulator_holds_a_very_long_sum(monkeypatch: pytest.MonkeyPatch) -> None:
+    held = []
+    multiply = torch._scaled_mm
+    monkeypatch.setattr(
+        torch, "_scaled_mm", lambda *a, **kw: held.append(kw["use_fast_accum"]) or multiply(*a, **kw)
+    )
+    for k in (16384, 16400):
+        for sums in ("promoted", "fast"):
+            fp8_matmul(*operands(16, k, 16, ("tensor", "tensor")), "bfloat16", sums, kernel="scaled-mm")
+    assert held == [False, True, False, False]
+
+
 @settings(max_examples=40, deadline=None)
 @given(
     m=st.integers(1, 9) | st.integers(126, 131),

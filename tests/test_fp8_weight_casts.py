@@ -12,7 +12,8 @@ from torch.utils.checkpoint import checkpoint
 
 import kernel_pytorch as kp
 from fp8_models import block, linear, random, results, same, sqnr, train
-from kernel_pytorch.precision.kept_cast import Kept
+from kernel_pytorch.ops.fp8_cast import fp8_cast
+from kernel_pytorch.precision.kept_cast import Kept, cast_weight
 from kernel_pytorch.precision.layer import Float8Linear
 from kernel_pytorch.precision.monitor import layers_of
 
@@ -261,3 +262,21 @@ def test_casts_that_are_kept_while_a_forward_is_repeated_are_counted_once(
     assert casts[0] == dict.fromkeys(layers_of(models[0]), 3 + 2 * (2 if set_to_none else 1))
     # The first forward of a reentrant checkpoint records no gradient, so it keeps no cast.
     assert casts[1] == (dict.fromkeys(casts[0], 3 * 5) if reentrant else casts[0])
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("apart", [False, True], ids=["default stream", "another stream"])
+def test_the_scale_of_the_last_cast_is_tried_and_makes_no_difference(apart: bool) -> None:
+    counts = torch.zeros(2, 2, 4, dtype=torch.int64, device="cuda")
+    with torch.cuda.stream(torch.cuda.Stream() if apart else torch.cuda.default_stream()):
+        for size in (1.0, 1.0, 1.01, 5.0, 1e-3, 0.0, 1.0):
+            weight = torch.randn(320, 176, device="cuda", dtype=torch.bfloat16) * size
+            before = counts.clone()
+            cast = cast_weight(weight, "e4m3fn", "tensor", True, False, counts)
+            wanted = fp8_cast(weight, "e4m3fn", transposed=True, power_of_two=True)
+            assert cast.direct
+            for found, name in ((cast.data, "data"), (cast.data_t, "data_t")):
+                assert torch.equal(found.view(torch.uint8), getattr(wanted, name).view(torch.uint8))
+            assert torch.equal(cast.inverse, wanted.inverse)
+            assert torch.equal(counts[1] - before[1], wanted.counts)
+        torch.cuda.current_stream().synchronize()

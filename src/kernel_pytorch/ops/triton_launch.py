@@ -14,7 +14,7 @@ import torch
 from triton import knobs
 from triton.runtime import driver
 
-__all__ = ["Launches", "Place", "Ready", "launch", "zeros"]
+__all__ = ["Launches", "Place", "Ready", "launch", "number_beside", "zeros"]
 
 _MOST = 4096
 
@@ -58,6 +58,28 @@ def zeros(x: torch.Tensor, size: int) -> Place:
         pieces, byte = iter(range(_PIECE, _ZEROS, _PIECE)), 0
         _zeros[index] = (tensor, pieces)
     return Place(tensor, torch.int32, byte)
+
+
+_numbers: dict[tuple[int, int], Place] = {}
+
+
+def number_beside(tensor: torch.Tensor) -> Place | None:
+    """A float32 number on the GPU of a tensor, 0 at first and the same for the same memory; None if there is none.
+
+    For what may be forgotten, and may be left over from another tensor that had this memory. Only kernels that are
+    launched now on the default stream may use it: on others they could at the same time.
+    """
+    index = tensor.get_device()
+    if not tensor.is_cuda or driver.active.get_current_stream(index) != 0:
+        return None
+    key = (index, tensor.data_ptr())
+    place = _numbers.get(key)
+    if place is None:
+        if len(_numbers) >= _MOST:
+            _numbers.clear()
+        with torch.inference_mode(False):
+            place = _numbers[key] = Place(torch.zeros(1, device=tensor.device), torch.float32)
+    return place
 
 
 class Ready(NamedTuple):

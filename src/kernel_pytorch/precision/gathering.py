@@ -21,6 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from kernel_pytorch.ops.fp8_cast.part import amax_of_part, cast_of_part, inverses_from
 from kernel_pytorch.precision.formats import FORMATS
 from kernel_pytorch.precision.gathered_weight import GatheredWeight
+from kernel_pytorch.precision.kept_cast import weight_scale_is_power_of_two
 from kernel_pytorch.precision.layer import Float8Linear
 from kernel_pytorch.precision.linear import formats_on
 from kernel_pytorch.precision.monitor import layers_of
@@ -136,7 +137,9 @@ class Shard:
 
     def kind(self, where: torch.device) -> tuple[str, bool]:
         """The format of the codes on a device, and whether the scale is a power of two."""
-        return formats_on(where.type, where.index, self.recipe.gradient_format)[0], self.recipe.power_of_two
+        recipe = self.recipe
+        number_format, _ = formats_on(where.type, where.index, recipe.gradient_format)
+        return number_format, weight_scale_is_power_of_two(recipe.weight, recipe.power_of_two)
 
     # What FSDP2 calls.
 

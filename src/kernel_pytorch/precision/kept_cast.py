@@ -18,12 +18,13 @@ from kernel_pytorch.hardware_abstraction.registry import device_of, preferred_ke
 from kernel_pytorch.ops.fp8_cast import KERNEL_TRITON, fp8_cast
 from kernel_pytorch.ops.fp8_cast.definition import FP8_CAST
 from kernel_pytorch.ops.fp8_matmul import KERNEL_SCALED_MM, fp8_matmul
-from kernel_pytorch.ops.fp8_matmul.definition import FP8_MATMUL, OUTPUTS
+from kernel_pytorch.ops.fp8_matmul.definition import FP8_MATMUL, OUTPUTS, adds_up_fast
 from kernel_pytorch.precision.transforms import refuse_batch
 
 __all__ = [
     "NAMES",
     "Kept",
+    "cast_weight",
     "define_op",
     "direct_cast",
     "kept_cast",
@@ -33,8 +34,11 @@ __all__ = [
     "linear_of_cast_op",
     "product",
     "transposed_codes",
+    "weight_scale_is_power_of_two",
 ]
 
+_WEIGHT = 1
+"""Which row of the counts is a weight's."""
 NAMES = {dtype: name for name, dtype in OUTPUTS.items()}
 """The formats that layers compute in, as ``fp8_matmul`` names them."""
 
@@ -87,17 +91,8 @@ def direct_cast(
     on_gpu = x_RC.is_cuda or x_RC.is_xpu
     if on_gpu and counts is not None and x_RC.numel() > 0 and dispatch.plain_call(x_RC):
         length = 0 if history is None else history.shape[0]
-        kind = (
-            x_RC.device,
-            x_RC.shape,
-            x_RC.stride(),
-            number_format,
-            granularity,
-            transposed,
-            length,
-            power_of_two,
-        )
-        cast = _prepared(*kind)
+        kind = (x_RC.device, x_RC.shape, x_RC.stride(), number_format, granularity, transposed)
+        cast = _prepared(*kind, length, power_of_two, row == _WEIGHT)
         if cast is not None:
             place, run = cast
             remembered = None if history is None else place(history, torch.float32)
@@ -114,16 +109,59 @@ def direct_cast(
     return Kept(found.data, found.data_t, found.inverse, found.inverse_t)
 
 
+def cast_weight(
+    weight: torch.Tensor,
+    number_format: str,
+    granularity: str,
+    transposed: bool,
+    power_of_two: bool,
+    counts: torch.Tensor | None,
+    cast: Callable[..., Kept] = direct_cast,
+) -> Kept:
+    """A weight in 8 bits, by ``direct_cast`` or ``kept_cast``."""
+    power_of_two = weight_scale_is_power_of_two(granularity, power_of_two)
+    return cast(weight, number_format, granularity, transposed, power_of_two, counts, _WEIGHT, None)
+
+
+def weight_scale_is_power_of_two(granularity: str, power_of_two: bool) -> bool:
+    """Also where a recipe has others, if a weight has one scale alone.
+
+    From step to step the largest magnitude of a weight changes by little, and its power of two hardly ever. So the
+    last one's is tried first, and the weight is read once instead of twice.
+    """
+    return power_of_two or granularity == "tensor"
+
+
 @lru_cache(maxsize=4096)
-def _prepared(where: torch.device, *kind: Any) -> tuple[Any, Callable[..., Any]] | None:
+def _prepared(
+    where: torch.device,
+    shape: tuple[int, int],
+    strides: tuple[int, int],
+    number_format: str,
+    granularity: str,
+    transposed: bool,
+    length: int,
+    power_of_two: bool,
+    of_weight: bool,
+) -> tuple[Any, Callable[..., Any]] | None:
     """Triton's cast of matrices of one kind, where its kernel would be chosen, and what it takes memory as."""
     device = device_of(where)
     if preferred_kernel(device, FP8_CAST.name) is not KERNEL_TRITON or not device.supports("float64"):
         return None
     from kernel_pytorch.ops.fp8_cast.triton_kernel import PreparedCast
-    from kernel_pytorch.ops.triton_launch import Place
+    from kernel_pytorch.ops.triton_launch import Place, number_beside
 
-    return Place, dispatch.launched(where, PreparedCast(device, *kind))
+    kind = (device, shape, strides, number_format, granularity, transposed)
+    cast = PreparedCast(*kind, length, power_of_two)
+    if not (of_weight and granularity == "tensor" and power_of_two):
+        return Place, dispatch.launched(where, cast)
+    guessing = PreparedCast(*kind, 1, power_of_two, True)
+
+    def run(x: torch.Tensor, counts: Any, history: None) -> tuple[torch.Tensor, ...]:
+        guess = number_beside(counts.tensor)
+        return cast(x, counts, history) if guess is None else guessing(x, counts, guess)
+
+    return Place, dispatch.launched(where, run)
 
 
 def transposed_codes(codes: torch.Tensor) -> torch.Tensor:
@@ -161,7 +199,7 @@ def product(
     if direct and a.is_cuda and inverse_a.ndim == 0:
         (m, k), n = a.shape, b.shape[0]
         if m > 0 and n > 0 and k > 0 and n % 16 == 0 and k % 16 == 0 and _scaled_mm_first(a.device):
-            fast = sums == "fast"
+            fast = adds_up_fast(sums, k)
             return torch._scaled_mm(a, b.t(), inverse_a, inverse_b, out_dtype=OUTPUTS[dtype], use_fast_accum=fast)
     return fp8_matmul(a, b, inverse_a, inverse_b, dtype, sums)
 
@@ -224,7 +262,7 @@ def _linear_of_cast(
     direct: bool = False,
 ) -> tuple[torch.Tensor, ...]:
     """y, and the weight's transposed copy with its scales."""
-    w = direct_cast(weight, number_format, weight_granularity, True, power_of_two, counts, 1, None)
+    w = cast_weight(weight, number_format, weight_granularity, True, power_of_two, counts)
     y = product(x_8, w.data, x_inverse, w.inverse, dtype, "fast", direct or w.direct)
     return y, w.data_t, w.inverse_t
 

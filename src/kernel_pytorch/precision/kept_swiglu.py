@@ -26,6 +26,7 @@ from kernel_pytorch.ops.fp8_swiglu.grad_definition import FP8_SWIGLU_GRAD
 from kernel_pytorch.precision.kept_cast import (
     NAMES,
     Kept,
+    cast_weight,
     define_op,
     direct_cast,
     kept_cast,
@@ -44,7 +45,7 @@ __all__ = [
     "swiglu_forward_op",
 ]
 
-_PART_ROWS = 2048
+_PART_ROWS = 4096
 """Of a part of dh: many enough to keep the matrix units busy."""
 _LARGE = 1 << 27
 """How many numbers a dh must have to be made in parts."""
@@ -377,7 +378,7 @@ def _forward(
     options = (number_format, "tensor", True, power_of_two)
     x = direct_cast(x_MK, *options, gate_counts, 0, x_history)
     weights = ((gate, gate_counts), (up, up_counts), (down, down_counts))
-    gate_8, up_8, down_8 = (direct_cast(weight, *options, counts, 1, None) for weight, counts in weights)
+    gate_8, up_8, down_8 = (cast_weight(weight, *options, counts) for weight, counts in weights)
     y, saved = swiglu_forward(x, gate_8, up_8, down_8, dtype, number_format, power_of_two, down_counts, h_history)
     return y, *saved
 

@@ -16,7 +16,7 @@ from kernel_pytorch.hardware_abstraction.registry import device_of
 from kernel_pytorch.ops.fp8_cast import fp8_cast
 from kernel_pytorch.ops.fp8_cast.definition import HISTORY
 from kernel_pytorch.precision.formats import E4M3FN, E5M2, FormatPair, for_device
-from kernel_pytorch.precision.kept_cast import NAMES, Kept, kept_cast, product, transposed_codes
+from kernel_pytorch.precision.kept_cast import NAMES, Kept, cast_weight, kept_cast, product, transposed_codes
 from kernel_pytorch.precision.offer import input_key
 from kernel_pytorch.precision.recipe import Recipe, recipe_named
 from kernel_pytorch.precision.transforms import refuse_compiled_transforms, refuse_transforms
@@ -307,7 +307,7 @@ def cast_of_weight(
     counts: torch.Tensor | None = None,
 ) -> Kept:
     """A weight in 8 bits, with the transposed copy that dx needs."""
-    return kept_cast(weight, number_format, recipe.weight, transposed, recipe.power_of_two, counts, 1, None)
+    return cast_weight(weight, number_format, recipe.weight, transposed, recipe.power_of_two, counts, kept_cast)
 
 
 def cast_of_gradient(

@@ -125,10 +125,17 @@ def _scales_of_rows(
 
 
 @triton.jit
+def _scale_to_try(before, LARGEST: tl.constexpr, POWER_OF_TWO: tl.constexpr, GUESSED: tl.constexpr):
+    """From the largest magnitude of earlier casts: with headroom, but where it is GUESSED to be this one's."""
+    return scale_from_amax(before, LARGEST, POWER_OF_TWO) * (1.0 if GUESSED else 0.5)
+
+
+@triton.jit
 def cast_whole(
     x, data, data_t, inverse, amax, final_amax, own_counts, history,
     rows, columns, row_stride, column_stride, history_length,
     TURNED: tl.constexpr, WORDS: tl.constexpr, POWER_OF_TWO: tl.constexpr, HISTORY: tl.constexpr,
+    GUESSED: tl.constexpr,
     LARGEST: tl.constexpr, HALF_SMALLEST: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr,
     NAN: tl.constexpr, FNUZ: tl.constexpr, HARDWARE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
@@ -137,7 +144,7 @@ def cast_whole(
     v_0, v_1, v_2, v_3 = load_quarters(x, i, j, rows, columns, row_stride, column_stride, ROWS, COLUMNS)
     if HISTORY > 0:
         before = largest_remembered(history, history_length, HISTORY)
-        scale = scale_from_amax(before, LARGEST, POWER_OF_TWO) * 0.5
+        scale = _scale_to_try(before, LARGEST, POWER_OF_TWO, GUESSED)
         if tl.program_id(0) == 0:
             tl.store(amax + 1, before.to(tl.int32, bitcast=True))
     else:
@@ -161,20 +168,26 @@ def settle(
     x, data, data_t, inverse, amax, final_amax, tried, counts, history,
     rows, columns, row_stride, column_stride, history_length,
     TURNED: tl.constexpr, WORDS: tl.constexpr, POWER_OF_TWO: tl.constexpr, HISTORY: tl.constexpr,
+    GUESSED: tl.constexpr,
     LARGEST: tl.constexpr, HALF_SMALLEST: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr,
     NAN: tl.constexpr, FNUZ: tl.constexpr, HARDWARE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """After a cast by the history's scale: cast all of it again where some numbers were too large for it."""
+    """After a cast by the history's scale: cast all of it again where some numbers were too large for it.
+
+    Or, where the scale was GUESSED, where it is not the one that the numbers have.
+    """
     add_numbers(counts, rows, columns, TURNED)
     largest = tl.load(amax).to(tl.float32, bitcast=True)
     before = tl.load(amax + 1).to(
         tl.float32, bitcast=True
     )  # the history itself may be brought up to date meanwhile
-    remembered = scale_from_amax(before, LARGEST, POWER_OF_TWO) * 0.5
-    again = (before == 0.0) | (largest * remembered > LARGEST)
-    scale = remembered
-    if again:
-        scale = scale_from_amax(largest, LARGEST, POWER_OF_TWO)
+    remembered = _scale_to_try(before, LARGEST, POWER_OF_TWO, GUESSED)
+    scale = scale_from_amax(largest, LARGEST, POWER_OF_TWO)
+    if GUESSED:
+        again = scale != remembered
+    else:
+        again = (before == 0.0) | (largest * remembered > LARGEST)
+        scale = tl.where(again, scale, remembered)
     if tl.program_id(0) == 0:
         tl.store(inverse, reciprocal(scale))
         tl.store(final_amax, largest)
@@ -194,7 +207,7 @@ def settle(
                 TURNED, WORDS, TURNED,
                 LARGEST, HALF_SMALLEST, MANTISSA, BIAS, NAN, FNUZ, HARDWARE, ROWS, COLUMNS,
             )  # fmt: skip
-            if before > 0.0:
+            if (before > 0.0) & (not GUESSED):
                 for k in range(4):
                     values = load_quarter(x, i, j, k, rows, columns, row_stride, column_stride, ROWS, COLUMNS)
                     beyond = (magnitudes(values) * remembered > LARGEST).to(tl.int32)
@@ -333,6 +346,11 @@ class PreparedCast:
     history of this length, which is brought up to date, and perhaps one for the largest magnitude; gives data,
     data_t, inverse and inverse_t. The GPU of the matrix must be the current one. A layer makes three such calls a
     step, and its GPU may wait for them, so torch is asked for nothing but memory.
+
+    Args:
+        guessed: the history is one number, the largest magnitude of an earlier cast, and nothing but a guess. A scale
+            is usually the same power of two as then, and x is read once; where it is not, x is cast again. So what
+            comes of it is the cast without a history, whatever the guess.
     """
 
     def __init__(
@@ -345,6 +363,7 @@ class PreparedCast:
         transposed: bool,
         length: int,
         power_of_two: bool,
+        guessed: bool = False,
     ) -> None:
         rows, columns = self.shape = shape
         chosen = FORMATS[number_format]
@@ -378,13 +397,13 @@ class PreparedCast:
             some = {"LARGEST": chosen.largest, "NUMBERS": 256, "num_warps": 4}
             kernels.append((_scales_of_rows, (-(-found // 256),), {**of_scales, **some}))
         if whole:
-            constants["HISTORY"] = triton.next_power_of_2(length) if length else 0
+            constants.update(HISTORY=triton.next_power_of_2(length) if length else 0, GUESSED=guessed)
             kernels.append((cast_whole, (tiles,), constants))
         else:
             kernels.append((_cast_parts, (tiles,), {"GRANULARITY": granularity, **constants}))
         if length:
             kernels.append((settle, (min(tiles, 4 * device.compute_units),), constants))
-        key = (shape, strides, number_format, granularity, transposed, power_of_two, length)
+        key = (shape, strides, number_format, granularity, transposed, power_of_two, length, guessed)
         self.launches = Launches(kernels, _ARGUMENTS, key)
 
     def __call__(

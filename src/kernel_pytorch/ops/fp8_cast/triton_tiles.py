@@ -392,11 +392,6 @@ def cast_tile(
 
 
 @triton.jit
-def nan_unless(finite, values):
-    return tl.where(finite, values, float("nan"))
-
-
-@triton.jit
 def magnitudes(values):
     """Those of the finite numbers; 0 for the others."""
     return tl.where(is_finite(values), tl.abs(values), 0.0)

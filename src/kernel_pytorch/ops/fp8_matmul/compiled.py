@@ -10,7 +10,7 @@ import torch
 from kernel_pytorch.hardware_abstraction import dispatch
 from kernel_pytorch.hardware_abstraction.registry import device_of
 from kernel_pytorch.hardware_abstraction.selection import Policy
-from kernel_pytorch.ops.fp8_matmul.definition import OUTPUTS
+from kernel_pytorch.ops.fp8_matmul.definition import OUTPUTS, adds_up_fast
 
 __all__ = ["product", "serves"]
 
@@ -26,7 +26,7 @@ def product(
     a: torch.Tensor, b: torch.Tensor, inverse_a: torch.Tensor, inverse_b: torch.Tensor, dtype: str, sums: str
 ) -> torch.Tensor:
     """As the kernel scaled-mm computes it."""
-    fast = sums == "fast"
+    fast = adds_up_fast(sums, a.shape[1])
     return torch._scaled_mm(a, b.t(), inverse_a, inverse_b, out_dtype=OUTPUTS[dtype], use_fast_accum=fast)
 
 

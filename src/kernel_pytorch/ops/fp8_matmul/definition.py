@@ -11,7 +11,7 @@ in exact arithmetic; a kernel adds up as ``sums`` says and rounds once to the fo
     promoted   128 products at a time are added up by the matrix units in their own accumulators, and those sums in
                float32. Hopper's hold 14 bits: 32 products and the sum so far are cut to 13 bits below the largest
                of them
-    fast       the matrix units' accumulators hold the whole sum
+    fast       the matrix units' accumulators hold the whole sum, if K is at most 16384; longer ones are ``promoted``
 
 The last two are what 8-bit hardware is fast at; hardware with wider accumulators may be more exact. Each scale must
 be constant along the sum, or along 128 of it, and these pairs are:
@@ -39,9 +39,10 @@ from kernel_pytorch.hardware_abstraction.op import Call, Case, Draw, Op, TensorS
 from kernel_pytorch.ops.fp8_cast.definition import BLOCK, inverse_shape
 from kernel_pytorch.precision.formats import E4M3FN, E5M2, FORMATS, Format
 
-__all__ = ["FP8_MATMUL", "OUTPUTS", "PAIRS", "SUMS", "granularities"]
+__all__ = ["FP8_MATMUL", "OUTPUTS", "PAIRS", "SUMS", "adds_up_fast", "granularities"]
 
 SUMS = ("float32", "promoted", "fast")
+_LONGEST_FAST = 16384
 PAIRS = (("tensor", "tensor"), ("row", "row"), ("block", "square"), ("block", "block"))
 OUTPUTS: Mapping[str, torch.dtype] = {
     "float32": torch.float32,
@@ -49,6 +50,11 @@ OUTPUTS: Mapping[str, torch.dtype] = {
     "bfloat16": torch.bfloat16,
 }
 _BY_DTYPE: Mapping[torch.dtype, Format] = {known.dtype: known for known in FORMATS.values()}
+
+
+def adds_up_fast(sums: str, k: int) -> bool:
+    """Whether the matrix units may hold whole sums over K: of very many products they lose more than they gain."""
+    return sums == "fast" and k <= _LONGEST_FAST
 
 
 def granularities(
@@ -98,7 +104,8 @@ def one_after_another(dtype: torch.dtype) -> Callable[..., tuple[torch.Tensor]]:
         if inverse_a.ndim == 2 and inverse_a.shape[1] != 1:
             return (sum_of(a * spread_a, b * spread_b, BLOCK),)
         # The accumulators hold the numbers as they are; the scales multiply the result.
-        total_MN = sum_of(a, b, BLOCK if sums == "promoted" else max(1, a.shape[1]))
+        k = a.shape[1]
+        total_MN = sum_of(a, b, max(1, k) if adds_up_fast(sums, k) else BLOCK)
         return (total_MN * inverse_a * (inverse_b if inverse_b.ndim == 0 else inverse_b.t()),)
 
     def sum_of(a_MK: torch.Tensor, b_NK: torch.Tensor, step: int) -> torch.Tensor:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from kernel_pytorch.hardware_abstraction.device import Device
-from kernel_pytorch.ops.fp8_matmul.definition import OUTPUTS
+from kernel_pytorch.ops.fp8_matmul.definition import OUTPUTS, adds_up_fast
 
 _MULTIPLE = 16
 
@@ -47,6 +47,6 @@ def forward(
         inverse_a,
         inverse_b,
         out_dtype=OUTPUTS[dtype],
-        use_fast_accum=sums == "fast",
+        use_fast_accum=adds_up_fast(sums, k),
     )
     return (out if out.shape[1] == n else out[:, :n].contiguous(),)

@@ -168,6 +168,7 @@ class PreparedNorm:
             **encoding(device, chosen),
         }
         history = {"HISTORY": triton.next_power_of_2(length) if length else 0}
+        of_cast = {**history, "GUESSED": False}
         tiles = -(-rows // height) * -(-columns // width)
         below, beside, many = _SQUARES_TILE
         of_squares = {"EPS": eps, "ROWS": below, "COLUMNS": beside, "num_warps": many}
@@ -177,9 +178,9 @@ class PreparedNorm:
             of_norm = {"HAS_WEIGHT": has_weight, "CAST": self.casts, **history, **common}
             kernels = [(_squares, (-(-rows // below),), of_squares), (_norm, (tiles,), of_norm)]
             if length:
-                kernels.append((settle, (min(tiles, 4 * device.compute_units),), {**history, **common}))
+                kernels.append((settle, (min(tiles, 4 * device.compute_units),), {**of_cast, **common}))
             elif self.casts:
-                kernels.append((cast_whole, (tiles,), {**history, **common}))
+                kernels.append((cast_whole, (tiles,), {**of_cast, **common}))
             return Launches(kernels, _ARGUMENTS, (*key, has_weight))
 
         self.launches = {has_weight: launches(has_weight) for has_weight in (True, False)}

@@ -24,11 +24,9 @@ from kernel_pytorch.ops.fp8_cast.triton_tiles import (
     encode_words,
     encoding,
     hardware_encodes,
-    is_finite,
     load_quarter,
     load_tile,
     magnitudes,
-    nan_unless,
     offer,
     reciprocal,
     store_turned,
@@ -39,7 +37,7 @@ from kernel_pytorch.ops.fp8_swiglu.triton_kernel import (
     count_outgrown,
     scale_to_try,
     settle,
-    sigmoids,
+    sigmoid,
 )
 from kernel_pytorch.ops.triton_launch import Launches, Place, zeros
 from kernel_pytorch.precision.formats import FORMATS
@@ -53,10 +51,16 @@ DUP: tl.constexpr = tl.constexpr(SCRATCH // 4)
 
 @triton.jit
 def _gradients(upstream, gates, ups, HARDWARE: tl.constexpr):
-    """dgate, dup and h."""
-    sigmoid, complement = sigmoids(gates, HARDWARE)
-    silu = gates * sigmoid
-    return (upstream * ups) * (sigmoid * (1.0 + gates * complement)), upstream * silu, silu * ups
+    """dgate, dup and h. Where 1 - share has few digits left, it is added to a share near 1."""
+    share = sigmoid(gates, HARDWARE)
+    silu = gates * share
+    return (upstream * ups) * (share + silu * (1.0 - share)), upstream * silu, silu * ups
+
+
+@triton.jit
+def _scaled(values, scale):
+    """values * scale; NaN where they are not finite, for an infinity would saturate."""
+    return values * scale + values * 0.0
 
 
 @triton.jit
@@ -140,8 +144,7 @@ def _cast(
     if WITH_H:
         # The forward has counted what is lost here; an h that is not finite must be NaN again.
         words = encode_words(
-            nan_unless(is_finite(h_0), h_0 * h_scale), nan_unless(is_finite(h_1), h_1 * h_scale),
-            nan_unless(is_finite(h_2), h_2 * h_scale), nan_unless(is_finite(h_3), h_3 * h_scale),
+            _scaled(h_0, h_scale), _scaled(h_1, h_scale), _scaled(h_2, h_scale), _scaled(h_3, h_scale),
             H_LARGEST, H_MANTISSA, H_BIAS, H_NAN, H_FNUZ, H_HARDWARE,
         )  # fmt: skip
         store_turned(h_t, words, i, j, rows, columns, WORDS, ROWS, COLUMNS)

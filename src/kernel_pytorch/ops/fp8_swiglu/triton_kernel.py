@@ -47,29 +47,20 @@ _AMAX_TILE = (16, 256, 8, 4)  # and how many of them below each other, so that f
 
 
 @triton.jit
-def sigmoids(gate, HARDWARE: tl.constexpr):
-    """s = 1 / (1 + exp(-gate)) and 1 - s. exp sees no positive number and 1 - s is no difference.
-
-    exp is a square: the GPU's instruction flushes subnormal numbers to zero, and the root is none.
-    """
-    halved = tl.abs(gate) * (-0.5 * 1.4426950408889634)
+def sigmoid(gate, HARDWARE: tl.constexpr):
+    """1 / (1 + exp(-gate)); 0 where exp is infinite."""
+    exponent = gate * -1.4426950408889634
     if HARDWARE:
-        root = tl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [halved], tl.float32, True, 1)
-        small = root * root
-        larger = tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [1.0 + small], tl.float32, True, 1)
+        power = tl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [exponent], tl.float32, True, 1)
+        share = tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [1.0 + power], tl.float32, True, 1)
     else:
-        root = tl.exp2(halved)
-        small = root * root
-        larger = 1.0 / (1.0 + small)
-    smaller = small * larger
-    positive = gate >= 0.0
-    return tl.where(positive, larger, smaller), tl.where(positive, smaller, larger)
+        share = 1.0 / (1.0 + tl.exp2(exponent))
+    return share
 
 
 @triton.jit
 def _hidden(gates, ups, HARDWARE: tl.constexpr):
-    sigmoid, _ = sigmoids(gates, HARDWARE)
-    return gates * sigmoid * ups
+    return gates * sigmoid(gates, HARDWARE) * ups
 
 
 @triton.jit
