@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -248,38 +246,6 @@ def test_a_cast_that_is_out_of_date_is_not_made_again() -> None:
 
 
 # What is left to torch
-
-
-def test_compiled_graphs_are_as_without_fusing() -> None:
-    """Also after an eager call in which norm and layer have met."""
-    torch._dynamo.reset()
-    found = []
-    for fuse in (True, False):
-        net = kp.fp8.convert(model(), "delayed", fuse_norm=fuse)
-        graphs: list[str] = []
-
-        def keep(graph: Any, _: Any, graphs: list[str] = graphs) -> Any:
-            graphs.append(str([node.target for node in graph.graph.nodes if node.op != "placeholder"]))
-            return graph.forward
-
-        if fuse:
-            same_again = copy.deepcopy(net)
-            train(same_again, range(2))
-            net.load_state_dict(net.state_dict())
-        compiled = torch.compile(net, fullgraph=True, backend=keep)
-        losses = train(compiled, range(2))
-        found.append((losses, graphs, everything(net)))
-    assert found[0][:2] == found[1][:2]
-    same(found[0][2], found[1][2])
-
-
-def test_compiling_a_model_that_has_run() -> None:
-    torch._dynamo.reset()
-    net = kp.fp8.convert(model(), "tensorwise")
-    train(net, range(2))
-    other = copy.deepcopy(net)
-    compiled = train(torch.compile(other, fullgraph=True, backend="aot_eager"), range(2, 4))
-    assert compiled == pytest.approx(train(net, range(2, 4)), rel=1e-4)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

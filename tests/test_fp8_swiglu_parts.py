@@ -302,6 +302,7 @@ COMPILE = """
 import torch
 from kernel_pytorch.hardware_abstraction.catalogue import CATALOGUE
 from kernel_pytorch.ops.fp8_cast.triton_turn import PreparedTurn
+from kernel_pytorch.ops.fp8_rms_norm.triton_cast import PreparedNormCast
 from kernel_pytorch.ops.fp8_swiglu import GRAD_KERNEL_TRITON
 from kernel_pytorch.ops.fp8_swiglu.triton_parts import PreparedParts
 from kernel_pytorch.ops.triton_launch import Place
@@ -319,6 +320,8 @@ for name in ("nvidia/h200", "amd/mi300x"):
         )
         cast(lambda first, last: gate[first:last], gate, gate, empty(), counts, counts, history, history)
         PreparedTurn((4096, 14336))(empty(4096, 14336, dtype=torch.float8_e5m2))
+        norm = PreparedNormCast(CATALOGUE[name], gate.shape, gate.stride(), "e4m3fn", 16, False, True)
+        norm(gate, empty(4096), empty(14336, dtype=torch.bfloat16), counts, history)
     built = [_compile(launch, GRAD_KERNEL_TRITON, CATALOGUE[name], "parts", "bfloat16") for launch in launches]
     print(name, *(f"{each.function}:{each.spill_bytes}" for each in built))
 """
@@ -331,5 +334,5 @@ def test_the_kernels_of_parts_are_built_for_nvidia_and_amd() -> None:
     )
     assert done.returncode == 0, done.stderr
     part = ["_cast:0", "_settle:0"]
-    expected = [*part, *part, "_agree:0", "_turn:0"]
+    expected = [*part, *part, "_agree:0", "_turn:0", *part]
     assert [line.split()[1:] for line in done.stdout.splitlines()] == [expected, expected]

@@ -24,6 +24,7 @@ from kernel_pytorch.precision.transforms import refuse_batch
 __all__ = [
     "NAMES",
     "Kept",
+    "cast_of_norm",
     "cast_weight",
     "define_op",
     "direct_cast",
@@ -164,6 +165,41 @@ def _prepared(
     return Place, dispatch.launched(where, run)
 
 
+def cast_of_norm(
+    x_RH: torch.Tensor,
+    rstd: torch.Tensor | None,
+    weight: torch.Tensor | None,
+    number_format: str,
+    power_of_two: bool,
+    counts: torch.Tensor | None,
+    history: torch.Tensor | None,
+) -> Kept:
+    """``direct_cast`` with both copies of the norm of x, which need not be in memory; of x itself without rstd."""
+    if rstd is not None:
+        if counts is not None and history is not None and x_RH.numel() > 0 and dispatch.plain_call(x_RH):
+            kind = (x_RH.shape, x_RH.stride(), number_format, history.shape[0], power_of_two, weight is not None)
+            cast = _prepared_norm(x_RH.device, *kind) if x_RH.is_cuda or x_RH.is_xpu else None
+            if cast is not None:
+                place, run = cast
+                places = (place(counts, torch.int64), place(history, torch.float32))
+                data, data_t, inverse = run(x_RH, rstd, weight if weight is None else weight.contiguous(), *places)
+                return Kept(data, data_t, inverse, inverse, True)
+        normal = x_RH.float() * rstd[:, None]
+        x_RH = (normal if weight is None else normal * weight).to(x_RH.dtype)
+    return direct_cast(x_RH, number_format, "tensor", True, power_of_two, counts, 0, history)
+
+
+@lru_cache(maxsize=4096)
+def _prepared_norm(where: torch.device, *kind: Any) -> tuple[Any, Callable[..., Any]] | None:
+    device = device_of(where)
+    if preferred_kernel(device, FP8_CAST.name) is not KERNEL_TRITON or not device.supports("float64"):
+        return None
+    from kernel_pytorch.ops.fp8_rms_norm.triton_cast import PreparedNormCast
+    from kernel_pytorch.ops.triton_launch import Place
+
+    return Place, dispatch.launched(where, PreparedNormCast(device, *kind))
+
+
 def transposed_codes(codes: torch.Tensor) -> torch.Tensor:
     """The transposed copy of a matrix in an 8-bit format."""
     if not torch.compiler.is_compiling() and (codes.is_cuda or codes.is_xpu) and codes.is_contiguous():
@@ -242,9 +278,14 @@ def _linear_forward(
     power_of_two: bool,
     counts: torch.Tensor | None,
     history: torch.Tensor | None,
+    rstd: torch.Tensor | None,
+    norm_weight: torch.Tensor | None,
 ) -> tuple[torch.Tensor, ...]:
-    """y, the weight's transposed copy with its scales, and the cast of x."""
-    x = direct_cast(x_MK, number_format, input_granularity, True, power_of_two, counts, 0, history)
+    """y, the weight's transposed copy with its scales, and the cast of x, or of its norm."""
+    if rstd is None:
+        x = direct_cast(x_MK, number_format, input_granularity, True, power_of_two, counts, 0, history)
+    else:
+        x = cast_of_norm(x_MK, rstd, norm_weight, number_format, power_of_two, counts, history)
     rest = (weight, dtype, number_format, weight_granularity, power_of_two, counts)
     apart = () if x.inverse_t is x.inverse else (x.inverse_t,)
     return *_linear_of_cast(x.data, x.inverse, *rest, direct=x.direct), x.data, x.inverse, x.data_t, *apart
@@ -352,8 +393,8 @@ _op = define_op(
 linear_forward_op, linear_forward_by_parts_op = (
     define_op(
         f"{name}(Tensor x, Tensor weight, str dtype, str number_format, str input_granularity, "
-        "str weight_granularity, bool power_of_two, Tensor(a!)? counts, Tensor(b!)? history) "
-        f"-> ({', '.join(['Tensor'] * results)})",
+        "str weight_granularity, bool power_of_two, Tensor(a!)? counts, Tensor(b!)? history, Tensor? rstd, "
+        f"Tensor? norm_weight) -> ({', '.join(['Tensor'] * results)})",
         _linear_forward,
         _linear_forward_fake,
     )

@@ -26,9 +26,9 @@ from kernel_pytorch.ops.fp8_swiglu.grad_definition import FP8_SWIGLU_GRAD
 from kernel_pytorch.precision.kept_cast import (
     NAMES,
     Kept,
+    cast_of_norm,
     cast_weight,
     define_op,
-    direct_cast,
     kept_cast,
     product,
     transposed_codes,
@@ -373,10 +373,12 @@ def _forward(
     down_counts: torch.Tensor,
     x_history: torch.Tensor | None,
     h_history: torch.Tensor | None,
+    rstd: torch.Tensor | None,
+    norm_weight: torch.Tensor | None,
 ) -> tuple[torch.Tensor, ...]:
-    """y, and what the backward needs."""
+    """y of x, or of its norm, and what the backward needs."""
     options = (number_format, "tensor", True, power_of_two)
-    x = direct_cast(x_MK, *options, gate_counts, 0, x_history)
+    x = cast_of_norm(x_MK, rstd, norm_weight, number_format, power_of_two, gate_counts, x_history)
     weights = ((gate, gate_counts), (up, up_counts), (down, down_counts))
     gate_8, up_8, down_8 = (cast_weight(weight, *options, counts) for weight, counts in weights)
     y, saved = swiglu_forward(x, gate_8, up_8, down_8, dtype, number_format, power_of_two, down_counts, h_history)
@@ -471,8 +473,8 @@ def _products_fake(
 swiglu_forward_op = define_op(
     "fp8_swiglu_mlp_forward(Tensor x, Tensor gate, Tensor up, Tensor down, str dtype, str number_format, "
     "bool power_of_two, Tensor(a!) gate_counts, Tensor(b!) up_counts, Tensor(c!) down_counts, "
-    "Tensor(d!)? x_history, Tensor(e!)? h_history) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, "
-    "Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "Tensor(d!)? x_history, Tensor(e!)? h_history, Tensor? rstd, Tensor? norm_weight) "
+    f"-> ({', '.join(['Tensor'] * (1 + len(Saved._fields)))})",
     _forward,
     _forward_fake,
 )

@@ -25,6 +25,7 @@ from kernel_pytorch.precision.layer import Float8Linear, optimizer_steps, repeat
 from kernel_pytorch.precision.offer import Caster, Wish, input_key
 from kernel_pytorch.precision.recipe import Recipe
 from kernel_pytorch.precision.settings import SETTINGS, settings_of, unchanged
+from kernel_pytorch.precision.traced_norm import as_norm_of
 
 __all__ = ["fuse_norms", "norms_in", "unfuse_norms"]
 
@@ -120,13 +121,19 @@ def _default_eps(dtype: torch.dtype) -> float:
     return min(known, key=lambda eps: abs(found - 2.0**-12 / math.sqrt(2.0**-24 + eps)))
 
 
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _constant_default_eps(dtype: torch.dtype) -> float:
+    """The same, which a compiler does not look into."""
+    return _default_eps(dtype)
+
+
 # Running them.
 
 
 def _forward(module: Any, *others: Any, **named: Any) -> Any:
     """The forward of a fused norm: by our op where that is the same function, else its own."""
     if torch.compiler.is_compiling():
-        return type(module).forward(module, *others, **named)
+        return _traced(module, *others, **named)
     caster: Caster = getattr(module, _CASTER)
     again = repeats_forward()
     given = (*others, *named.values())
@@ -160,8 +167,28 @@ def _forward(module: Any, *others: Any, **named: Any) -> Any:
     return y
 
 
+def _traced(module: Any, *others: Any, **named: Any) -> Any:
+    """Inside torch.compile: the module's own forward, whose result knows what it is the norm of."""
+    y = type(module).forward(module, *others, **named)
+    caster: Caster = getattr(module, _CASTER)
+    given, weight = (*others, *named.values()), module.weight
+    if len(given) != 1 or not unchanged(getattr(module, SETTINGS)) or not _is_the_norm_of(caster, given[0], weight):
+        return y
+    eps = getattr(module, caster.eps)
+    eps = _constant_default_eps(given[0].dtype) if eps is None else float(eps)
+    return as_norm_of(y, given[0], weight, eps) if y.requires_grad else y
+
+
 def _takes(caster: Caster, x: Any, weight: torch.Tensor | None) -> bool:
     """Whether our op computes what the module would."""
+    if not _is_the_norm_of(caster, x, weight):
+        return False
+    # What transforms functions must see torch's own operators.
+    return torch._C._functorch.peek_interpreter_stack() is None and forward_ad._current_level < 0
+
+
+def _is_the_norm_of(caster: Caster, x: Any, weight: torch.Tensor | None) -> bool:
+    """Whether the module computes what the formula gives in x's dtype."""
     if type(x) not in _PLAIN or x.dtype not in NAMES or x.ndim == 0 or x.shape[-1] != caster.width or x.is_meta:
         return False
     if weight is not None:
@@ -170,10 +197,8 @@ def _takes(caster: Caster, x: Any, weight: torch.Tensor | None) -> bool:
         rounds = caster.rounds_to_input and weight.dtype == torch.float32
         if weight.dtype != x.dtype and not rounds:
             return False
-    # Autocast may let a norm of 16 bits give 32. What transforms functions must see torch's own operators.
-    if x.dtype != torch.float32 and torch.is_autocast_enabled(x.device.type):
-        return False
-    return torch._C._functorch.peek_interpreter_stack() is None and forward_ad._current_level < 0
+    # Autocast may let a norm of 16 bits give 32.
+    return bool(x.dtype == torch.float32 or not torch.is_autocast_enabled(x.device.type))
 
 
 def _norm(

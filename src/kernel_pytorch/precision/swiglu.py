@@ -42,6 +42,7 @@ from kernel_pytorch.precision.linear import (
 from kernel_pytorch.precision.offer import meet
 from kernel_pytorch.precision.recipe import Recipe
 from kernel_pytorch.precision.settings import SETTINGS, settings_of, unchanged
+from kernel_pytorch.precision.traced_norm import Unwritten, unwritten
 
 __all__ = ["fp8_swiglu_mlp", "fuse", "fused_in", "unfuse"]
 
@@ -187,7 +188,6 @@ def fp8_swiglu_mlp(
     needs_dx = recording and x.requires_grad
     needs_dh = needs_dx or needs_dw[0] or needs_dw[1]
     forward_format, gradient_format = formats_on(kind, x.device.index, recipe.gradient_format)
-    x_MK = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
     needs = Needs(needs_dx, needs_dh, *needs_dw)
     dtype = NAMES[working_dtype(x)]
     of_gradients = (
@@ -197,8 +197,8 @@ def fp8_swiglu_mlp(
     y_MN: torch.Tensor
     gathered = any(isinstance(layer.weight, GatheredWeight) for layer in layers)
     if torch.compiler.is_compiling() and all(needs) and not gathered:
-        y_MN = _Whole.apply(  # type: ignore[no-untyped-call]
-            x_MK,
+        y_MN = _whole(
+            x,
             *(layer.weight for layer in layers),
             *(memory.counts for memory in memories),
             memories[0].history,
@@ -211,6 +211,7 @@ def fp8_swiglu_mlp(
             recipe.power_of_two,
         )
         return y_MN.reshape(*x.shape[:-1], y_MN.shape[-1])
+    x_MK = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
     turned_x = needs_dw[0] or needs_dw[1]
     if not torch.compiler.is_compiling():
         meet(x, gate, recipe, forward_format, turned_x)
@@ -329,13 +330,29 @@ def _as(gradients: Any, dtypes: tuple[torch.dtype, ...]) -> list[torch.Tensor | 
     return [None if found is None else found.to(dtype) for found, dtype in zip(gradients, dtypes, strict=True)]
 
 
+@torch.compiler.allow_in_graph  # type: ignore[untyped-decorator]
+def _whole(x: torch.Tensor, *others: Any) -> torch.Tensor:
+    """For torch.compile, where all is asked for; ``traced_norm`` has why Dynamo does not look into it."""
+    x_history = others[_X_HISTORY]
+    norm = Unwritten() if x_history is None else unwritten(x)
+    y_MN: torch.Tensor = _Whole.apply(x.reshape(-1, x.shape[-1]), *norm, *others)  # type: ignore[no-untyped-call]
+    return y_MN
+
+
+_X_HISTORY = 6
+"""Of the arguments of ``_whole`` after x, which one is the history of x."""
+
+
 class _Whole(torch.autograd.Function):
-    """For torch.compile, where all is asked for: few operators, for a step may wait for each of them."""
+    """Few operators, for a compiled step may wait for each of them."""
 
     @staticmethod
     def forward(
         ctx: Any,
         x_MK: torch.Tensor,
+        norm_x: torch.Tensor | None,
+        rstd: torch.Tensor | None,
+        norm_weight: torch.Tensor | None,
         gate_weight: torch.Tensor,
         up_weight: torch.Tensor,
         down_weight: torch.Tensor,
@@ -357,8 +374,8 @@ class _Whole(torch.autograd.Function):
         power_of_two: bool,
     ) -> torch.Tensor:
         y, *saved = swiglu_forward_op(
-            x_MK, gate_weight, up_weight, down_weight, dtype, forward_format, power_of_two,
-            gate_counts, up_counts, down_counts, x_history, h_history,
+            x_MK if norm_x is None else norm_x, gate_weight, up_weight, down_weight, dtype, forward_format,
+            power_of_two, gate_counts, up_counts, down_counts, x_history, h_history, rstd, norm_weight,
         )  # fmt: skip
         ctx.save_for_backward(*saved)
         ctx.how = (forward_format, gradient_format, dx_sums, power_of_two)
@@ -377,4 +394,5 @@ class _Whole(torch.autograd.Function):
             list(between), list(saved[2:]), NAMES[dy_MN.dtype], ctx.how[2]
         )
         # Their sum is left to the compiler, which has work of its own on it.
-        return (*_as((dx + dx_of_up, *others), ctx.dtypes), *[None] * 16)
+        dx, *others = _as((dx + dx_of_up, *others), ctx.dtypes)
+        return (dx, None, None, None, *others, *[None] * 16)

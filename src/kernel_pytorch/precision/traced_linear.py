@@ -29,6 +29,7 @@ from kernel_pytorch.precision.linear import (
     forward_products,
 )
 from kernel_pytorch.precision.recipe import Recipe
+from kernel_pytorch.precision.traced_norm import Unwritten, unwritten
 
 __all__ = ["traced_linear"]
 
@@ -86,10 +87,13 @@ def _whole(
     kept_key, *cast = getattr(x, "_fp8_cast", (None,))
     shared = cast if kept_key == key else [None] * 4
     x_MK = x if x.ndim == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+    # Only a history has a scale before all of a norm is there.
+    norm = Unwritten() if history is None or shared[0] is not None else unwritten(x)
     y: torch.Tensor
     y, *cast = _Whole.apply(  # type: ignore[no-untyped-call]
-        x_MK, weight, *shared, counts, history, gradient_counts, gradient_history, weight_granularity, *products
-    )
+        x_MK, weight, *shared, counts, history, gradient_counts, gradient_history, *norm, weight_granularity,
+        *products,
+    )  # fmt: skip
     if x.grad_fn is not None and kept_key != key:  # nobody else writes to what a graph has computed
         x._fp8_cast = (key, *cast)  # type: ignore[attr-defined]
     return y if x.ndim == 2 else y.view(*x.shape[:-1], weight.shape[0])
@@ -175,6 +179,9 @@ class _Whole(torch.autograd.Function):
         history: torch.Tensor | None,
         gradient_counts: torch.Tensor | None,
         gradient_history: torch.Tensor | None,
+        norm_x: torch.Tensor | None,
+        rstd: torch.Tensor | None,
+        norm_weight: torch.Tensor | None,
         weight_granularity: str,
         *products: Any,
     ) -> tuple[torch.Tensor | None, ...]:
@@ -183,8 +190,8 @@ class _Whole(torch.autograd.Function):
         if x_8 is None:
             op = linear_forward_op if how.input_granularity == "tensor" else linear_forward_by_parts_op
             y, weight_8t, weight_inverse_t, x_8, x_inverse, x_8t, *other = op(
-                x_MK, weight, how.dtype, how.forward_format, how.input_granularity, weight_granularity,
-                how.power_of_two, counts, history,
+                x_MK if norm_x is None else norm_x, weight, how.dtype, how.forward_format, how.input_granularity,
+                weight_granularity, how.power_of_two, counts, history, rstd, norm_weight,
             )  # fmt: skip
             x_inverse_t = other[0] if other else None
             made = [x_8, x_inverse, x_8t, x_inverse_t]
@@ -206,4 +213,4 @@ class _Whole(torch.autograd.Function):
             dy_MN, *ctx.saved_tensors, how.gradient_format, how.gradient_granularity, how.dx_sums,
             how.power_of_two, ctx.counts, ctx.history,
         )  # fmt: skip
-        return (dx.to(x_dtype), dweight.to(weight_dtype), *[None] * 21)
+        return (dx.to(x_dtype), dweight.to(weight_dtype), *[None] * 24)

@@ -1,0 +1,194 @@
+"""The cast of an RMSNorm's output that is nowhere in memory, from the norm's input and the root mean squares.
+
+For compilers, which work these out together with what comes before the norm. As in ``fp8_cast``, one pass by the
+scale of a history, and another one where the output has outgrown it; byte for byte the cast of the output.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from kernel_pytorch.hardware_abstraction.device import Device
+from kernel_pytorch.ops.fp8_cast.triton_tiles import (
+    SCRATCH,
+    SCRATCH_TRIED,
+    counted,
+    emit,
+    encoding,
+    load_quarter,
+    offer,
+    tile_of_program,
+)
+from kernel_pytorch.ops.fp8_swiglu.triton_kernel import count_outgrown, scale_to_try, settle
+from kernel_pytorch.ops.triton_launch import Launches, Place, zeros
+from kernel_pytorch.precision.formats import FORMATS
+
+__all__ = ["PreparedNormCast"]
+
+# Rows, columns and warps of a tile, as in fp8_cast.
+_TILE = (32, 128, 4)
+
+
+@triton.jit
+def _quarter(i, j, k, rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr, arguments):
+    """A quarter of tile (i, j) of the output, rounded as it would be, and its scale."""
+    scale, matrices = arguments
+    x, rstd, weight, row_stride, column_stride, HAS_WEIGHT = matrices
+    values = load_quarter(x, i, j, k, rows, columns, row_stride, column_stride, ROWS, COLUMNS)
+    row, column = i * ROWS + tl.arange(0, ROWS // 4) * 4 + k, j * COLUMNS + tl.arange(0, COLUMNS)
+    normal = values * tl.load(rstd + row, mask=row < rows, other=0.0)[:, None]
+    if HAS_WEIGHT:
+        normal *= tl.load(weight + column, mask=column < columns, other=0.0).to(tl.float32)[None, :]
+    rounded = normal.to(x.dtype.element_ty).to(tl.float32)
+    # Beyond the end a weight or a sum that is not finite has made NaN of zeros, which nobody may count.
+    return tl.where((row < rows)[:, None] & (column < columns)[None, :], rounded, 0.0), scale
+
+
+@triton.jit
+def _cast_tile(
+    arguments, data, data_t, counts, i, j, rows, columns, BOTH: tl.constexpr, WORDS: tl.constexpr,
+    LARGEST: tl.constexpr, HALF_SMALLEST: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr,
+    NAN: tl.constexpr, FNUZ: tl.constexpr, HARDWARE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    v_0, scale = _quarter(i, j, 0, rows, columns, ROWS, COLUMNS, arguments)
+    v_1, _ = _quarter(i, j, 1, rows, columns, ROWS, COLUMNS, arguments)
+    v_2, _ = _quarter(i, j, 2, rows, columns, ROWS, COLUMNS, arguments)
+    v_3, _ = _quarter(i, j, 3, rows, columns, ROWS, COLUMNS, arguments)
+    found = emit(
+        v_0, v_1, v_2, v_3, scale, scale, scale, scale, data, data_t, i, j, rows, columns,
+        True, True, WORDS, LARGEST, MANTISSA, BIAS, NAN, FNUZ, HARDWARE, ROWS, COLUMNS,
+    )  # fmt: skip
+    return counted(
+        found, _quarter, arguments, data, data_t, counts, i, j, rows, columns,
+        True, True, BOTH, HALF_SMALLEST, NAN, ROWS, COLUMNS,
+    )  # fmt: skip
+
+
+@triton.jit
+def _cast(
+    x, rstd, weight, data, data_t, inverse, amax, tried, history,
+    rows, columns, row_stride, column_stride, history_length,
+    HAS_WEIGHT: tl.constexpr, WORDS: tl.constexpr, POWER_OF_TWO: tl.constexpr, HISTORY: tl.constexpr,
+    LARGEST: tl.constexpr, HALF_SMALLEST: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr,
+    NAN: tl.constexpr, FNUZ: tl.constexpr, HARDWARE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """One tile by the scale of the history."""
+    i, j = tile_of_program(tl.cdiv(columns, COLUMNS), True)
+    scale = scale_to_try(
+        amax, inverse, tried, history, history_length, rows, columns, LARGEST, POWER_OF_TWO, HISTORY
+    )  # fmt: skip
+    arguments = (scale, (x, rstd, weight, row_stride, column_stride, HAS_WEIGHT))
+    largest = _cast_tile(
+        arguments, data, data_t, tried, i, j, rows, columns, False, WORDS,
+        LARGEST, HALF_SMALLEST, MANTISSA, BIAS, NAN, FNUZ, HARDWARE, ROWS, COLUMNS,
+    )  # fmt: skip
+    offer(amax, largest)
+
+
+@triton.jit
+def _settle(
+    x, rstd, weight, data, data_t, inverse, amax, tried, counts, history,
+    rows, columns, row_stride, column_stride, history_length,
+    HAS_WEIGHT: tl.constexpr, WORDS: tl.constexpr, POWER_OF_TWO: tl.constexpr, HISTORY: tl.constexpr,
+    LARGEST: tl.constexpr, HALF_SMALLEST: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr,
+    NAN: tl.constexpr, FNUZ: tl.constexpr, HARDWARE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """After all tiles: cast all of them again where some numbers were too large."""
+    scale, again, before = settle(
+        amax, inverse, tried, counts, history, history, history_length, rows, columns, LARGEST, POWER_OF_TWO, HISTORY
+    )  # fmt: skip
+    if again:
+        arguments = (scale, (x, rstd, weight, row_stride, column_stride, HAS_WEIGHT))
+        across = tl.cdiv(columns, COLUMNS)
+        tiles = across * tl.cdiv(rows, ROWS)
+        for step in range(tl.cdiv(tiles - tl.program_id(0), tl.num_programs(0))):
+            tile = tl.program_id(0) + step * tl.num_programs(0)
+            i, j = tile // across, tile % across
+            _cast_tile(
+                arguments, data, data_t, counts, i, j, rows, columns, True, WORDS,
+                LARGEST, HALF_SMALLEST, MANTISSA, BIAS, NAN, FNUZ, HARDWARE, ROWS, COLUMNS,
+            )  # fmt: skip
+            for k in range(4):
+                values, _ = _quarter(i, j, k, rows, columns, ROWS, COLUMNS, arguments)
+                count_outgrown(counts, values, before, LARGEST, POWER_OF_TWO)
+
+
+_ARGUMENTS = (
+    "x", "rstd", "weight", "data", "data_t", "inverse", "amax", "tried", "counts", "history",
+    "rows", "columns", "row_stride", "column_stride", "history_length",
+)  # fmt: skip
+
+
+class PreparedNormCast:
+    """For matrices of one kind, as ``fp8_cast`` has ``PreparedCast``.
+
+    Called with the input of a norm, the contiguous reciprocals of its rows' root mean squares, the norm's contiguous
+    weight or None, and the places of counts and of the history; gives data, data_t and inverse of the output.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        shape: tuple[int, int],
+        strides: tuple[int, int],
+        number_format: str,
+        length: int,
+        power_of_two: bool,
+        has_weight: bool,
+    ) -> None:
+        rows, columns = self.shape = shape
+        chosen = FORMATS[number_format]
+        self.dtype = chosen.dtype
+        self.turned_as = torch.int32 if rows % 4 == 0 else torch.uint8
+        self.sizes = (rows, columns, *strides, length)
+        height, width, warps = _TILE
+        constants: dict[str, Any] = {
+            "HAS_WEIGHT": has_weight,
+            "WORDS": rows % 4 == 0,
+            "POWER_OF_TWO": power_of_two,
+            "HISTORY": triton.next_power_of_2(length),
+            "ROWS": height,
+            "COLUMNS": width,
+            "num_warps": warps,
+            **encoding(device, chosen),
+        }
+        tiles = -(-rows // height) * -(-columns // width)
+        kernels = [
+            (_cast, (tiles,), constants),
+            (_settle, (min(tiles, 4 * device.compute_units),), constants),
+        ]
+        key = (shape, strides, number_format, length, power_of_two, has_weight)
+        self.launches = Launches(kernels, _ARGUMENTS, key)
+
+    def __call__(
+        self, x: torch.Tensor, rstd: torch.Tensor, weight: torch.Tensor | None, counts: Place, history: Place
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        data = x.new_empty(self.shape, dtype=self.dtype)
+        data_t = x.new_empty(self.shape[::-1], dtype=self.dtype)
+        inverse = x.new_empty((), dtype=torch.float32)
+        shared = zeros(x, SCRATCH)
+        weight = rstd if weight is None else weight
+        found = shared.data_ptr()
+        given = (x.data_ptr(), rstd.data_ptr(), weight.data_ptr())
+        kept = (counts.data_ptr(), history.data_ptr())
+
+        def typed() -> tuple[Any, ...]:
+            return (
+                x, rstd, weight, Place(data, torch.uint8), Place(data_t, self.turned_as), inverse, shared,
+                shared.at(SCRATCH_TRIED, torch.int64), counts, history, *self.sizes,
+            )  # fmt: skip
+
+        self.launches(
+            x.get_device(),
+            (x.dtype, weight.dtype, *[address % 16 for address in (*given, *kept)]),
+            (
+                *given, data.data_ptr(), data_t.data_ptr(), inverse.data_ptr(), found, found + SCRATCH_TRIED, *kept,
+                *self.sizes,
+            ),
+            typed,
+        )  # fmt: skip
+        return data, data_t, inverse
