@@ -282,8 +282,9 @@ class Bench:
             torch.cuda.empty_cache()
 
     def time(self, work: Workload, ready: list[Ready], seconds: float) -> None:
-        # Where two arms run the same kernels, as most of the grid does, it takes many turns to see that.
-        rounds = self.rounds * (3 if work.part == "grid" else 1)
+        # Where two arms run the same kernels, as most of the grid does, it takes many turns to see that; and where a
+        # GPU waits for a CPU, as a small layer's may, to see how long it usually does.
+        rounds = self.rounds * (3 if work.kind == "linear" else 1)
         # Several steps in a row: before the first the GPU waits for the CPU.
         repeats = [
             max(5, min(2000, round(seconds / rounds / seconds_of(one.runner, 2, self.device)))) for one in ready
@@ -488,7 +489,7 @@ def main() -> None:
             bench.problem(f"left out for lack of time: {work.case}")
             continue
         began = time.perf_counter()
-        seconds = arguments.seconds / (2 if work.part == "grid" else 1)
+        seconds = arguments.seconds * {"grid": 0.5, "linears": 2}.get(work.part, 1)
         bench.measure(work, min(seconds, 0.01) if arguments.small else seconds, timed=not arguments.memory_only)
         for part in (work.part, "memory"):  # now: what was measured is kept whatever happens to the next
             keep(part)
