@@ -88,6 +88,43 @@ def test_compiling_a_model_that_has_run() -> None:
     assert found == pytest.approx(train(net, range(2, 4)), rel=1e-4)
 
 
+@pytest.mark.parametrize("norm", NORMS.values(), ids=NORMS)
+def test_evaluation_gives_the_numbers_of_training(norm: Callable[[int], nn.Module]) -> None:
+    torch._dynamo.reset()
+    net = kp.fp8.convert(nn.Sequential(norm(32), nn.Linear(32, 16)).to(torch.bfloat16), "delayed")
+    run = torch.compile(net[0], fullgraph=True, backend="aot_eager")
+    x = random(40, 32, dtype=torch.bfloat16)
+    y = run(x)
+    assert y.requires_grad
+    for without in (torch.no_grad(), torch.inference_mode()):
+        with without:
+            assert torch.equal(run(x), y)
+
+
+@pytest.mark.parametrize("transform", [torch.func.grad, torch.func.vmap], ids=["grad", "vmap"])
+def test_before_layers_in_their_own_precision_a_norm_is_transformed_as_ever(transform: Callable[..., Any]) -> None:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.RMSNorm(32), nn.Linear(32, 16))
+    net = kp.fp8.convert(copy.deepcopy(plain), "delayed")
+    net[1].fp8_fallback = "a test"
+    x = random(6, 32)
+
+    def transformed(of: nn.Module) -> Any:
+        return transform(lambda each: of(each).square().sum())(x)
+
+    found = torch.compile(lambda: transformed(net), fullgraph=True, backend="aot_eager")()
+    torch.testing.assert_close(found, transformed(plain))
+
+
+def test_with_layers_in_8_bits_it_is_refused_by_name() -> None:
+    torch._dynamo.reset()
+    net = kp.fp8.convert(nn.Sequential(nn.RMSNorm(32), nn.Linear(32, 16)), "delayed")
+    run = torch.compile(torch.func.grad(lambda x: net(x).sum()), backend="aot_eager")
+    with pytest.raises(Exception, match=r"torch\.func\.grad \(or vjp, jacrev\) of a linear layer in 8 bits"):
+        run(random(6, 32))
+
+
 class Meddling(nn.Module):
     """Something happens between a norm and the layer behind it."""
 

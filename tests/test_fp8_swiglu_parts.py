@@ -247,7 +247,8 @@ def test_only_what_has_a_history_and_is_large_is_made_in_parts() -> None:
     assert kept_swiglu.in_parts(large, torch.zeros(16))
     assert not kept_swiglu.in_parts(large, None)
     assert not kept_swiglu.in_parts(small, torch.zeros(16))
-    assert not kept_swiglu.in_parts(torch.empty(2048, 1 << 20, device="meta"), torch.zeros(16))
+    few = torch.empty(kept_swiglu._PART_ROWS, 1 << 20, device="meta")
+    assert not kept_swiglu.in_parts(few, torch.zeros(16))
 
 
 @pytest.mark.usefixtures("small_parts")
@@ -301,27 +302,31 @@ def test_parts_take_less_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 COMPILE = """
 import torch
 from kernel_pytorch.hardware_abstraction.catalogue import CATALOGUE
+from kernel_pytorch.ops.fp8_cast.triton_kernel import PreparedCast
 from kernel_pytorch.ops.fp8_cast.triton_turn import PreparedTurn
 from kernel_pytorch.ops.fp8_rms_norm.triton_cast import PreparedNormCast
 from kernel_pytorch.ops.fp8_swiglu import GRAD_KERNEL_TRITON
 from kernel_pytorch.ops.fp8_swiglu.triton_parts import PreparedParts
 from kernel_pytorch.ops.triton_launch import Place
+from kernel_pytorch.precision.kept_swiglu import _PART_ROWS
 from kernel_pytorch.testing.cross_compile import _caught_launches, _compile
 
 def empty(*shape, dtype=torch.float32):
     return torch.empty(shape, dtype=dtype, device="meta")
 
 for name in ("nvidia/h200", "amd/mi300x"):
-    gate = empty(4096, 14336, dtype=torch.bfloat16)
+    gate = empty(2 * _PART_ROWS, 14336, dtype=torch.bfloat16)
     counts, history = Place(empty(2, 2, 4, dtype=torch.int64), torch.int64), Place(empty(16), torch.float32)
     with _caught_launches() as launches:
         cast = PreparedParts(
-            CATALOGUE[name], gate.shape, gate.stride(), gate.stride(), "e5m2", "e4m3fn", True, 16, False, 2048
+            CATALOGUE[name], gate.shape, gate.stride(), gate.stride(), "e5m2", "e4m3fn", True, 16, False, _PART_ROWS
         )
         cast(lambda first, last: gate[first:last], gate, gate, empty(), counts, counts, history, history)
         PreparedTurn((4096, 14336))(empty(4096, 14336, dtype=torch.float8_e5m2))
         norm = PreparedNormCast(CATALOGUE[name], gate.shape, gate.stride(), "e4m3fn", 16, False, True)
-        norm(gate, empty(4096), empty(14336, dtype=torch.bfloat16), counts, history)
+        norm(gate, empty(gate.shape[0]), empty(14336, dtype=torch.bfloat16), counts, history)
+        guessing = PreparedCast(CATALOGUE[name], gate.shape, gate.stride(), "e4m3fn", "tensor", True, 1, True, True)
+        guessing(gate, counts, history)
     built = [_compile(launch, GRAD_KERNEL_TRITON, CATALOGUE[name], "parts", "bfloat16") for launch in launches]
     print(name, *(f"{each.function}:{each.spill_bytes}" for each in built))
 """
@@ -334,5 +339,5 @@ def test_the_kernels_of_parts_are_built_for_nvidia_and_amd() -> None:
     )
     assert done.returncode == 0, done.stderr
     part = ["_cast:0", "_settle:0"]
-    expected = [*part, *part, "_agree:0", "_turn:0", *part]
+    expected = [*part, *part, "_agree:0", "_turn:0", *part, "cast_whole:0", "settle:0"]
     assert [line.split()[1:] for line in done.stdout.splitlines()] == [expected, expected]

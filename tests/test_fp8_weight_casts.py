@@ -266,7 +266,12 @@ def test_casts_that_are_kept_while_a_forward_is_repeated_are_counted_once(
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("apart", [False, True], ids=["default stream", "another stream"])
-def test_the_scale_of_the_last_cast_is_tried_and_makes_no_difference(apart: bool) -> None:
+@pytest.mark.parametrize("default", [torch.float32, torch.bfloat16], ids=str)
+def test_the_scale_of_the_last_cast_is_tried_and_makes_no_difference(
+    default: torch.dtype, apart: bool, request: pytest.FixtureRequest
+) -> None:
+    request.addfinalizer(lambda: torch.set_default_dtype(torch.float32))
+    torch.set_default_dtype(default)
     counts = torch.zeros(2, 2, 4, dtype=torch.int64, device="cuda")
     with torch.cuda.stream(torch.cuda.Stream() if apart else torch.cuda.default_stream()):
         for size in (1.0, 1.0, 1.01, 5.0, 1e-3, 0.0, 1.0):

@@ -57,7 +57,8 @@ def convert(
         fuse_swiglu: run ``down(silu(gate(x)) * up(x))`` as one function where a module is found to compute that, with
             the activation going straight into 8 bits, forward and backward.
         fuse_norm: with scales of tensors, let an RMSNorm write its result also in 8 bits for the layers behind it,
-            which then do not read it; in eager mode, from the second call on.
+            which then do not read it: in eager mode from the second call on, and under torch.compile, with a
+            delayed recipe, only in 8 bits where nobody else needs it.
         monitor: every how many steps of an optimizer the casts' losses are looked at; None for never.
         one_thread: let autograd run backwards in the thread that calls them, by
             ``torch.autograd.set_multithreading_enabled(False)``, a setting of the thread that converts. Handing a

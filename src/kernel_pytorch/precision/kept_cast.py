@@ -154,12 +154,13 @@ def _prepared(
 
     kind = (device, shape, strides, number_format, granularity, transposed)
     cast = PreparedCast(*kind, length, power_of_two)
-    if not (of_weight and granularity == "tensor" and power_of_two):
+    if not (of_weight and granularity == "tensor" and power_of_two and length == 0):
         return Place, dispatch.launched(where, cast)
     guessing = PreparedCast(*kind, 1, power_of_two, True)
 
     def run(x: torch.Tensor, counts: Any, history: None) -> tuple[torch.Tensor, ...]:
-        guess = number_beside(counts.tensor)
+        # Numbers of a default dtype of 16 bits would be too short.
+        guess = number_beside(counts.tensor) if torch.get_default_dtype() == torch.float32 else None
         return cast(x, counts, history) if guess is None else guessing(x, counts, guess)
 
     return Place, dispatch.launched(where, run)
@@ -170,6 +171,7 @@ def cast_of_norm(
     rstd: torch.Tensor | None,
     weight: torch.Tensor | None,
     number_format: str,
+    granularity: str,
     power_of_two: bool,
     counts: torch.Tensor | None,
     history: torch.Tensor | None,
@@ -182,11 +184,11 @@ def cast_of_norm(
             if cast is not None:
                 place, run = cast
                 places = (place(counts, torch.int64), place(history, torch.float32))
-                data, data_t, inverse = run(x_RH, rstd, weight if weight is None else weight.contiguous(), *places)
+                data, data_t, inverse = run(x_RH, rstd, None if weight is None else weight.contiguous(), *places)
                 return Kept(data, data_t, inverse, inverse, True)
         normal = x_RH.float() * rstd[:, None]
         x_RH = (normal if weight is None else normal * weight).to(x_RH.dtype)
-    return direct_cast(x_RH, number_format, "tensor", True, power_of_two, counts, 0, history)
+    return direct_cast(x_RH, number_format, granularity, True, power_of_two, counts, 0, history)
 
 
 @lru_cache(maxsize=4096)
@@ -282,10 +284,8 @@ def _linear_forward(
     norm_weight: torch.Tensor | None,
 ) -> tuple[torch.Tensor, ...]:
     """y, the weight's transposed copy with its scales, and the cast of x, or of its norm."""
-    if rstd is None:
-        x = direct_cast(x_MK, number_format, input_granularity, True, power_of_two, counts, 0, history)
-    else:
-        x = cast_of_norm(x_MK, rstd, norm_weight, number_format, power_of_two, counts, history)
+    kind = (number_format, input_granularity, power_of_two)
+    x = cast_of_norm(x_MK, rstd, norm_weight, *kind, counts, history)
     rest = (weight, dtype, number_format, weight_granularity, power_of_two, counts)
     apart = () if x.inverse_t is x.inverse else (x.inverse_t,)
     return *_linear_of_cast(x.data, x.inverse, *rest, direct=x.direct), x.data, x.inverse, x.data_t, *apart

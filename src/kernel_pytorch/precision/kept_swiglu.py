@@ -378,7 +378,7 @@ def _forward(
 ) -> tuple[torch.Tensor, ...]:
     """y of x, or of its norm, and what the backward needs."""
     options = (number_format, "tensor", True, power_of_two)
-    x = cast_of_norm(x_MK, rstd, norm_weight, number_format, power_of_two, gate_counts, x_history)
+    x = cast_of_norm(x_MK, rstd, norm_weight, number_format, "tensor", power_of_two, gate_counts, x_history)
     weights = ((gate, gate_counts), (up, up_counts), (down, down_counts))
     gate_8, up_8, down_8 = (cast_weight(weight, *options, counts) for weight, counts in weights)
     y, saved = swiglu_forward(x, gate_8, up_8, down_8, dtype, number_format, power_of_two, down_counts, h_history)

@@ -1,7 +1,8 @@
 """RMSNorm whose result goes to layers in 8 bits: y and its casts out of one pass, under the modules a model has.
 
 A module is taken for an RMSNorm if it is an ``nn.RMSNorm`` over the last dimension, or has a weight alone and gives
-the same as the formula. Whether its result is cast, and how, the layer behind says: ``offer`` has how they meet.
+the same as the formula. Whether its result is cast, and how, the layer behind says: ``offer`` has how they meet, and
+``traced_norm`` how they do inside torch.compile.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from kernel_pytorch.precision.offer import Caster, Wish, input_key
 from kernel_pytorch.precision.recipe import Recipe
 from kernel_pytorch.precision.settings import SETTINGS, settings_of, unchanged
 from kernel_pytorch.precision.traced_norm import norm_of
+from kernel_pytorch.precision.transforms import compiled_transforms_active
 
 __all__ = ["fuse_norms", "norms_in", "unfuse_norms"]
 
@@ -174,11 +176,9 @@ def _traced(module: Any, *others: Any, **named: Any) -> Any:
     caster: Caster = getattr(module, _CASTER)
     given, weight = (*others, *named.values()), module.weight
     known = len(given) == 1 and caster.traced and unchanged(getattr(module, SETTINGS))
-    if not known or not torch.is_grad_enabled() or not _is_the_norm_of(caster, given[0], weight):
+    if not known or compiled_transforms_active() or not _is_the_norm_of(caster, given[0], weight):
         return type(module).forward(module, *others, **named)
     x, eps = given[0], getattr(module, caster.eps)
-    if not x.requires_grad and (weight is None or not weight.requires_grad):
-        return type(module).forward(module, *others, **named)
     return norm_of(x, weight, _constant_default_eps(x.dtype) if eps is None else float(eps))
 
 

@@ -199,9 +199,9 @@ def fp8_swiglu_mlp(
     if torch.compiler.is_compiling() and all(needs) and not gathered:
         y_MN = _whole(
             x,
+            memories[0].history,
             *(layer.weight for layer in layers),
             *(memory.counts for memory in memories),
-            memories[0].history,
             memories[2].history,
             *of_gradients,
             dtype,
@@ -331,16 +331,12 @@ def _as(gradients: Any, dtypes: tuple[torch.dtype, ...]) -> list[torch.Tensor | 
 
 
 @torch.compiler.allow_in_graph  # type: ignore[untyped-decorator]
-def _whole(x: torch.Tensor, *others: Any) -> torch.Tensor:
+def _whole(x: torch.Tensor, x_history: torch.Tensor | None, *others: Any) -> torch.Tensor:
     """For torch.compile, where all is asked for; ``traced_norm`` has why Dynamo does not look into it."""
-    x_history = others[_X_HISTORY]
     norm = Unwritten() if x_history is None else unwritten(x)
-    y_MN: torch.Tensor = _Whole.apply(x.reshape(-1, x.shape[-1]), *norm, *others)  # type: ignore[no-untyped-call]
+    x_MK = x.reshape(-1, x.shape[-1])
+    y_MN: torch.Tensor = _Whole.apply(x_MK, *norm, x_history, *others)  # type: ignore[no-untyped-call]
     return y_MN
-
-
-_X_HISTORY = 6
-"""Of the arguments of ``_whole`` after x, which one is the history of x."""
 
 
 class _Whole(torch.autograd.Function):
@@ -353,13 +349,13 @@ class _Whole(torch.autograd.Function):
         norm_x: torch.Tensor | None,
         rstd: torch.Tensor | None,
         norm_weight: torch.Tensor | None,
+        x_history: torch.Tensor | None,
         gate_weight: torch.Tensor,
         up_weight: torch.Tensor,
         down_weight: torch.Tensor,
         gate_counts: torch.Tensor,
         up_counts: torch.Tensor,
         down_counts: torch.Tensor,
-        x_history: torch.Tensor | None,
         h_history: torch.Tensor | None,
         gate_gradient_counts: torch.Tensor,
         up_gradient_counts: torch.Tensor,
@@ -395,4 +391,4 @@ class _Whole(torch.autograd.Function):
         )
         # Their sum is left to the compiler, which has work of its own on it.
         dx, *others = _as((dx + dx_of_up, *others), ctx.dtypes)
-        return (dx, None, None, None, *others, *[None] * 16)
+        return (dx, *[None] * 4, *others, *[None] * 15)

@@ -12,10 +12,11 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
+from torch.autograd.function import once_differentiable
 
 __all__ = ["Unwritten", "norm_of", "unwritten"]
 
-_MARK = "_fp8_norm"
+_MARK = "_fp8_norm_of"
 
 
 class Unwritten(NamedTuple):
@@ -29,15 +30,19 @@ class Unwritten(NamedTuple):
 
 @torch.compiler.allow_in_graph  # type: ignore[untyped-decorator]
 def norm_of(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
-    """The RMSNorm of x over its last dimension, which knows what it is."""
+    """The RMSNorm of x over its last dimension, which knows what it is where a gradient may flow."""
     y: torch.Tensor
     y, rstd = _Norm.apply(x, weight, eps)  # type: ignore[no-untyped-call]
-    setattr(y, _MARK, (y._version, x, x._version, weight, None if weight is None else weight._version, rstd))
+    if y.requires_grad:
+        setattr(y, _MARK, (y._version, x, x._version, weight, None if weight is None else weight._version, rstd))
     return y
 
 
 def unwritten(y: torch.Tensor) -> Unwritten:
-    """What y is made of, where it is of ``norm_of`` and nothing has changed since; of None where not."""
+    """What y is made of, where it is of ``norm_of`` and nothing has changed since; of None where not.
+
+    Changes past the version counter, through ``.data``, go unnoticed between a norm and a layer of one graph.
+    """
     mark = getattr(y, _MARK, None)
     if mark is None:
         return Unwritten()
@@ -67,6 +72,7 @@ class _Norm(torch.autograd.Function):
         return (normal if weight is None else normal * weight.float()).to(x.dtype), rstd
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, dy: torch.Tensor, _: Any) -> Any:
         x, weight, rstd = ctx.saved_tensors
         wide_dy, normal = dy.float(), x.float() * rstd

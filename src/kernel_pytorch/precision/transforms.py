@@ -10,7 +10,14 @@ from typing import NoReturn
 import torch
 from torch.autograd import forward_ad
 
-__all__ = ["refuse", "refuse_batch", "refuse_compiled_transforms", "refuse_transforms", "transforms_active"]
+__all__ = [
+    "compiled_transforms_active",
+    "refuse",
+    "refuse_batch",
+    "refuse_compiled_transforms",
+    "refuse_transforms",
+    "transforms_active",
+]
 
 transforms_active = torch._C._are_functorch_transforms_active
 """Whether a transform of ``torch.func`` is under way: torch's own function, for it is asked in every eager call."""
@@ -40,6 +47,12 @@ def refuse_transforms(*tensors: torch.Tensor | None) -> None:
 def refuse_compiled_transforms() -> None:
     """``refuse_transforms`` where torch.compile traces the call, which would take its gradients for zero."""
     refuse_transforms()
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def compiled_transforms_active() -> bool:
+    """``transforms_active``, or a forward-mode derivative under way, where torch.compile traces the call."""
+    return transforms_active() or forward_ad._current_level >= 0
 
 
 def refuse(tried: str, instead: str) -> NoReturn:

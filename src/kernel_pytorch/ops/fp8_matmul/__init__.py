@@ -34,7 +34,8 @@ def fp8_matmul(
         inverse_b: those of b: as those of a, or one for each 128 x 128 numbers where a has one for each 128.
         dtype: of the result: ``float32``, ``float16`` or ``bfloat16``.
         sums: ``float32``, or how 8-bit matrix units may add up: ``promoted`` (128 products at a time in their own
-            accumulators, those sums in float32) or ``fast`` (all of them in their own accumulators).
+            accumulators, those sums in float32) or ``fast`` (all of them in their own accumulators, if K is at most
+            16384).
         kernel: pin an implementation by name instead of the best that fits.
 
     Example:

@@ -1,7 +1,7 @@
 """fp8_swiglu and fp8_swiglu_grad: SwiGLU between 8-bit matrix products. What both are, and the first one's cases.
 
 Shapes: M rows (tokens), F columns (the hidden width of the feed-forward block). With s = 1 / (1 + exp(-gate)), in
-float32 and in forms that neither overflow nor cancel, whatever the gate:
+float32 and in forms that neither overflow nor cancel, whatever the gate (s may be 0 where it is no normal number):
 
     h     = gate * s * up                                   fp8_swiglu
     dgate = (dh * up) * (s * (1 + gate * (1 - s)))          fp8_swiglu_grad
