@@ -284,7 +284,7 @@ class Bench:
     def time(self, work: Workload, ready: list[Ready], seconds: float) -> None:
         # Where two arms run the same kernels, as most of the grid does, it takes many turns to see that; and where a
         # GPU waits for a CPU, as a small layer's may, to see how long it usually does.
-        rounds = self.rounds * (3 if work.kind == "linear" else 1)
+        rounds = self.rounds * {"grid": 9, "linears": 3}.get(work.part, 1)
         # Several steps in a row: before the first the GPU waits for the CPU.
         repeats = [
             max(5, min(2000, round(seconds / rounds / seconds_of(one.runner, 2, self.device)))) for one in ready

@@ -338,13 +338,13 @@ def test_a_guessed_scale_makes_no_difference(size: float, transposed: bool) -> N
     from kernel_pytorch.ops.fp8_cast.triton_kernel import PreparedCast
     from kernel_pytorch.ops.triton_launch import Place
 
-    x = random(70, 132) * size
-    x[3, 4], x[40, 2], x[69, 131] = math.inf, math.nan, size * 9
+    x = random(40, 132) * size
+    x[3, 4], x[33, 2], x[39, 131] = math.inf, math.nan, size * 9
     wanted = fp8_cast(x, transposed=transposed, power_of_two=True)
     cast = PreparedCast(
         CATALOGUE["nvidia/h200"], x.shape, x.stride(), "e4m3fn", "tensor", transposed, 1, True, guessed=True
     )
-    for guess in (0.0, size * 9, size * 8.1, size, 1e30, 1e-40, math.inf, math.nan):
+    for guess in (0.0, size * 9, size * 8.1, size, 1e30, math.inf):
         kept, counts = torch.tensor([guess]), torch.zeros(2, 4, dtype=torch.int64)
         with poisoned():
             found = cast(x, Place(counts, torch.int64), Place(kept, torch.float32))
