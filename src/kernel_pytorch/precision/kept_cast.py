@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from kernel_pytorch.hardware_abstraction import dispatch
+from kernel_pytorch.hardware_abstraction.device import Device
 from kernel_pytorch.hardware_abstraction.registry import device_of, preferred_kernel
 from kernel_pytorch.ops.fp8_cast import KERNEL_TRITON, fp8_cast
 from kernel_pytorch.ops.fp8_cast.definition import FP8_CAST
@@ -92,8 +93,9 @@ def direct_cast(
     on_gpu = x_RC.is_cuda or x_RC.is_xpu
     if on_gpu and counts is not None and x_RC.numel() > 0 and dispatch.plain_call(x_RC):
         length = 0 if history is None else history.shape[0]
-        kind = (x_RC.device, x_RC.shape, x_RC.stride(), number_format, granularity, transposed)
-        cast = _prepared(*kind, length, power_of_two, row == _WEIGHT)
+        guessed = row == _WEIGHT and history is None and power_of_two and granularity == "tensor"
+        kind = (x_RC.shape, x_RC.stride(), number_format, granularity, transposed)
+        cast = _prepared(x_RC.device, guessed, *kind, length, power_of_two)
         if cast is not None:
             place, run = cast
             remembered = None if history is None else place(history, torch.float32)
@@ -134,29 +136,20 @@ def weight_scale_is_power_of_two(granularity: str, power_of_two: bool) -> bool:
 
 
 @lru_cache(maxsize=4096)
-def _prepared(
-    where: torch.device,
-    shape: tuple[int, int],
-    strides: tuple[int, int],
-    number_format: str,
-    granularity: str,
-    transposed: bool,
-    length: int,
-    power_of_two: bool,
-    of_weight: bool,
-) -> tuple[Any, Callable[..., Any]] | None:
+def _prepared(where: torch.device, guessed: bool, *kind: Any) -> tuple[Any, Callable[..., Any]] | None:
     """Triton's cast of matrices of one kind, where its kernel would be chosen, and what it takes memory as."""
-    device = device_of(where)
-    if preferred_kernel(device, FP8_CAST.name) is not KERNEL_TRITON or not device.supports("float64"):
+    device = _that_casts_by_triton(where)
+    if device is None:
         return None
     from kernel_pytorch.ops.fp8_cast.triton_kernel import PreparedCast
     from kernel_pytorch.ops.triton_launch import Place, number_beside
 
-    kind = (device, shape, strides, number_format, granularity, transposed)
-    cast = PreparedCast(*kind, length, power_of_two)
-    if not (of_weight and granularity == "tensor" and power_of_two and length == 0):
+    cast = PreparedCast(device, *kind)
+    if not guessed:
         return Place, dispatch.launched(where, cast)
-    guessing = PreparedCast(*kind, 1, power_of_two, True)
+    *matrices, _, power_of_two = kind
+    with_guess = (*matrices, 1, power_of_two, guessed)
+    guessing = PreparedCast(device, *with_guess)
 
     def run(x: torch.Tensor, counts: Any, history: None) -> tuple[torch.Tensor, ...]:
         # Numbers of a default dtype of 16 bits would be too short.
@@ -164,6 +157,13 @@ def _prepared(
         return cast(x, counts, history) if guess is None else guessing(x, counts, guess)
 
     return Place, dispatch.launched(where, run)
+
+
+def _that_casts_by_triton(where: torch.device) -> Device | None:
+    """The device, if Triton's casts would be chosen there."""
+    device = device_of(where)
+    chosen = preferred_kernel(device, FP8_CAST.name) is KERNEL_TRITON and device.supports("float64")
+    return device if chosen else None
 
 
 def cast_of_norm(
@@ -193,8 +193,9 @@ def cast_of_norm(
 
 @lru_cache(maxsize=4096)
 def _prepared_norm(where: torch.device, *kind: Any) -> tuple[Any, Callable[..., Any]] | None:
-    device = device_of(where)
-    if preferred_kernel(device, FP8_CAST.name) is not KERNEL_TRITON or not device.supports("float64"):
+    """The same for the norm of such matrices."""
+    device = _that_casts_by_triton(where)
+    if device is None:
         return None
     from kernel_pytorch.ops.fp8_rms_norm.triton_cast import PreparedNormCast
     from kernel_pytorch.ops.triton_launch import Place

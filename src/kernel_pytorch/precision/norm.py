@@ -48,10 +48,9 @@ def fuse_norms(model: nn.Module, recipe: Recipe, auto: bool) -> list[str]:
     for name, module in model.named_modules():
         if "forward" in module.__dict__:
             continue
-        caster = _caster(module, auto)
+        # Only a history has a scale before all of a norm is there, and auto leaves norms as they are at first.
+        caster = _caster(module, auto, recipe.delayed and not auto)
         if caster is not None and caster.width in widths:
-            # Only a history has a scale before all of a norm is there, and auto leaves norms as they are at first.
-            caster.traced = recipe.delayed and not auto
             setattr(module, SETTINGS, settings_of(module, caster.eps))
             setattr(module, _CASTER, caster)
             module.forward = partial(_forward, module)
@@ -75,11 +74,11 @@ def norms_in(model: nn.Module) -> dict[str, nn.Module | None]:
     }
 
 
-def _caster(module: nn.Module, auto: bool) -> Caster | None:
+def _caster(module: nn.Module, auto: bool, traced: bool) -> Caster | None:
     """How a module computes that is an RMSNorm; None for any other."""
     if type(module) is nn.RMSNorm:
         one = len(module.normalized_shape) == 1
-        return Caster(module.normalized_shape[0], "eps", True, auto) if one else None
+        return Caster(module.normalized_shape[0], "eps", True, auto, traced) if one else None
     names = [name for name, _ in module.named_parameters()]
     nothing_else = next(module.children(), None) is None and next(module.buffers(), None) is None
     weight = module._parameters.get("weight")
@@ -88,7 +87,7 @@ def _caster(module: nn.Module, auto: bool) -> Caster | None:
     width = weight.shape[0]
     for name, eps in vars(module).items():
         if type(eps) is float and 0 < eps < 1 and _computes(module, width, eps):
-            return Caster(width, name, False, auto)
+            return Caster(width, name, False, auto, traced)
     return None
 
 

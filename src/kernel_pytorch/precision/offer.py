@@ -55,8 +55,10 @@ class Caster:
     may lie outside of what is repeated.
     """
 
-    def __init__(self, width: int, eps: str, rounds_to_input: bool, auto: bool) -> None:
+    def __init__(self, width: int, eps: str, rounds_to_input: bool, auto: bool, traced: bool) -> None:
         self.width, self.auto = width, auto
+        self.traced = traced
+        """Whether ``traced_norm`` is used inside torch.compile."""
         self.eps = eps
         """The name of the module's attribute with eps."""
         self.rounds_to_input = rounds_to_input
@@ -66,13 +68,11 @@ class Caster:
         self._shared = False
         """Whether different layers come first in different calls: then nothing is cast for any."""
         self._steps, self._met, self._used = -1, False, not auto
-        self.traced = False
-        """Whether ``traced_norm`` is used inside torch.compile."""
         self.declined = False
         """Whether our op could not take a call: from then on, whether it can is known before a layer is met."""
 
     def __reduce__(self) -> Any:
-        return Caster, (self.width, self.eps, self.rounds_to_input, self.auto), {"traced": self.traced}
+        return Caster, (self.width, self.eps, self.rounds_to_input, self.auto, self.traced)
 
     def used(self, steps: int) -> bool:
         """Whether the norm computes by our op; else it is as it was.

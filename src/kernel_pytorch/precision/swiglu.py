@@ -42,7 +42,7 @@ from kernel_pytorch.precision.linear import (
 from kernel_pytorch.precision.offer import meet
 from kernel_pytorch.precision.recipe import Recipe
 from kernel_pytorch.precision.settings import SETTINGS, settings_of, unchanged
-from kernel_pytorch.precision.traced_norm import Unwritten, unwritten
+from kernel_pytorch.precision.traced_norm import unwritten
 
 __all__ = ["fp8_swiglu_mlp", "fuse", "fused_in", "unfuse"]
 
@@ -333,8 +333,7 @@ def _as(gradients: Any, dtypes: tuple[torch.dtype, ...]) -> list[torch.Tensor | 
 @torch.compiler.allow_in_graph  # type: ignore[untyped-decorator]
 def _whole(x: torch.Tensor, x_history: torch.Tensor | None, *others: Any) -> torch.Tensor:
     """For torch.compile, where all is asked for; ``traced_norm`` has why Dynamo does not look into it."""
-    norm = Unwritten() if x_history is None else unwritten(x)
-    x_MK = x.reshape(-1, x.shape[-1])
+    x_MK, norm = x.reshape(-1, x.shape[-1]), unwritten(x, x_history)
     y_MN: torch.Tensor = _Whole.apply(x_MK, *norm, x_history, *others)  # type: ignore[no-untyped-call]
     return y_MN
 

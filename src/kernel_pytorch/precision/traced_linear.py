@@ -87,7 +87,7 @@ def _whole(
     kept_key, *cast = getattr(x, "_fp8_cast", (None,))
     shared = cast if kept_key == key else [None] * 4
     x_MK = x if x.ndim == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
-    norm = Unwritten() if history is None or shared[0] is not None else unwritten(x)
+    norm = unwritten(x, history) if shared[0] is None else Unwritten()
     y: torch.Tensor
     y, *cast = _Whole.apply(  # type: ignore[no-untyped-call]
         x_MK, weight, *shared, counts, history, gradient_counts, gradient_history, *norm, weight_granularity,

@@ -38,13 +38,14 @@ def norm_of(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.T
     return y
 
 
-def unwritten(y: torch.Tensor) -> Unwritten:
+def unwritten(y: torch.Tensor, history: torch.Tensor | None) -> Unwritten:
     """What y is made of, where it is of ``norm_of`` and nothing has changed since; of None where not.
 
-    Changes past the version counter, through ``.data``, go unnoticed between a norm and a layer of one graph.
+    Nor without a history: nothing else has a scale before all of a norm is there. Changes past the version counter,
+    through ``.data``, go unnoticed between a norm and a layer of one graph.
     """
     mark = getattr(y, _MARK, None)
-    if mark is None:
+    if mark is None or history is None:
         return Unwritten()
     version, x, x_version, weight, weight_version, rstd = mark
     if version != y._version or x._version != x_version:
