@@ -48,12 +48,16 @@ os.environ.setdefault("TORCHAO_FORCE_SKIP_LOADING_SO_FILES", "1")  # its binarie
 say = partial(print, flush=True)  # a run that is killed must show what it did
 
 
+TWIN = "the same bf16"
+"""The layer as it was, timed once more: by how much two arms differ that do not."""
+
+
 # How it is run.
 
 
 @dataclass(frozen=True)
 class Arm:
-    """One way to run a workload: ``bf16``, one of ``PEERS`` or a recipe of ours, in a mode.
+    """One way to run a workload: ``bf16``, ``TWIN``, one of ``PEERS`` or a recipe of ours, in a mode.
 
     Modes are ``eager``, ``compiled`` and ``graphs``, which is compiled with ``mode="reduce-overhead"``. Autograd runs
     the backward as torch comes, in a thread for the device, unless a conversion has said otherwise, as ours does
@@ -65,7 +69,7 @@ class Arm:
 
     @property
     def ours(self) -> bool:
-        return self.recipe not in ("bf16", *PEERS)
+        return self.recipe not in ("bf16", TWIN, *PEERS)
 
     @property
     def eager(self) -> bool:
@@ -73,7 +77,8 @@ class Arm:
 
     @property
     def subject(self) -> str:
-        return f"{'kernel' if self.ours else 'baseline'}:{self}"
+        kind = "kernel" if self.ours else "twin" if self.recipe == TWIN else "baseline"
+        return f"{kind}:{self}"
 
     def __str__(self) -> str:
         return f"{self.recipe} {self.mode}"
@@ -94,7 +99,7 @@ def arms(work: Workload, torchao: bool) -> Iterator[Arm]:
     peers = work.peers if torchao else ()
     for mode in (*work.modes, *work.others):
         some = 1 if mode in work.others else None
-        every = ["bf16", *peers[:some], *work.recipes[:some]]
+        every = ["bf16", *peers[:some], *work.recipes[:some], *([TWIN] if work.twin else [])]
         found = [Arm(recipe, mode) for recipe in every]
         yield from (arm for arm in found if not (arm.eager and arm.recipe in PEERS))  # torchao wants to be compiled
 
@@ -369,12 +374,13 @@ def summary(measurements: dict[str, list[Measurement]]) -> Iterator[str]:
                 f"{arm_of(row)} {(row.peak_bytes or 0) / 2**30:.2f}" for row in rows
             )
         else:
-            ours = [row for row in rows if row.subject.startswith("kernel:")]
-            found = sorted(((speedup(row, rows) or math.inf, row) for row in ours), key=lambda pair: pair[0])
-            if found:
-                lowest = ", ".join(f"{times:.3f}x {row.case} ({arm_of(row)})" for times, row in found[:4])
-                under = sum(times < 1 for times, _ in found)
-                yield f"auto on {len(found)} shapes: {under} under 1.0x; the lowest: {lowest}"
+            for kind in ("kernel", "twin"):
+                members = [row for row in rows if row.subject.startswith(f"{kind}:")]
+                found = sorted(((speedup(row, rows) or math.inf, row) for row in members), key=lambda pair: pair[0])
+                if found:
+                    lowest = ", ".join(f"{times:.3f}x {row.case} ({arm_of(row)})" for times, row in found[:4])
+                    under = sum(times < 1 for times, _ in found)
+                    yield f"{kind} on {len(found)} shapes: {under} under 1.0x; the lowest: {lowest}"
 
 
 # The program.

@@ -39,6 +39,8 @@ class Workload:
     """Of ``fp8.Arm``, for every recipe."""
     others: tuple[str, ...] = ()
     """Modes in which less of a step is a wait for the CPU, for the first recipe."""
+    twin: bool = False
+    """Whether the layer as it was is timed twice, to see how far apart the same thing comes out."""
     memory: bool = False
 
     @property
@@ -80,7 +82,7 @@ def grid() -> Iterator[Workload]:
     """Shapes large and small, even and odd: recipe auto must not be slower on any of them.
 
     In one thread, for most of them run the same kernels as before, and a second thread adds more noise than a
-    difference could be.
+    difference could be. What is left of the noise shows between the layer as it was and its twin.
     """
     compiled = {(8192, 4096, 4096), (128, 1024, 1024), (1000, 1000, 3000)}
     for width, hidden in ((256, 256), (1024, 1024), (2048, 2048), (1000, 3000), (4096, 4096)):
@@ -88,7 +90,7 @@ def grid() -> Iterator[Workload]:
             case = f"any shape: linear M {rows}, {width} -> {hidden}"
             modes = ("eager", "compiled") if (rows, width, hidden) in compiled else ("eager",)
             yield Workload("grid", "grid", case, "linear", (rows,), width, hidden, recipes=("auto",), peers=(),
-                           modes=tuple(f"{mode} in one thread" for mode in modes))  # fmt: skip
+                           modes=tuple(f"{mode} in one thread" for mode in modes), twin=True)  # fmt: skip
 
 
 def small(work: Workload) -> Workload:

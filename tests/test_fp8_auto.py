@@ -84,6 +84,38 @@ def test_a_layer_that_gains_nothing_costs_one_comparison(monkeypatch: pytest.Mon
     assert len(asked) == 2
 
 
+def test_what_gains_nothing_in_one_precision_may_gain_in_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Autocast is another one, where the weights are not narrow already."""
+    asked: list[torch.dtype] = []
+
+    def choice(*key: Any) -> tuple[str, ...]:
+        asked.append(key[4])
+        return () if key[4] == torch.bfloat16 else PRODUCTS
+
+    pretend_measured(monkeypatch, choice)
+    model = kp.fp8.convert(linear())
+    layer = model[0]
+    x = random(64, 40)
+    for _ in range(3):
+        with torch.autocast("cpu", torch.bfloat16):
+            assert layer(x).dtype == torch.bfloat16
+            assert layer.fp8_gains_nothing(x)
+            assert not layer.fp8_gains_nothing(random(128, 40))
+        assert not layer.fp8_gains_nothing(x)
+        assert layer(x).dtype == torch.float32
+    assert sorted(set(asked), key=str) == [torch.bfloat16, torch.float32]
+
+
+def test_a_weight_that_is_worked_out_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend_measured(monkeypatch, lambda *_: ())
+    plain, model = linear(), kp.fp8.convert(linear())
+    for each in (plain, model):
+        nn.utils.parametrizations.weight_norm(each[0])
+    for _ in range(2):
+        same(results(model, random(64, 40)), results(plain, random(64, 40)))
+    assert model[0].fp8_gains_nothing(random(64, 40))
+
+
 @pytest.mark.parametrize("dynamic", [True, None])
 def test_a_compiled_call_is_for_a_range_of_rows(monkeypatch: pytest.MonkeyPatch, dynamic: bool | None) -> None:
     asked: list[int] = []

@@ -78,7 +78,7 @@ class Float8Linear(nn.Linear):
     fp8_fallback: str | None
     """Why the layer computes in its own precision from now on, or None."""
     fp8_plain_numel: int
-    """Inputs of at most so many numbers are known to gain nothing."""
+    """Inputs of at most so many numbers are known to gain nothing, where the layer computes in ``_plain_dtype``."""
     fp8_gather: Any
     """How FSDP2 gathers the weight: a ``Shard`` of ``gathering``, or why in its own precision; None if unasked."""
     fp8_forward_counts: torch.Tensor
@@ -89,6 +89,7 @@ class Float8Linear(nn.Linear):
     _forwards: tuple[Any, ...] | None
     """Of the last forward: what the weight was, and its gradient with its version."""
     _accumulates: bool
+    _plain_dtype: torch.dtype | None
     _narrow: bool
     """Whether autocast would make little difference to what was measured."""
     _calls: dict[tuple[Any, ...], tuple[Recipe, Products] | None]
@@ -101,7 +102,7 @@ class Float8Linear(nn.Linear):
         layer.fp8_text, layer.fp8_auto, layer.fp8_fallback, layer.fp8_gather = recipe.text, auto, None, None
         layer.fp8_alone = alone
         layer._kept_cast, layer._forwards, layer._accumulates = None, None, False
-        layer._calls, layer.fp8_plain_numel, layer._narrow = {}, -1, False
+        layer._calls, layer.fp8_plain_numel, layer._plain_dtype, layer._narrow = {}, -1, None, False
         device = layer.weight.device
         with torch.inference_mode(False):
             for name, (shape, dtype) in BUFFERS.items():
@@ -116,7 +117,7 @@ class Float8Linear(nn.Linear):
             self._non_persistent_buffers_set.discard(name)
         for name in ("fp8_text", "fp8_auto", "fp8_alone", "fp8_fallback", "fp8_plain_numel", "fp8_gather"):
             delattr(self, name)
-        for name in ("_kept_cast", "_forwards", "_accumulates", "_calls", "_narrow"):
+        for name in ("_kept_cast", "_forwards", "_accumulates", "_calls", "_plain_dtype", "_narrow"):
             delattr(self, name)
         self.__class__ = nn.Linear  # type: ignore[assignment]
         return self
@@ -172,9 +173,11 @@ class Float8Linear(nn.Linear):
             found = self._new_call_for(x, own)
             self._calls[key] = found
             recording = weight.requires_grad and torch.is_grad_enabled()
-            if found is None and self.fp8_auto and recording and not mixed and kind != "meta":
+            if found is None and self.fp8_auto and recording and kind != "meta":
                 # Fewer rows gain even less: from now on they cost one comparison.
-                self.fp8_plain_numel, self._narrow = max(self.fp8_plain_numel, x.numel()), weight.itemsize < 4
+                before = self.fp8_plain_numel if self._plain_dtype == working_dtype(x) else -1
+                self.fp8_plain_numel, self._plain_dtype = max(before, x.numel()), working_dtype(x)
+                self._narrow = weight.itemsize < 4
         call = self._calls[key]
         if call is not None and (transforms_active() or forward_ad._current_level >= 0):
             refuse_transforms(x, weight, bias)
@@ -200,7 +203,7 @@ class Float8Linear(nn.Linear):
     def fp8_gains_nothing(self, x: torch.Tensor) -> bool:
         """Whether that is known already: what the eager calls cost that auto leaves as they were."""
         known = x.numel() <= self.fp8_plain_numel
-        return known and (self._narrow or not torch.is_autocast_enabled(x.device.type))
+        return known and (self._narrow or working_dtype(x) == self._plain_dtype)
 
     def fp8_measured(self) -> tuple[Measured, ...]:
         """What auto has measured for calls of this layer, in the order of its rows."""
@@ -209,6 +212,10 @@ class Float8Linear(nn.Linear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         compiling = torch.compiler.is_compiling()
         if not compiling and self.fp8_gains_nothing(x):
+            # Past nn.Module's search for names, which takes longer than what was just asked: no call may be slower.
+            own = self._parameters
+            if "weight" in own and "bias" in own:  # neither is where torch works it out of others
+                return nn.functional.linear(x, own["weight"], own["bias"])  # type: ignore[arg-type]
             return nn.functional.linear(x, self.weight, self.bias)
         call = self._call_for(x, True)
         if call is None:
