@@ -11,10 +11,11 @@ from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
+from torch._C._dynamo.guards import _empty_strided_cuda  # type: ignore[attr-defined]
 from triton import knobs
 from triton.runtime import driver
 
-__all__ = ["Launches", "Place", "Ready", "launch", "number_beside", "zeros"]
+__all__ = ["Launches", "Place", "Ready", "empty", "launch", "number_beside", "zeros"]
 
 _MOST = 4096
 
@@ -35,6 +36,20 @@ class Place(NamedTuple):
     def at(self, byte: int, dtype: torch.dtype) -> Place:
         """The memory that many bytes further on."""
         return Place(self.tensor, dtype, self.first_byte + byte)
+
+
+def empty(x: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """A contiguous tensor of at most two dimensions beside x, whose GPU must be the current one.
+
+    As compiled code allocates, past the dispatcher, which takes half the time: a cast has several results, and a step
+    many casts.
+    """
+    if not x.is_cuda:
+        return x.new_empty(shape, dtype=dtype)
+    sizes = tuple(shape)  # it takes no torch.Size
+    strides = (sizes[1], 1) if len(sizes) == 2 else (1,) * len(sizes)
+    found: torch.Tensor = _empty_strided_cuda(sizes, strides, dtype)
+    return found
 
 
 # Zeros for what the programs of a launch find out together: a few bytes, which torch would need an allocation and a
@@ -76,9 +91,10 @@ def number_beside(tensor: torch.Tensor) -> Place | None:
     place = _numbers.get(key)
     if place is None:
         if len(_numbers) >= _MOST:
-            _numbers.clear()
+            del _numbers[next(iter(_numbers))]  # the oldest
         with torch.inference_mode(False):
-            place = _numbers[key] = Place(torch.zeros(1, device=tensor.device), torch.float32)
+            number = torch.zeros(1, dtype=torch.float32, device=tensor.device)
+        place = _numbers[key] = Place(number, torch.float32)
     return place
 
 

@@ -152,8 +152,7 @@ def _prepared(where: torch.device, guessed: bool, *kind: Any) -> tuple[Any, Call
     guessing = PreparedCast(device, *with_guess)
 
     def run(x: torch.Tensor, counts: Any, history: None) -> tuple[torch.Tensor, ...]:
-        # Numbers of a default dtype of 16 bits would be too short.
-        guess = number_beside(counts.tensor) if torch.get_default_dtype() == torch.float32 else None
+        guess = number_beside(counts.tensor)
         return cast(x, counts, history) if guess is None else guessing(x, counts, guess)
 
     return Place, dispatch.launched(where, run)

@@ -2,7 +2,8 @@
 
 Memory-bound: a number of x is read once and written once or twice (both layouts out of one tile, which is turned in
 shared memory). Only scales of the tensor or of rows need the largest magnitudes first, which reads x a second time,
-partly out of the cache; scales of blocks and squares lie within a tile, and scales from a history are there before.
+partly out of the cache; scales of blocks and squares lie within a tile, scales from a history are there before, and
+one that is a power of two may be guessed from an earlier cast, at the price of a second cast where that was wrong.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from kernel_pytorch.ops.fp8_cast.triton_tiles import (
     SCRATCH_TRIED,
     add_count,
     add_numbers,
+    cast_again,
     cast_tile,
     counted,
     emit,
@@ -31,17 +33,17 @@ from kernel_pytorch.ops.fp8_cast.triton_tiles import (
     is_finite,
     largest_remembered,
     load_quarter,
-    load_quarters,
     load_tile,
     magnitudes,
     offer,
-    quarter_with_scale,
+    quarter_of_matrix,
+    quarters,
     reciprocal,
     remember,
     scale_from_amax,
     tile_of_program,
 )
-from kernel_pytorch.ops.triton_launch import Launches, Place, zeros
+from kernel_pytorch.ops.triton_launch import Launches, Place, empty, zeros
 from kernel_pytorch.precision.formats import FORMATS
 
 # Rows, columns and warps of a tile: the fastest of those tried on an H200.
@@ -141,7 +143,8 @@ def cast_whole(
 ):  # fmt: skip
     """One tile with the tensor's scale: from its amax, or from a HISTORY, finding the amax."""
     i, j = tile_of_program(tl.cdiv(columns, COLUMNS), HISTORY > 0)
-    v_0, v_1, v_2, v_3 = load_quarters(x, i, j, rows, columns, row_stride, column_stride, ROWS, COLUMNS)
+    source = (x, row_stride, column_stride)
+    v_0, v_1, v_2, v_3 = quarters(quarter_of_matrix, i, j, rows, columns, ROWS, COLUMNS, source)
     if HISTORY > 0:
         before = largest_remembered(history, history_length, HISTORY)
         scale = _scale_to_try(before, LARGEST, POWER_OF_TWO, GUESSED)
@@ -155,7 +158,7 @@ def cast_whole(
             tl.store(inverse, reciprocal(scale))
             tl.store(final_amax, known)
     largest = cast_tile(
-        x, v_0, v_1, v_2, v_3, scale, data, data_t, own_counts, i, j, rows, columns, row_stride, column_stride,
+        v_0, v_1, v_2, v_3, scale, quarter_of_matrix, source, data, data_t, own_counts, i, j, rows, columns,
         TURNED, WORDS, TURNED and HISTORY == 0,
         LARGEST, HALF_SMALLEST, MANTISSA, BIAS, NAN, FNUZ, HARDWARE, ROWS, COLUMNS,
     )  # fmt: skip
@@ -196,22 +199,17 @@ def settle(
             add_count(counts + 1, tl.load(tried + 1), TURNED)
             add_count(counts + 2, tl.load(tried + 2), TURNED)
     if again:
+        outgrown = tl.where((before > 0.0) & (not GUESSED), remembered, 0.0)
+        source = (x, row_stride, column_stride)
         across = tl.cdiv(columns, COLUMNS)
         tiles = across * tl.cdiv(rows, ROWS)
         for step in range(tl.cdiv(tiles - tl.program_id(0), tl.num_programs(0))):
             tile = tl.program_id(0) + step * tl.num_programs(0)
-            i, j = tile // across, tile % across
-            v_0, v_1, v_2, v_3 = load_quarters(x, i, j, rows, columns, row_stride, column_stride, ROWS, COLUMNS)
-            cast_tile(
-                x, v_0, v_1, v_2, v_3, scale, data, data_t, counts, i, j, rows, columns, row_stride, column_stride,
-                TURNED, WORDS, TURNED,
+            cast_again(
+                quarter_of_matrix, source, scale, outgrown, data, data_t, counts, tile // across, tile % across,
+                rows, columns, TURNED, WORDS, TURNED,
                 LARGEST, HALF_SMALLEST, MANTISSA, BIAS, NAN, FNUZ, HARDWARE, ROWS, COLUMNS,
             )  # fmt: skip
-            if (before > 0.0) & (not GUESSED):
-                for k in range(4):
-                    values = load_quarter(x, i, j, k, rows, columns, row_stride, column_stride, ROWS, COLUMNS)
-                    beyond = (magnitudes(values) * remembered > LARGEST).to(tl.int32)
-                    add_count(counts, tl.sum(tl.sum(beyond, axis=1), axis=0), TURNED)
 
 
 @triton.jit
@@ -257,7 +255,8 @@ def _cast_parts(
     across, down = tl.cdiv(columns, COLUMNS), tl.cdiv(rows, ROWS)
     i, j = tile_of_program(across, GRANULARITY != "row")
     BLOCKS: tl.constexpr = GRANULARITY == "block"
-    v_0, v_1, v_2, v_3 = load_quarters(x, i, j, rows, columns, row_stride, column_stride, ROWS, COLUMNS)
+    source = (x, row_stride, column_stride)
+    v_0, v_1, v_2, v_3 = quarters(quarter_of_matrix, i, j, rows, columns, ROWS, COLUMNS, source)
     if GRANULARITY != "row":
         largest = tl.maximum(
             tl.maximum(magnitudes(v_0), magnitudes(v_1)), tl.maximum(magnitudes(v_2), magnitudes(v_3))
@@ -271,7 +270,7 @@ def _cast_parts(
         if TURNED:
             tl.store(inverse_t + j * down + i, reciprocal(scale))
         cast_tile(
-            x, v_0, v_1, v_2, v_3, scale, data, data_t, counts, i, j, rows, columns, row_stride, column_stride,
+            v_0, v_1, v_2, v_3, scale, quarter_of_matrix, source, data, data_t, counts, i, j, rows, columns,
             TURNED, WORDS, TURNED, LARGEST, HALF_SMALLEST, MANTISSA, BIAS, NAN, FNUZ, HARDWARE, ROWS, COLUMNS,
         )  # fmt: skip
     else:
@@ -296,8 +295,8 @@ def _cast_parts(
                 False, True, WORDS, LARGEST, MANTISSA, BIAS, NAN, FNUZ, HARDWARE, ROWS, COLUMNS,
             )  # fmt: skip
             counted(
-                found_t, quarter_with_scale, (x, row_stride, column_stride, s_t), data, data_t, counts + COPY, i, j,
-                rows, columns, False, True, False, HALF_SMALLEST, NAN, ROWS, COLUMNS,
+                found_t, quarter_of_matrix, (s_t, source), data, data_t, counts + COPY, i, j, rows, columns,
+                False, True, False, HALF_SMALLEST, NAN, ROWS, COLUMNS,
             )  # fmt: skip
         arguments = (x, row_stride, column_stride, row_scale, inverse, BLOCKS, LARGEST, POWER_OF_TWO)
         counted(
@@ -410,10 +409,10 @@ class PreparedCast:
         self, x: torch.Tensor, counts: Place, history: Place | None = None, amax: Place | None = None
     ) -> tuple[torch.Tensor, ...]:
         rows, columns = self.shape
-        data = x.new_empty(self.shape, dtype=self.dtype)
-        data_t = x.new_empty(self.turned, dtype=self.dtype)
+        data = empty(x, self.shape, self.dtype)
+        data_t = empty(x, self.turned, self.dtype)
         if self.granularity == "tensor":
-            inverse = inverse_t = x.new_empty((), dtype=torch.float32)
+            inverse = inverse_t = empty(x, (), torch.float32)
         else:
             inverse = inverse_t = empty_inverse(x, self.granularity, rows, columns)
             if self.transposed:

@@ -351,44 +351,70 @@ def recount(
     return tl.max(tl.max(seen, axis=1), axis=0)
 
 
-@triton.jit
-def load_quarters(
-    x, i, j, rows, columns, row_stride, column_stride, ROWS: tl.constexpr, COLUMNS: tl.constexpr
-):  # fmt: skip
-    """All of tile (i, j) of a matrix."""
-    v_0 = load_quarter(x, i, j, 0, rows, columns, row_stride, column_stride, ROWS, COLUMNS)
-    v_1 = load_quarter(x, i, j, 1, rows, columns, row_stride, column_stride, ROWS, COLUMNS)
-    v_2 = load_quarter(x, i, j, 2, rows, columns, row_stride, column_stride, ROWS, COLUMNS)
-    v_3 = load_quarter(x, i, j, 3, rows, columns, row_stride, column_stride, ROWS, COLUMNS)
-    return v_0, v_1, v_2, v_3
+# A matrix that need not be in memory is a function that gives a quarter of tile (i, j) and its scales, and a pair of
+# arguments for it: the scales, and what the numbers are worked out of.
 
 
 @triton.jit
-def quarter_with_scale(i, j, k, rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr, arguments):
-    """For ``recount``, of a matrix with one scale, or one for each column."""
-    x, row_stride, column_stride, scale = arguments
+def quarter_of_matrix(i, j, k, rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr, arguments):
+    """Of a matrix in memory, with one scale, or one for each column."""
+    scale, source = arguments
+    x, row_stride, column_stride = source
     return load_quarter(x, i, j, k, rows, columns, row_stride, column_stride, ROWS, COLUMNS), scale
 
 
 @triton.jit
+def quarters(
+    quarter: tl.constexpr, i, j, rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr, source
+):  # fmt: skip
+    """The numbers of all of tile (i, j).
+
+    Whoever works out a scale asks for them before: neither then waits for the other.
+    """
+    arguments = (1.0, source)
+    v_0, _ = quarter(i, j, 0, rows, columns, ROWS, COLUMNS, arguments)
+    v_1, _ = quarter(i, j, 1, rows, columns, ROWS, COLUMNS, arguments)
+    v_2, _ = quarter(i, j, 2, rows, columns, ROWS, COLUMNS, arguments)
+    v_3, _ = quarter(i, j, 3, rows, columns, ROWS, COLUMNS, arguments)
+    return v_0, v_1, v_2, v_3
+
+
+@triton.jit
 def cast_tile(
-    x, v_0, v_1, v_2, v_3, scale, data, data_t, counts, i, j, rows, columns, row_stride, column_stride,
+    v_0, v_1, v_2, v_3, scale, quarter: tl.constexpr, source, data, data_t, counts, i, j, rows, columns,
     TURNED: tl.constexpr, WORDS: tl.constexpr, BOTH: tl.constexpr,
     LARGEST: tl.constexpr, HALF_SMALLEST: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr,
     NAN: tl.constexpr, FNUZ: tl.constexpr, HARDWARE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Tile (i, j) of x, as ``load_quarters`` gives it, with one scale; the largest of its finite magnitudes.
-
-    Whoever works out the scale loads the tile before: neither then waits for the other.
-    """
+    """Tile (i, j), as ``quarters`` gives it, with one scale; the largest of its finite magnitudes."""
     found = emit(
         v_0, v_1, v_2, v_3, scale, scale, scale, scale, data, data_t, i, j, rows, columns,
         True, TURNED, WORDS, LARGEST, MANTISSA, BIAS, NAN, FNUZ, HARDWARE, ROWS, COLUMNS,
     )  # fmt: skip
     return counted(
-        found, quarter_with_scale, (x, row_stride, column_stride, scale), data, data_t, counts, i, j, rows, columns,
+        found, quarter, (scale, source), data, data_t, counts, i, j, rows, columns,
         True, TURNED, BOTH, HALF_SMALLEST, NAN, ROWS, COLUMNS,
     )  # fmt: skip
+
+
+@triton.jit
+def cast_again(
+    quarter: tl.constexpr, source, scale, outgrown, data, data_t, counts, i, j, rows, columns,
+    TURNED: tl.constexpr, WORDS: tl.constexpr, BOTH: tl.constexpr,
+    LARGEST: tl.constexpr, HALF_SMALLEST: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr,
+    NAN: tl.constexpr, FNUZ: tl.constexpr, HARDWARE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Tile (i, j) once more with another scale; counts the numbers that were too large for the ``outgrown`` one."""
+    v_0, v_1, v_2, v_3 = quarters(quarter, i, j, rows, columns, ROWS, COLUMNS, source)
+    cast_tile(
+        v_0, v_1, v_2, v_3, scale, quarter, source, data, data_t, counts, i, j, rows, columns, TURNED, WORDS, BOTH,
+        LARGEST, HALF_SMALLEST, MANTISSA, BIAS, NAN, FNUZ, HARDWARE, ROWS, COLUMNS,
+    )  # fmt: skip
+    if outgrown > 0.0:
+        for k in range(4):
+            values, _ = quarter(i, j, k, rows, columns, ROWS, COLUMNS, (scale, source))
+            beyond = (magnitudes(values) * outgrown > LARGEST).to(tl.int32)
+            add_count(counts, tl.sum(tl.sum(beyond, axis=1), axis=0), BOTH)
 
 
 @triton.jit

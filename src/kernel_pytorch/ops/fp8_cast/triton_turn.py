@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from kernel_pytorch.ops.fp8_cast.triton_tiles import store_turned
-from kernel_pytorch.ops.triton_launch import Launches, Place
+from kernel_pytorch.ops.triton_launch import Launches, Place, empty
 
 __all__ = ["PreparedTurn"]
 
@@ -50,7 +50,7 @@ class PreparedTurn:
         self.launches = Launches([(_turn, grid, constants)], _ARGUMENTS, (shape,))
 
     def __call__(self, codes: torch.Tensor) -> torch.Tensor:
-        turned = codes.new_empty(self.sizes[::-1])
+        turned = empty(codes, self.sizes[::-1], codes.dtype)
         self.launches(
             codes.get_device(),
             (codes.data_ptr() % 16,),

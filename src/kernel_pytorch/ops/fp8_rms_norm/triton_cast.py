@@ -16,15 +16,16 @@ from kernel_pytorch.hardware_abstraction.device import Device
 from kernel_pytorch.ops.fp8_cast.triton_tiles import (
     SCRATCH,
     SCRATCH_TRIED,
-    counted,
-    emit,
+    cast_again,
+    cast_tile,
     encoding,
     load_quarter,
     offer,
+    quarters,
     tile_of_program,
 )
-from kernel_pytorch.ops.fp8_swiglu.triton_kernel import count_outgrown, scale_to_try, settle
-from kernel_pytorch.ops.triton_launch import Launches, Place, zeros
+from kernel_pytorch.ops.fp8_swiglu.triton_kernel import scale_to_try, settle
+from kernel_pytorch.ops.triton_launch import Launches, Place, empty, zeros
 from kernel_pytorch.precision.formats import FORMATS
 
 __all__ = ["PreparedNormCast"]
@@ -36,8 +37,8 @@ _TILE = (32, 128, 4)
 @triton.jit
 def _quarter(i, j, k, rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr, arguments):
     """A quarter of tile (i, j) of the output, rounded as it would be, and its scale."""
-    scale, matrices = arguments
-    x, rstd, weight, row_stride, column_stride, HAS_WEIGHT = matrices
+    scale, source = arguments
+    x, rstd, weight, row_stride, column_stride, HAS_WEIGHT = source
     values = load_quarter(x, i, j, k, rows, columns, row_stride, column_stride, ROWS, COLUMNS)
     row, column = i * ROWS + tl.arange(0, ROWS // 4) * 4 + k, j * COLUMNS + tl.arange(0, COLUMNS)
     normal = values * tl.load(rstd + row, mask=row < rows, other=0.0)[:, None]
@@ -46,26 +47,6 @@ def _quarter(i, j, k, rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr, 
     rounded = normal.to(x.dtype.element_ty).to(tl.float32)
     # Beyond the end a weight or a sum that is not finite has made NaN of zeros, which nobody may count.
     return tl.where((row < rows)[:, None] & (column < columns)[None, :], rounded, 0.0), scale
-
-
-@triton.jit
-def _cast_tile(
-    arguments, data, data_t, counts, i, j, rows, columns, BOTH: tl.constexpr, WORDS: tl.constexpr,
-    LARGEST: tl.constexpr, HALF_SMALLEST: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr,
-    NAN: tl.constexpr, FNUZ: tl.constexpr, HARDWARE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
-    v_0, scale = _quarter(i, j, 0, rows, columns, ROWS, COLUMNS, arguments)
-    v_1, _ = _quarter(i, j, 1, rows, columns, ROWS, COLUMNS, arguments)
-    v_2, _ = _quarter(i, j, 2, rows, columns, ROWS, COLUMNS, arguments)
-    v_3, _ = _quarter(i, j, 3, rows, columns, ROWS, COLUMNS, arguments)
-    found = emit(
-        v_0, v_1, v_2, v_3, scale, scale, scale, scale, data, data_t, i, j, rows, columns,
-        True, True, WORDS, LARGEST, MANTISSA, BIAS, NAN, FNUZ, HARDWARE, ROWS, COLUMNS,
-    )  # fmt: skip
-    return counted(
-        found, _quarter, arguments, data, data_t, counts, i, j, rows, columns,
-        True, True, BOTH, HALF_SMALLEST, NAN, ROWS, COLUMNS,
-    )  # fmt: skip
 
 
 @triton.jit
@@ -78,12 +59,13 @@ def _cast(
 ):  # fmt: skip
     """One tile by the scale of the history."""
     i, j = tile_of_program(tl.cdiv(columns, COLUMNS), True)
+    source = (x, rstd, weight, row_stride, column_stride, HAS_WEIGHT)
+    v_0, v_1, v_2, v_3 = quarters(_quarter, i, j, rows, columns, ROWS, COLUMNS, source)
     scale = scale_to_try(
         amax, inverse, tried, history, history_length, rows, columns, LARGEST, POWER_OF_TWO, HISTORY
     )  # fmt: skip
-    arguments = (scale, (x, rstd, weight, row_stride, column_stride, HAS_WEIGHT))
-    largest = _cast_tile(
-        arguments, data, data_t, tried, i, j, rows, columns, False, WORDS,
+    largest = cast_tile(
+        v_0, v_1, v_2, v_3, scale, _quarter, source, data, data_t, tried, i, j, rows, columns, True, WORDS, False,
         LARGEST, HALF_SMALLEST, MANTISSA, BIAS, NAN, FNUZ, HARDWARE, ROWS, COLUMNS,
     )  # fmt: skip
     offer(amax, largest)
@@ -98,23 +80,20 @@ def _settle(
     NAN: tl.constexpr, FNUZ: tl.constexpr, HARDWARE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """After all tiles: cast all of them again where some numbers were too large."""
-    scale, again, before = settle(
+    scale, again, outgrown = settle(
         amax, inverse, tried, counts, history, history, history_length, rows, columns, LARGEST, POWER_OF_TWO, HISTORY
     )  # fmt: skip
     if again:
-        arguments = (scale, (x, rstd, weight, row_stride, column_stride, HAS_WEIGHT))
+        source = (x, rstd, weight, row_stride, column_stride, HAS_WEIGHT)
         across = tl.cdiv(columns, COLUMNS)
         tiles = across * tl.cdiv(rows, ROWS)
         for step in range(tl.cdiv(tiles - tl.program_id(0), tl.num_programs(0))):
             tile = tl.program_id(0) + step * tl.num_programs(0)
-            i, j = tile // across, tile % across
-            _cast_tile(
-                arguments, data, data_t, counts, i, j, rows, columns, True, WORDS,
+            cast_again(
+                _quarter, source, scale, outgrown, data, data_t, counts, tile // across, tile % across,
+                rows, columns, True, WORDS, True,
                 LARGEST, HALF_SMALLEST, MANTISSA, BIAS, NAN, FNUZ, HARDWARE, ROWS, COLUMNS,
             )  # fmt: skip
-            for k in range(4):
-                values, _ = _quarter(i, j, k, rows, columns, ROWS, COLUMNS, arguments)
-                count_outgrown(counts, values, before, LARGEST, POWER_OF_TWO)
 
 
 _ARGUMENTS = (
@@ -167,9 +146,9 @@ class PreparedNormCast:
     def __call__(
         self, x: torch.Tensor, rstd: torch.Tensor, weight: torch.Tensor | None, counts: Place, history: Place
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        data = x.new_empty(self.shape, dtype=self.dtype)
-        data_t = x.new_empty(self.shape[::-1], dtype=self.dtype)
-        inverse = x.new_empty((), dtype=torch.float32)
+        data = empty(x, self.shape, self.dtype)
+        data_t = empty(x, self.shape[::-1], self.dtype)
+        inverse = empty(x, (), torch.float32)
         shared = zeros(x, SCRATCH)
         weight = rstd if weight is None else weight
         found = shared.data_ptr()

@@ -22,20 +22,19 @@ from kernel_pytorch.ops.fp8_cast.triton_tiles import (
     SCRATCH,
     SCRATCH_LARGEST,
     SCRATCH_TRIED,
-    counted,
-    emit,
+    cast_tile,
     encoding,
     largest_remembered,
     load_quarter,
     load_tile,
     magnitudes,
     offer,
-    quarter_with_scale,
+    quarter_of_matrix,
     scale_from_amax,
     tile_of_program,
 )
 from kernel_pytorch.ops.fp8_rms_norm.definition import without_cast
-from kernel_pytorch.ops.triton_launch import Launches, Place, zeros
+from kernel_pytorch.ops.triton_launch import Launches, Place, empty, zeros
 from kernel_pytorch.precision.formats import FORMATS
 
 # Rows, columns and warps of a tile, as in fp8_cast.
@@ -105,13 +104,9 @@ def _norm(
         scale = scale_from_amax(before, LARGEST, POWER_OF_TWO) * 0.5
         if tl.program_id(0) == 0:
             tl.store(amax + 1, before.to(tl.int32, bitcast=True))
-        found = emit(
-            v_0, v_1, v_2, v_3, scale, scale, scale, scale, data, data_t, i, j, rows, columns,
-            True, TURNED, WORDS, LARGEST, MANTISSA, BIAS, NAN, FNUZ, HARDWARE, ROWS, COLUMNS,
-        )  # fmt: skip
-        largest = counted(
-            found, quarter_with_scale, (x, columns, 1, scale), data, data_t, tried, i, j, rows, columns,
-            True, TURNED, False, HALF_SMALLEST, NAN, ROWS, COLUMNS,
+        largest = cast_tile(
+            v_0, v_1, v_2, v_3, scale, quarter_of_matrix, (x, columns, 1), data, data_t, tried, i, j, rows, columns,
+            TURNED, WORDS, False, LARGEST, HALF_SMALLEST, MANTISSA, BIAS, NAN, FNUZ, HARDWARE, ROWS, COLUMNS,
         )  # fmt: skip
         offer(amax, largest)
     elif CAST:
@@ -193,11 +188,11 @@ class PreparedNorm:
         history: Place | None = None,
         amax: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, ...]:
-        y = x.new_empty(self.shape)
-        rstd = x.new_empty(self.shape[0], dtype=torch.float32)
-        data = x.new_empty(self.shape if self.casts else (0, 0), dtype=self.dtype)
-        data_t = x.new_empty(self.turned, dtype=self.dtype)
-        inverse = x.new_empty((), dtype=torch.float32)
+        y = empty(x, self.shape, x.dtype)
+        rstd = empty(x, self.shape[:1], torch.float32)
+        data = empty(x, self.shape if self.casts else (0, 0), self.dtype)
+        data_t = empty(x, self.turned, self.dtype)
+        inverse = empty(x, (), torch.float32)
         # Where there is no cast, places in the stead of others that nothing is written to.
         shared = zeros(x, SCRATCH) if self.casts else Place(rstd, torch.int32)
         from_x, found, squares, scale = x.data_ptr(), shared.data_ptr(), rstd.data_ptr(), inverse.data_ptr()

@@ -19,6 +19,7 @@ from kernel_pytorch.hardware_abstraction.device import Device
 from kernel_pytorch.ops.fp8_cast.triton_tiles import (
     SCRATCH,
     SCRATCH_TRIED,
+    cast_again,
     counted,
     emit,
     encode_words,
@@ -33,13 +34,8 @@ from kernel_pytorch.ops.fp8_cast.triton_tiles import (
     tile_of_program,
 )
 from kernel_pytorch.ops.fp8_swiglu import grad_torch_kernel
-from kernel_pytorch.ops.fp8_swiglu.triton_kernel import (
-    count_outgrown,
-    scale_to_try,
-    settle,
-    sigmoid,
-)
-from kernel_pytorch.ops.triton_launch import Launches, Place, zeros
+from kernel_pytorch.ops.fp8_swiglu.triton_kernel import scale_to_try, settle, sigmoid
+from kernel_pytorch.ops.triton_launch import Launches, Place, empty, zeros
 from kernel_pytorch.precision.formats import FORMATS
 
 # Rows, columns and warps of a tile: the fastest of those tried on an H200.
@@ -72,8 +68,8 @@ def _as_of_all_rows(dh, first, dh_row, ROWS: tl.constexpr):
 @triton.jit
 def _quarter_gradients(i, j, k, rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr, arguments):
     """dgate, dup and h of a quarter of tile (i, j)."""
-    _, matrices = arguments
-    dh, gate, up, dh_row, dh_column, gate_row, gate_column, up_row, up_column, HARDWARE = matrices
+    _, source = arguments
+    dh, gate, up, dh_row, dh_column, gate_row, gate_column, up_row, up_column, HARDWARE = source
     upstream = load_quarter(dh, i, j, k, rows, columns, dh_row, dh_column, ROWS, COLUMNS)
     gates = load_quarter(gate, i, j, k, rows, columns, gate_row, gate_column, ROWS, COLUMNS)
     ups = load_quarter(up, i, j, k, rows, columns, up_row, up_column, ROWS, COLUMNS)
@@ -171,32 +167,6 @@ def _cast(
 
 
 @triton.jit
-def _again(
-    quarter: tl.constexpr, arguments, data, data_t, before, counts, i, j, rows, columns,
-    TURNED: tl.constexpr, WORDS: tl.constexpr, POWER_OF_TWO: tl.constexpr,
-    LARGEST: tl.constexpr, HALF_SMALLEST: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr,
-    NAN: tl.constexpr, FNUZ: tl.constexpr, HARDWARE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
-    """A tile of one gradient once more, with a scale of its own."""
-    v_0, _ = quarter(i, j, 0, rows, columns, ROWS, COLUMNS, arguments)
-    v_1, _ = quarter(i, j, 1, rows, columns, ROWS, COLUMNS, arguments)
-    v_2, _ = quarter(i, j, 2, rows, columns, ROWS, COLUMNS, arguments)
-    v_3, _ = quarter(i, j, 3, rows, columns, ROWS, COLUMNS, arguments)
-    scale = arguments[0]
-    found = emit(
-        v_0, v_1, v_2, v_3, scale, scale, scale, scale, data, data_t, i, j, rows, columns,
-        True, TURNED, WORDS, LARGEST, MANTISSA, BIAS, NAN, FNUZ, HARDWARE, ROWS, COLUMNS,
-    )  # fmt: skip
-    counted(
-        found, quarter, arguments, data, data_t, counts, i, j, rows, columns,
-        True, TURNED, True, HALF_SMALLEST, NAN, ROWS, COLUMNS,
-    )  # fmt: skip
-    for k in range(4):
-        values, _ = quarter(i, j, k, rows, columns, ROWS, COLUMNS, arguments)
-        count_outgrown(counts, values, before, LARGEST, POWER_OF_TWO)
-
-
-@triton.jit
 def _settle(
     dh, gate, up, dgate_data, dgate_t, dgate_inverse, dup_data, dup_t, dup_inverse,
     amax, tried, gate_counts, up_counts, gate_history, up_history, gate_next, up_next,
@@ -206,11 +176,11 @@ def _settle(
     NAN: tl.constexpr, FNUZ: tl.constexpr, HARDWARE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """After a cast by the histories' scales: cast again what has numbers that were too large for its own."""
-    dgate_scale, dgate_again, dgate_before = settle(
+    dgate_scale, dgate_again, dgate_outgrown = settle(
         amax, dgate_inverse, tried, gate_counts, gate_history, gate_next, history_length, part_rows, columns,
         LARGEST, POWER_OF_TWO, HISTORY,
     )  # fmt: skip
-    dup_scale, dup_again, dup_before = settle(
+    dup_scale, dup_again, dup_outgrown = settle(
         amax + DUP, dup_inverse, tried + DUP // 2, up_counts, up_history, up_next, history_length, part_rows, columns,
         LARGEST, POWER_OF_TWO, HISTORY,
     )  # fmt: skip
@@ -223,15 +193,15 @@ def _settle(
             tile = tl.program_id(0) + step * tl.num_programs(0)
             i, j = first + tile // across, tile % across
             if dgate_again:
-                _again(
-                    _quarter_of_dgate, (dgate_scale, matrices), dgate_data, dgate_t, dgate_before, gate_counts,
-                    i, j, rows, columns, TURNED, WORDS, POWER_OF_TWO,
+                cast_again(
+                    _quarter_of_dgate, matrices, dgate_scale, dgate_outgrown, dgate_data, dgate_t, gate_counts,
+                    i, j, rows, columns, TURNED, WORDS, True,
                     LARGEST, HALF_SMALLEST, MANTISSA, BIAS, NAN, FNUZ, HARDWARE, ROWS, COLUMNS,
                 )  # fmt: skip
             if dup_again:
-                _again(
-                    _quarter_of_dup, (dup_scale, matrices), dup_data, dup_t, dup_before, up_counts,
-                    i, j, rows, columns, TURNED, WORDS, POWER_OF_TWO,
+                cast_again(
+                    _quarter_of_dup, matrices, dup_scale, dup_outgrown, dup_data, dup_t, up_counts,
+                    i, j, rows, columns, TURNED, WORDS, True,
                     LARGEST, HALF_SMALLEST, MANTISSA, BIAS, NAN, FNUZ, HARDWARE, ROWS, COLUMNS,
                 )  # fmt: skip
 
@@ -351,10 +321,10 @@ class PreparedGradients:
         up_history: Place | None,
     ) -> tuple[torch.Tensor, ...]:
         turned = self.shape[::-1]
-        dgate, dup = gate.new_empty(self.shape, dtype=self.dtype), gate.new_empty(self.shape, dtype=self.dtype)
-        dgate_t, dup_t = gate.new_empty(turned, dtype=self.dtype), gate.new_empty(turned, dtype=self.dtype)
-        h_t = gate.new_empty(self.h_shape, dtype=self.h_dtype)
-        dgate_inverse, dup_inverse = (gate.new_empty((), dtype=torch.float32) for _ in range(2))
+        dgate, dup = empty(gate, self.shape, self.dtype), empty(gate, self.shape, self.dtype)
+        dgate_t, dup_t = empty(gate, turned, self.dtype), empty(gate, turned, self.dtype)
+        h_t = empty(gate, self.h_shape, self.h_dtype)
+        dgate_inverse, dup_inverse = empty(gate, (), torch.float32), empty(gate, (), torch.float32)
         inverses = (Place(dgate_inverse, torch.float32), Place(dup_inverse, torch.float32))
         histories = (gate_history or inverses[0], up_history or inverses[1])
         self.part(

@@ -20,8 +20,8 @@ from kernel_pytorch.ops.fp8_cast.triton_tiles import (
     SCRATCH_TRIED,
     add_count,
     add_numbers,
-    counted,
-    emit,
+    cast_again,
+    cast_tile,
     encoding,
     hardware_encodes,
     largest_remembered,
@@ -29,13 +29,14 @@ from kernel_pytorch.ops.fp8_cast.triton_tiles import (
     load_tile,
     magnitudes,
     offer,
+    quarters,
     reciprocal,
     remember,
     scale_from_amax,
     tile_of_program,
 )
 from kernel_pytorch.ops.fp8_swiglu import torch_kernel
-from kernel_pytorch.ops.triton_launch import Launches, Place, zeros
+from kernel_pytorch.ops.triton_launch import Launches, Place, empty, zeros
 from kernel_pytorch.precision.formats import FORMATS
 
 # Rows, columns and warps of a tile: the fastest of those tried on an H200.
@@ -48,7 +49,7 @@ _AMAX_TILE = (16, 256, 8, 4)  # and how many of them below each other, so that f
 
 @triton.jit
 def sigmoid(gate, HARDWARE: tl.constexpr):
-    """1 / (1 + exp(-gate)); 0 where exp is infinite."""
+    """1 / (1 + exp(-gate)); 0 where exp is infinite, and on hardware where it would be subnormal."""
     exponent = gate * -1.4426950408889634
     if HARDWARE:
         power = tl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [exponent], tl.float32, True, 1)
@@ -86,35 +87,28 @@ def scale_to_try(
 
 
 @triton.jit
-def count_outgrown(counts, values, before, LARGEST: tl.constexpr, POWER_OF_TWO: tl.constexpr):
-    """Count the numbers of a tile that the scale of a history is too large for."""
-    tried = scale_from_amax(before, LARGEST, POWER_OF_TWO) * 0.5
-    beyond = tl.sum((magnitudes(values) * tried > LARGEST).to(tl.int32))
-    add_count(counts, tl.where(before > 0.0, beyond, 0), True)
-
-
-@triton.jit
 def settle(
     amax, inverse, tried, counts, history, next_history, length, rows, columns,
     LARGEST: tl.constexpr, POWER_OF_TWO: tl.constexpr, HISTORY: tl.constexpr,
 ):  # fmt: skip
-    """After a cast by a history's scale: the final scale, whether all must be cast again with it, the history's amax.
+    """After a cast by a history's scale: the final one, whether all must be cast again with it, and which one it has
+    outgrown then, or 0.
 
     The first program writes down what is known by then, and the history of the next cast.
     """
     add_numbers(counts, rows, columns, True)
     largest = tl.load(amax).to(tl.float32, bitcast=True)
     before = tl.load(amax + 1).to(tl.float32, bitcast=True)  # the history itself may be another by now
-    scale = scale_from_amax(before, LARGEST, POWER_OF_TWO) * 0.5
-    again = (before == 0.0) | (largest * scale > LARGEST)
-    scale = tl.where(again, scale_from_amax(largest, LARGEST, POWER_OF_TWO), scale)
+    remembered = scale_from_amax(before, LARGEST, POWER_OF_TWO) * 0.5
+    again = (before == 0.0) | (largest * remembered > LARGEST)
+    scale = tl.where(again, scale_from_amax(largest, LARGEST, POWER_OF_TWO), remembered)
     if tl.program_id(0) == 0:
         tl.store(inverse, reciprocal(scale))
         remember(history, next_history, length, largest, HISTORY)
         if not again:
             add_count(counts + 1, tl.load(tried + 1), True)
             add_count(counts + 2, tl.load(tried + 2), True)
-    return scale, again, before
+    return scale, again, tl.where(before > 0.0, remembered, 0.0)
 
 
 # The kernels.
@@ -140,39 +134,11 @@ def _amax(
 @triton.jit
 def _hidden_quarter(i, j, k, rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr, arguments):
     """A quarter of tile (i, j) of h, with its scale."""
-    scale, matrices = arguments
-    gate, up, gate_row, gate_column, up_row, up_column, HARDWARE = matrices
+    scale, source = arguments
+    gate, up, gate_row, gate_column, up_row, up_column, HARDWARE = source
     gates = load_quarter(gate, i, j, k, rows, columns, gate_row, gate_column, ROWS, COLUMNS)
     ups = load_quarter(up, i, j, k, rows, columns, up_row, up_column, ROWS, COLUMNS)
     return _hidden(gates, ups, HARDWARE), scale
-
-
-@triton.jit
-def _hidden_quarters(i, j, rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr, arguments):
-    """All of tile (i, j) of h."""
-    h_0, _ = _hidden_quarter(i, j, 0, rows, columns, ROWS, COLUMNS, arguments)
-    h_1, _ = _hidden_quarter(i, j, 1, rows, columns, ROWS, COLUMNS, arguments)
-    h_2, _ = _hidden_quarter(i, j, 2, rows, columns, ROWS, COLUMNS, arguments)
-    h_3, _ = _hidden_quarter(i, j, 3, rows, columns, ROWS, COLUMNS, arguments)
-    return h_0, h_1, h_2, h_3
-
-
-@triton.jit
-def _cast_tile(
-    h_0, h_1, h_2, h_3, arguments, data, counts, i, j, rows, columns, BOTH: tl.constexpr,
-    LARGEST: tl.constexpr, HALF_SMALLEST: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr,
-    NAN: tl.constexpr, FNUZ: tl.constexpr, HARDWARE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
-    """Tile (i, j) of h in 8 bits; the largest of its finite magnitudes."""
-    scale = arguments[0]
-    found = emit(
-        h_0, h_1, h_2, h_3, scale, scale, scale, scale, data, data, i, j, rows, columns,
-        True, False, False, LARGEST, MANTISSA, BIAS, NAN, FNUZ, HARDWARE, ROWS, COLUMNS,
-    )  # fmt: skip
-    return counted(
-        found, _hidden_quarter, arguments, data, data, counts, i, j, rows, columns,
-        True, False, BOTH, HALF_SMALLEST, NAN, ROWS, COLUMNS,
-    )  # fmt: skip
 
 
 @triton.jit
@@ -185,15 +151,14 @@ def _cast(
 ):  # fmt: skip
     """One tile; with a HISTORY by its scale, leaving behind whether that was enough."""
     i, j = tile_of_program(tl.cdiv(columns, COLUMNS), HISTORY > 0)
-    matrices = (gate, up, gate_row, gate_column, up_row, up_column, HARDWARE)
-    # Loaded before the scale is known: neither waits for the other.
-    h_0, h_1, h_2, h_3 = _hidden_quarters(i, j, rows, columns, ROWS, COLUMNS, (1.0, matrices))
+    source = (gate, up, gate_row, gate_column, up_row, up_column, HARDWARE)
+    h_0, h_1, h_2, h_3 = quarters(_hidden_quarter, i, j, rows, columns, ROWS, COLUMNS, source)
     scale = scale_to_try(
         amax, inverse, own_counts, history, history_length, rows, columns, LARGEST, POWER_OF_TWO, HISTORY
     )
-    largest = _cast_tile(
-        h_0, h_1, h_2, h_3, (scale, matrices), data, own_counts, i, j, rows, columns, HISTORY == 0,
-        LARGEST, HALF_SMALLEST, MANTISSA, BIAS, NAN, FNUZ, HARDWARE, ROWS, COLUMNS,
+    largest = cast_tile(
+        h_0, h_1, h_2, h_3, scale, _hidden_quarter, source, data, data, own_counts, i, j, rows, columns,
+        False, False, HISTORY == 0, LARGEST, HALF_SMALLEST, MANTISSA, BIAS, NAN, FNUZ, HARDWARE, ROWS, COLUMNS,
     )  # fmt: skip
     if HISTORY > 0:
         offer(amax, largest)
@@ -210,37 +175,22 @@ def _settle(
     NAN: tl.constexpr, FNUZ: tl.constexpr, HARDWARE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """After a cast by the history's scale: cast all of it again where some numbers were too large for it."""
-    scale, again, before = settle(
-        amax,
-        inverse,
-        tried,
-        counts,
-        history,
-        history,
-        history_length,
-        rows,
-        columns,
-        LARGEST,
-        POWER_OF_TWO,
-        HISTORY,
-    )
+    scale, again, outgrown = settle(
+        amax, inverse, tried, counts, history, history, history_length, rows, columns, LARGEST, POWER_OF_TWO, HISTORY
+    )  # fmt: skip
     if tl.program_id(0) == 0:
         tl.store(final_amax, tl.load(amax).to(tl.float32, bitcast=True))
     if again:
-        arguments = (scale, (gate, up, gate_row, gate_column, up_row, up_column, HARDWARE))
+        source = (gate, up, gate_row, gate_column, up_row, up_column, HARDWARE)
         across = tl.cdiv(columns, COLUMNS)
         tiles = across * tl.cdiv(rows, ROWS)
         for step in range(tl.cdiv(tiles - tl.program_id(0), tl.num_programs(0))):
             tile = tl.program_id(0) + step * tl.num_programs(0)
-            i, j = tile // across, tile % across
-            h_0, h_1, h_2, h_3 = _hidden_quarters(i, j, rows, columns, ROWS, COLUMNS, arguments)
-            _cast_tile(
-                h_0, h_1, h_2, h_3, arguments, data, counts, i, j, rows, columns, True,
+            cast_again(
+                _hidden_quarter, source, scale, outgrown, data, data, counts, tile // across, tile % across,
+                rows, columns, False, False, True,
                 LARGEST, HALF_SMALLEST, MANTISSA, BIAS, NAN, FNUZ, HARDWARE, ROWS, COLUMNS,
             )  # fmt: skip
-            for k in range(4):
-                values, _ = _hidden_quarter(i, j, k, rows, columns, ROWS, COLUMNS, arguments)
-                count_outgrown(counts, values, before, LARGEST, POWER_OF_TWO)
 
 
 # Launching.
@@ -314,8 +264,8 @@ class PreparedSwiGLU:
     def __call__(
         self, gate: torch.Tensor, up: torch.Tensor, counts: Place, history: Place | None, amax: Place | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        data = gate.new_empty(self.shape, dtype=self.dtype)
-        inverse = gate.new_empty((), dtype=torch.float32)
+        data = empty(gate, self.shape, self.dtype)
+        inverse = empty(gate, (), torch.float32)
         shared = zeros(gate, SCRATCH)
         of_gate, of_up, to_counts, found = gate.data_ptr(), up.data_ptr(), counts.data_ptr(), shared.data_ptr()
         scale = inverse.data_ptr()
