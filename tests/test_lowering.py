@@ -349,6 +349,10 @@ def test_a_mask_computed_from_the_length_becomes_data_where_it_is_one(function, 
         ({"backend": "nvidia"}, "backend='nvidia': no .pte path for this target yet; programs are lowered for cpu"),
         ({"model": torch.nn.LayerNorm(4)}, "training mode"),
         ({"model": 3}, "expected a torch.nn.Module"),
+        (
+            {"model": kp.fp8.convert(torch.nn.Sequential(torch.nn.Linear(4, 4)), "delayed").eval()},
+            r"model trains in FP8 \(recipe delayed, layer '0'\): call kp.fp8.revert\(model\) first",
+        ),
         ({"recipe": "int3"}, "recipe='int3'"),
     ],
 )
