@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import re
 from collections.abc import Callable
 from typing import Any
@@ -106,6 +107,48 @@ def test_what_gains_nothing_in_one_precision_may_gain_in_another(monkeypatch: py
     assert sorted(set(asked), key=str) == [torch.bfloat16, torch.float32]
 
 
+@pytest.mark.parametrize("first", [True, False])
+def test_what_gains_nothing_in_two_precisions_costs_one_comparison_in_both(
+    first: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pretend_measured(monkeypatch, lambda *_: ())
+    layer = kp.fp8.convert(linear())[0]
+    for mixed in (first, not first):
+        with torch.autocast("cpu", torch.bfloat16, enabled=mixed):
+            layer(random(64, 40))
+    for mixed in (True, False):
+        with torch.autocast("cpu", torch.bfloat16, enabled=mixed):
+            assert layer.fp8_gains_nothing(random(64, 40))
+
+
+def test_what_gains_nothing_for_an_input_without_gradient_may_gain_with_it(
+    monkeypatch: pytest.MonkeyPatch, products: list[tuple[int, ...]]
+) -> None:
+    pretend_measured(monkeypatch, lambda *key: PRODUCTS if key[-3] else ())
+    model = kp.fp8.convert(linear())
+    model(random(64, 40))
+    assert not products
+    results(model, random(64, 40))
+    assert len(products) == 3
+
+
+def test_a_copy_measures_for_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend_measured(monkeypatch, lambda *_: ())
+    model = kp.fp8.convert(linear())
+    x = random(64, 40).requires_grad_()
+    model(x)
+    assert model[0].fp8_gains_nothing(x)
+    assert not copy.deepcopy(model)[0].fp8_gains_nothing(x)
+
+
+def test_a_trace_decides_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend_measured(monkeypatch, lambda *_: ())
+    model = kp.fp8.convert(linear())
+    traced = torch.jit.trace(model, random(64, 40))
+    assert not model[0].fp8_gains_nothing(random(7, 40))
+    assert torch.equal(traced(random(7, 40)), model(random(7, 40)))
+
+
 def test_a_weight_that_is_worked_out_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
     pretend_measured(monkeypatch, lambda *_: ())
     plain, model = linear(), kp.fp8.convert(linear())
@@ -113,7 +156,7 @@ def test_a_weight_that_is_worked_out_of_others(monkeypatch: pytest.MonkeyPatch) 
         nn.utils.parametrizations.weight_norm(each[0])
     for _ in range(2):
         same(results(model, random(64, 40)), results(plain, random(64, 40)))
-    assert model[0].fp8_gains_nothing(random(64, 40))
+    assert model[0].fp8_gains_nothing(random(64, 40).requires_grad_())
 
 
 @pytest.mark.parametrize("dynamic", [True, None])

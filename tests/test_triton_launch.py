@@ -1,4 +1,4 @@
-"""Launching Triton kernels: the zeros that their programs share."""
+"""Launching Triton kernels: the memory that they are given."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ import torch
 
 from kernel_pytorch.ops import triton_launch
 from kernel_pytorch.ops.fp8_cast import fp8_cast
-from kernel_pytorch.ops.triton_launch import Place, zeros
+from kernel_pytorch.ops.triton_launch import Place, empty, number_beside, zeros
 from kernel_pytorch.precision.kept_cast import direct_cast
+from kernel_pytorch.testing import poisoned
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
@@ -23,11 +24,18 @@ def stream(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     active = SimpleNamespace(get_current_stream=lambda index: current[index - 7])
     monkeypatch.setattr(triton_launch, "driver", SimpleNamespace(active=active))
     monkeypatch.setattr(triton_launch, "_zeros", {})
+    monkeypatch.setattr(triton_launch, "_numbers", {})
     return current
 
 
 class OnGpu:
     is_cuda, device = True, torch.device("cpu")
+
+    def __init__(self, address: int = 0) -> None:
+        self.address = address
+
+    def data_ptr(self) -> int:
+        return self.address
 
     def get_device(self) -> int:
         return 7
@@ -76,6 +84,55 @@ def test_beside_a_tensor_of_a_cpu() -> None:
     one, other = zeros(torch.ones(2), 48), zeros(torch.ones(2), 48)
     assert one.tensor.tolist() == [0] * 12
     assert one.data_ptr() != other.data_ptr()
+
+
+def number(address: int) -> Place | None:
+    return number_beside(OnGpu(address))  # type: ignore[arg-type]
+
+
+def test_a_number_stays_with_its_address_until_the_oldest_must_go(stream: list[int]) -> None:
+    numbers = [number(address) for address in range(4096)]
+    assert [number(address) for address in range(4096)] == numbers
+    number(5000)
+    assert number(1) is numbers[1]
+    assert number(0) is not numbers[0]
+    stream[0] = 5
+    assert number(7) is None
+
+
+def test_a_number_is_of_float32_and_serves_training(stream: list[int]) -> None:
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float16)
+    try:
+        with torch.inference_mode():
+            found = number(3)
+    finally:
+        torch.set_default_dtype(default)
+    assert found is not None
+    assert (found.tensor.dtype, found.tensor.tolist()) == (torch.float32, [0.0])
+    assert not found.tensor.is_inference()
+
+
+SHAPES = [(), (5,), (3, 4), torch.Size((3, 4)), (0, 0)]
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=needs_cuda)])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_what_is_empty_is_as_torch_makes_it(shape: tuple[int, ...], device: str) -> None:
+    x = torch.ones(2, device=device)
+    for dtype in (torch.float8_e4m3fn, torch.float32):
+        found, wanted = empty(x, shape, dtype), x.new_empty(shape, dtype=dtype)
+        assert (found.shape, found.dtype, found.device) == (wanted.shape, wanted.dtype, wanted.device)
+        assert found.is_contiguous()
+        with torch.inference_mode():
+            assert empty(x, shape, dtype).is_inference()
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=needs_cuda)])
+def test_what_is_empty_can_be_poisoned(device: str) -> None:
+    x = torch.ones(2, device=device)
+    with poisoned():
+        assert empty(x, (3, 4), torch.float32).isnan().all()
 
 
 @needs_cuda

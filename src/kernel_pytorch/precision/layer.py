@@ -77,8 +77,6 @@ class Float8Linear(nn.Linear):
     """Whether no other layer of the model was converted with it."""
     fp8_fallback: str | None
     """Why the layer computes in its own precision from now on, or None."""
-    fp8_plain_numel: int
-    """Inputs of at most so many numbers are known to gain nothing, where the layer computes in ``_plain_dtype``."""
     fp8_gather: Any
     """How FSDP2 gathers the weight: a ``Shard`` of ``gathering``, or why in its own precision; None if unasked."""
     fp8_forward_counts: torch.Tensor
@@ -89,7 +87,8 @@ class Float8Linear(nn.Linear):
     _forwards: tuple[Any, ...] | None
     """Of the last forward: what the weight was, and its gradient with its version."""
     _accumulates: bool
-    _plain_dtype: torch.dtype | None
+    _plain_numel: dict[tuple[Any, ...], int]
+    """Inputs of at most so many numbers are known to gain nothing, by ``_kind``."""
     _narrow: bool
     """Whether autocast would make little difference to what was measured."""
     _calls: dict[tuple[Any, ...], tuple[Recipe, Products] | None]
@@ -102,7 +101,7 @@ class Float8Linear(nn.Linear):
         layer.fp8_text, layer.fp8_auto, layer.fp8_fallback, layer.fp8_gather = recipe.text, auto, None, None
         layer.fp8_alone = alone
         layer._kept_cast, layer._forwards, layer._accumulates = None, None, False
-        layer._calls, layer.fp8_plain_numel, layer._plain_dtype, layer._narrow = {}, -1, None, False
+        layer._calls, layer._plain_numel, layer._narrow = {}, {}, False
         device = layer.weight.device
         with torch.inference_mode(False):
             for name, (shape, dtype) in BUFFERS.items():
@@ -115,9 +114,9 @@ class Float8Linear(nn.Linear):
         for name in BUFFERS:
             del self._buffers[name]
             self._non_persistent_buffers_set.discard(name)
-        for name in ("fp8_text", "fp8_auto", "fp8_alone", "fp8_fallback", "fp8_plain_numel", "fp8_gather"):
+        for name in ("fp8_text", "fp8_auto", "fp8_alone", "fp8_fallback", "fp8_gather"):
             delattr(self, name)
-        for name in ("_kept_cast", "_forwards", "_accumulates", "_calls", "_plain_dtype", "_narrow"):
+        for name in ("_kept_cast", "_forwards", "_accumulates", "_calls", "_plain_numel", "_narrow"):
             delattr(self, name)
         self.__class__ = nn.Linear  # type: ignore[assignment]
         return self
@@ -135,7 +134,7 @@ class Float8Linear(nn.Linear):
     def _forget(self) -> None:
         """What is known of calls, where that is not so any more."""
         self._calls.clear()
-        self.fp8_plain_numel = -1
+        self._plain_numel.clear()
 
     def recipe_for(self, x: torch.Tensor) -> Recipe | None:
         """The recipe of a call, with the products that are in 8 bits; None for plain arithmetic."""
@@ -171,13 +170,16 @@ class Float8Linear(nn.Linear):
             if len(self._calls) > 4096:
                 self._calls.clear()
             found = self._new_call_for(x, own)
+            capturing = kind == "cuda" and torch.cuda.is_current_stream_capturing()
+            if self.fp8_auto and (capturing or torch._C._is_tracing()):
+                return found  # nothing can be measured, or sizes are no numbers
             self._calls[key] = found
             recording = weight.requires_grad and torch.is_grad_enabled()
-            if found is None and self.fp8_auto and recording and kind != "meta":
+            if found is None and self.fp8_auto and own and recording and kind != "meta":
                 # Fewer rows gain even less: from now on they cost one comparison.
-                before = self.fp8_plain_numel if self._plain_dtype == working_dtype(x) else -1
-                self.fp8_plain_numel, self._plain_dtype = max(before, x.numel()), working_dtype(x)
                 self._narrow = weight.itemsize < 4
+                same = self._kind(x)
+                self._plain_numel[same] = max(self._plain_numel.get(same, -1), x.numel())
         call = self._calls[key]
         if call is not None and (transforms_active() or forward_ad._current_level >= 0):
             refuse_transforms(x, weight, bias)
@@ -202,8 +204,12 @@ class Float8Linear(nn.Linear):
 
     def fp8_gains_nothing(self, x: torch.Tensor) -> bool:
         """Whether that is known already: what the eager calls cost that auto leaves as they were."""
-        known = x.numel() <= self.fp8_plain_numel
-        return known and (self._narrow or working_dtype(x) == self._plain_dtype)
+        known = self._plain_numel
+        return bool(known) and x.numel() <= known.get(self._kind(x), -1)
+
+    def _kind(self, x: torch.Tensor) -> tuple[Any, ...]:
+        """What else decides if a call gains, besides its rows; a call that is not recorded is like one that is."""
+        return None if self._narrow else working_dtype(x), x.requires_grad or not torch.is_grad_enabled()
 
     def fp8_measured(self) -> tuple[Measured, ...]:
         """What auto has measured for calls of this layer, in the order of its rows."""
@@ -214,7 +220,7 @@ class Float8Linear(nn.Linear):
         if not compiling and self.fp8_gains_nothing(x):
             # Past nn.Module's search for names, which takes longer than what was just asked: no call may be slower.
             own = self._parameters
-            if "weight" in own and "bias" in own:  # neither is where torch works it out of others
+            if "weight" in own and "bias" in own:  # but for one that torch works out of others
                 return nn.functional.linear(x, own["weight"], own["bias"])  # type: ignore[arg-type]
             return nn.functional.linear(x, self.weight, self.bias)
         call = self._call_for(x, True)
@@ -300,7 +306,8 @@ class Float8Linear(nn.Linear):
 
     def __getstate__(self) -> dict[str, Any]:
         # Copies and pickles work these out anew.
-        return {**self.__dict__, "_kept_cast": None, "_forwards": None, "_calls": {}, "fp8_gather": None}
+        none = dict.fromkeys(("_kept_cast", "_forwards", "fp8_gather"))
+        return {**self.__dict__, **none, "_calls": {}, "_plain_numel": {}}
 
     def __prepare_scriptable__(self) -> NoReturn:
         # What torch.jit.script asks a module first.
