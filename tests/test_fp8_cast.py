@@ -344,7 +344,7 @@ def test_a_guessed_scale_makes_no_difference(size: float, transposed: bool) -> N
     cast = PreparedCast(
         CATALOGUE["nvidia/h200"], x.shape, x.stride(), "e4m3fn", "tensor", transposed, 1, True, guessed=True
     )
-    for guess in (0.0, size * 9, size * 8.1, size, 1e30, math.inf):
+    for guess in (0.0, size * 9, size * 8.1, size, 1e30, 1e-40, math.inf, math.nan):
         kept, counts = torch.tensor([guess]), torch.zeros(2, 4, dtype=torch.int64)
         with poisoned():
             found = cast(x, Place(counts, torch.int64), Place(kept, torch.float32))

@@ -131,9 +131,14 @@ def backend(name: str) -> Backend:
         raise ValueError(f"backend={name!r}: no such backend; there are {', '.join(_load().backends)}") from None
 
 
-def preferred_kernel(device: Device, op: str) -> Kernel:
-    """The kernel of an op that the device's backend puts before all others; its refusals are not asked for."""
-    return next(kernel for kernel in backend(device.backend).kernels if kernel.op == op)
+def device_preferring(kernel: Kernel, where: torch.device, *formats: str) -> Device | None:
+    """The device there, if its backend puts this kernel before all others of its op, and it supports these formats.
+
+    What else the kernel refuses is not asked for.
+    """
+    device = device_of(where)
+    first = next(known for known in backend(device.backend).kernels if known.op == kernel.op)
+    return device if first is kernel and all(map(device.supports, formats)) else None
 
 
 def broken_backends() -> tuple[BrokenBackend, ...]:

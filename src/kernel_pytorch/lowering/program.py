@@ -17,7 +17,7 @@ from kernel_pytorch.lowering.recipes import find_recipe
 from kernel_pytorch.lowering.report import Report, joined, report_of
 from kernel_pytorch.lowering.runtime import LoadedProgram
 from kernel_pytorch.lowering.target import CPU, Lowering, lowering_of
-from kernel_pytorch.precision.layer import Float8Linear
+from kernel_pytorch.precision.monitor import layers_of
 
 __all__ = ["Difference", "LoweredProgram", "lower"]
 
@@ -145,8 +145,8 @@ def lower(
         raise TypeError(f"model={model!r}: expected a torch.nn.Module")
     if model.training:
         raise ValueError("model is in training mode: call model.eval() first")
-    for name, layer in model.named_modules():
-        if isinstance(layer, Float8Linear) and not layer.fp8_auto:  # auto leaves layers on a CPU as they were
+    for name, layer in layers_of(model).items():
+        if not layer.fp8_auto:  # auto leaves layers on a CPU as they were
             raise ValueError(
                 f"model trains in FP8 (recipe {layer.fp8_recipe}, layer {name!r}): call kp.fp8.revert(model) first, "
                 f"which leaves the parameters as they are; recipe= quantizes for the device"

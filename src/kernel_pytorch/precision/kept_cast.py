@@ -15,12 +15,11 @@ from typing import Any, NamedTuple
 import torch
 
 from kernel_pytorch.hardware_abstraction import dispatch
-from kernel_pytorch.hardware_abstraction.device import Device
-from kernel_pytorch.hardware_abstraction.registry import device_of, preferred_kernel
+from kernel_pytorch.hardware_abstraction.registry import device_preferring
 from kernel_pytorch.ops.fp8_cast import KERNEL_TRITON, fp8_cast
 from kernel_pytorch.ops.fp8_cast.definition import FP8_CAST
 from kernel_pytorch.ops.fp8_matmul import KERNEL_SCALED_MM, fp8_matmul
-from kernel_pytorch.ops.fp8_matmul.definition import FP8_MATMUL, OUTPUTS, adds_up_fast
+from kernel_pytorch.ops.fp8_matmul.definition import OUTPUTS, adds_up_fast
 from kernel_pytorch.precision.transforms import refuse_batch
 
 __all__ = [
@@ -141,7 +140,7 @@ def weight_scale_is_power_of_two(granularity: str, power_of_two: bool) -> bool:
 @lru_cache(maxsize=4096)
 def _prepared(where: torch.device, guessed: bool, *kind: Any) -> tuple[Any, Callable[..., Any]] | None:
     """Triton's cast of matrices of one kind, where its kernel would be chosen, and what it takes memory as."""
-    device = _that_casts_by_triton(where)
+    device = device_preferring(KERNEL_TRITON, where, "float64")
     if device is None:
         return None
     from kernel_pytorch.ops.fp8_cast.triton_kernel import PreparedCast
@@ -160,13 +159,6 @@ def _prepared(where: torch.device, guessed: bool, *kind: Any) -> tuple[Any, Call
         return cast(x, counts, history) if guess is None else guessing(x, counts, guess)
 
     return Place, dispatch.launched(where, run)
-
-
-def _that_casts_by_triton(where: torch.device) -> Device | None:
-    """The device, if Triton's casts would be chosen there."""
-    device = device_of(where)
-    chosen = preferred_kernel(device, FP8_CAST.name) is KERNEL_TRITON and device.supports("float64")
-    return device if chosen else None
 
 
 def cast_of_norm(
@@ -197,7 +189,7 @@ def cast_of_norm(
 @lru_cache(maxsize=4096)
 def _prepared_norm(where: torch.device, *kind: Any) -> tuple[Any, Callable[..., Any]] | None:
     """The same for the norm of such matrices."""
-    device = _that_casts_by_triton(where)
+    device = device_preferring(KERNEL_TRITON, where, "float64")
     if device is None:
         return None
     from kernel_pytorch.ops.fp8_rms_norm.triton_cast import PreparedNormCast
@@ -221,7 +213,7 @@ def transposed_codes(codes: torch.Tensor) -> torch.Tensor:
 @lru_cache(maxsize=4096)
 def _prepared_turn(where: torch.device, shape: tuple[int, int]) -> Callable[..., Any] | None:
     """Triton's kernel for codes of this shape, where its casts would be chosen."""
-    if preferred_kernel(device_of(where), FP8_CAST.name) is not KERNEL_TRITON:
+    if device_preferring(KERNEL_TRITON, where) is None:
         return None
     from kernel_pytorch.ops.fp8_cast.triton_turn import PreparedTurn
 
@@ -249,9 +241,8 @@ def product(
 @lru_cache
 def _scaled_mm_first(where: torch.device) -> bool:
     """Whether torch's own product would be chosen for scales of tensors."""
-    device = device_of(where)
-    first = preferred_kernel(device, FP8_MATMUL.name) is KERNEL_SCALED_MM
-    return first and {"float8_e4m3fn", "float8_e5m2"} <= set(device.matrix_formats)
+    device = device_preferring(KERNEL_SCALED_MM, where)
+    return device is not None and {"float8_e4m3fn", "float8_e5m2"} <= set(device.matrix_formats)
 
 
 def _apart(*arguments: Any) -> tuple[torch.Tensor, ...]:

@@ -18,7 +18,7 @@ import torch
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from kernel_pytorch.hardware_abstraction import dispatch
-from kernel_pytorch.hardware_abstraction.registry import device_of, preferred_kernel
+from kernel_pytorch.hardware_abstraction.registry import device_preferring
 from kernel_pytorch.ops.fp8_cast.definition import FP8_CAST
 from kernel_pytorch.ops.fp8_swiglu import GRAD_KERNEL_TRITON, KERNEL_TRITON, fp8_swiglu, fp8_swiglu_grad
 from kernel_pytorch.ops.fp8_swiglu.definition import FP8_SWIGLU
@@ -343,8 +343,9 @@ _IN_PARTS = f"{FP8_SWIGLU_GRAD.name} in parts"
 
 @lru_cache(maxsize=4096)
 def _prepared(which: str, where: torch.device, kind: tuple[Any, ...]) -> tuple[Any, Callable[..., Any]] | None:
-    device, op = device_of(where), which.partition(" ")[0]
-    if preferred_kernel(device, op) not in (KERNEL_TRITON, GRAD_KERNEL_TRITON) or not device.supports("float64"):
+    kernel = KERNEL_TRITON if which == FP8_SWIGLU.name else GRAD_KERNEL_TRITON
+    device = device_preferring(kernel, where, "float64")
+    if device is None:
         return None
     from kernel_pytorch.ops.fp8_swiglu import grad_triton_kernel, triton_kernel, triton_parts
     from kernel_pytorch.ops.triton_launch import Place

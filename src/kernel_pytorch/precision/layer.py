@@ -217,13 +217,13 @@ class Float8Linear(nn.Linear):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         compiling = torch.compiler.is_compiling()
-        if not compiling and self.fp8_gains_nothing(x):
+        plain = not compiling and self.fp8_gains_nothing(x)
+        if plain:
             # Past nn.Module's search for names, which takes longer than what was just asked: no call may be slower.
             own = self._parameters
             if "weight" in own and "bias" in own:  # but for one that torch works out of others
                 return nn.functional.linear(x, own["weight"], own["bias"])  # type: ignore[arg-type]
-            return nn.functional.linear(x, self.weight, self.bias)
-        call = self._call_for(x, True)
+        call = None if plain else self._call_for(x, True)
         if call is None:
             return nn.functional.linear(x, self.weight, self.bias)
         recipe, products = call

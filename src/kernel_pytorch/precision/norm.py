@@ -17,9 +17,8 @@ from torch import nn
 from torch.autograd import forward_ad
 
 from kernel_pytorch.hardware_abstraction import dispatch
-from kernel_pytorch.hardware_abstraction.registry import device_of, preferred_kernel
+from kernel_pytorch.hardware_abstraction.registry import device_preferring
 from kernel_pytorch.ops.fp8_rms_norm import KERNEL_TRITON, fp8_rms_norm
-from kernel_pytorch.ops.fp8_rms_norm.definition import FP8_RMS_NORM
 from kernel_pytorch.ops.rms_norm.definition import RMS_NORM
 from kernel_pytorch.precision.kept_cast import NAMES, Kept
 from kernel_pytorch.precision.layer import Float8Linear, optimizer_steps, repeats_forward
@@ -247,8 +246,8 @@ def _on_gpu(x: torch.Tensor) -> bool:
 @lru_cache(maxsize=4096)
 def _prepared(where: torch.device, *kind: Any) -> Callable[..., Any] | None:
     """Triton's norm of matrices of one kind, where its kernel would be chosen: torch is asked for memory alone."""
-    device = device_of(where)
-    if preferred_kernel(device, FP8_RMS_NORM.name) is not KERNEL_TRITON or not device.supports("float64"):
+    device = device_preferring(KERNEL_TRITON, where, "float64")
+    if device is None:
         return None
     from kernel_pytorch.ops.fp8_rms_norm.triton_kernel import PreparedNorm
     from kernel_pytorch.ops.triton_launch import Place

@@ -11,9 +11,8 @@ from typing import Any
 import torch
 
 from kernel_pytorch.hardware_abstraction import dispatch
-from kernel_pytorch.hardware_abstraction.registry import device_of, preferred_kernel
+from kernel_pytorch.hardware_abstraction.registry import device_preferring
 from kernel_pytorch.ops.fp8_cast import KERNEL_TRITON
-from kernel_pytorch.ops.fp8_cast.definition import FP8_CAST
 from kernel_pytorch.ops.fp8_cast.torch_kernel import _quantised, group_amax, scale_from_amax
 from kernel_pytorch.precision.formats import FORMATS
 
@@ -75,9 +74,8 @@ def cast_of_part(
 
 def _prepared(x_RC: torch.Tensor, number_format: str, power_of_two: bool) -> Any:
     """Triton's cast of such matrices, where its kernel would be chosen; None elsewhere."""
-    device = device_of(x_RC.device)
-    known = preferred_kernel(device, FP8_CAST.name) is KERNEL_TRITON and device.supports("float64")
-    if not known or x_RC.numel() == 0 or not dispatch.plain_call(x_RC):
+    device = device_preferring(KERNEL_TRITON, x_RC.device, "float64")
+    if device is None or x_RC.numel() == 0 or not dispatch.plain_call(x_RC):
         return None
     from kernel_pytorch.ops.fp8_cast.triton_kernel import prepared
 
