@@ -4,9 +4,10 @@ MLP and of Llama blocks, eager and compiled; their peak memory; and recipe ``aut
 Run it with ``python benchmarks/fp8.py``; add ``--record`` in a clean checkout to keep the result. Every arm has the
 same weights, inputs and upstream gradient, random normal numbers in bf16. Our output and gradients are compared with
 those of the bf16 layer first: the error in a record is the largest difference, relative to the norm of the bf16
-tensor, and an arm outside its budget is not timed. All arms of a workload are built first and then timed in turns, by
-the wall clock, so what Python costs counts. Between two runs the weights count as changed and the input is another
-tensor, as in training with one batch for each step of the optimizer: no cast is used twice.
+tensor, and an arm outside its budget is not timed. All arms of a workload are built first and then timed in turns,
+several steps in a row; what Python costs counts wherever the GPU waits for it. Between two runs the weights count as
+changed and the input is another tensor, as in training with one batch for each step of the optimizer: no cast is used
+twice.
 
 Compiled peers need torchao (0.17 is what was measured); without it they are left out. ``--small --device cpu`` runs a
 tiny version of everything eager to check the program itself. ``--workloads`` cuts a run that is too long in pieces:
@@ -178,12 +179,23 @@ def wait(device: torch.device) -> None:
 
 
 def seconds_of(runner: Runner, repeats: int, device: torch.device) -> float:
-    wait(device)
-    started = time.perf_counter()
+    """Of a step among many, as training makes them: a GPU works on one while the CPU issues the next."""
+    runner.step()
+    if device.type != "cuda":
+        wait(device)
+        started = time.perf_counter()
+        for _ in range(repeats):
+            runner.step()
+        wait(device)
+        return (time.perf_counter() - started) / repeats
+    before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    stream = torch.cuda.current_stream(device)
+    before.record(stream)  # reached when that step ends: it alone had to be waited for from its beginning
     for _ in range(repeats):
         runner.step()
+    after.record(stream)
     wait(device)
-    return (time.perf_counter() - started) / repeats
+    return before.elapsed_time(after) / 1e3 / repeats
 
 
 @dataclass
@@ -289,8 +301,7 @@ class Bench:
     def time(self, work: Workload, ready: list[Ready], seconds: float) -> None:
         # Where two arms run the same kernels, as most of the grid does, it takes many turns to see that; and where a
         # GPU waits for a CPU, as a small layer's may, to see how long it usually does.
-        rounds = self.rounds * {"grid": 9, "linears": 3}.get(work.part, 1)
-        # Several steps in a row: before the first the GPU waits for the CPU.
+        rounds = self.rounds * {"grid": 9, "linears": 3, "small-block": 3}.get(work.part, 1)
         repeats = [
             max(5, min(2000, round(seconds / rounds / seconds_of(one.runner, 2, self.device)))) for one in ready
         ]
@@ -298,9 +309,7 @@ class Bench:
         for number in range(rounds):
             order = range(len(ready)) if number % 2 == 0 else reversed(range(len(ready)))
             for index in order:
-                runner = ready[index].runner
-                runner.step()
-                times[index].append(seconds_of(runner, repeats[index], self.device))
+                times[index].append(seconds_of(ready[index].runner, repeats[index], self.device))
         rows = [
             Measurement(
                 case=work.case,

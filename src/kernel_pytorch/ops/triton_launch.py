@@ -6,6 +6,7 @@ microseconds for a kernel with many arguments, which an eager step that launches
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from operator import itemgetter
 from typing import Any, NamedTuple
@@ -42,9 +43,9 @@ def empty(x: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> torch.
     """A contiguous tensor of at most two dimensions beside x, whose GPU must be the current one.
 
     As compiled code allocates, past the dispatcher, which takes half the time: a cast has several results, and a step
-    many casts.
+    many casts. In deterministic mode as torch does, which may fill it.
     """
-    if not x.is_cuda:
+    if not x.is_cuda or torch.are_deterministic_algorithms_enabled():
         return x.new_empty(shape, dtype=dtype)
     sizes = tuple(shape)  # it takes no torch.Size
     strides = (sizes[1], 1) if len(sizes) == 2 else (1,) * len(sizes)
@@ -52,8 +53,8 @@ def empty(x: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> torch.
     return found
 
 
-# Zeros for what the programs of a launch find out together: a few bytes, which torch would need an allocation and a
-# kernel for. They are taken from a larger piece, each time others, so that nobody has to clear them.
+# Zeros for what the programs of a launch find out together. For these few bytes torch would allocate and launch a
+# kernel; so they are taken from a larger piece, each time others, and nobody has to clear them.
 _ZEROS, _PIECE = 1 << 16, 128
 _zeros: dict[int, tuple[torch.Tensor, Iterator[int]]] = {}
 
@@ -76,6 +77,7 @@ def zeros(x: torch.Tensor, size: int) -> Place:
 
 
 _numbers: dict[tuple[int, int], Place] = {}
+_numbers_lock = threading.Lock()
 
 
 def number_beside(tensor: torch.Tensor) -> Place | None:
@@ -88,13 +90,14 @@ def number_beside(tensor: torch.Tensor) -> Place | None:
     if not tensor.is_cuda or driver.active.get_current_stream(index) != 0:
         return None
     key = (index, tensor.data_ptr())
-    place = _numbers.get(key)
-    if place is None:
-        if len(_numbers) >= _MOST:
-            del _numbers[next(iter(_numbers))]  # the oldest
-        with torch.inference_mode(False):
-            number = torch.zeros(1, dtype=torch.float32, device=tensor.device)
-        place = _numbers[key] = Place(number, torch.float32)
+    with _numbers_lock:
+        place = _numbers.get(key)
+        if place is None:
+            if len(_numbers) >= _MOST:
+                del _numbers[next(iter(_numbers))]  # the oldest
+            with torch.inference_mode(False):
+                number = torch.zeros(1, dtype=torch.float32, device=tensor.device)
+            place = _numbers[key] = Place(number, torch.float32)
     return place
 
 

@@ -7,7 +7,6 @@ kernels are those that the dispatcher would choose, called without asking it whe
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -39,8 +38,6 @@ __all__ = [
     "weight_scale_is_power_of_two",
 ]
 
-_guesses = threading.Lock()
-"""For the table of the largest magnitudes of earlier casts, which drops its oldest entry where it is full."""
 _WEIGHT = 1
 """Which row of the counts is a weight's."""
 NAMES = {dtype: name for name, dtype in OUTPUTS.items()}
@@ -154,8 +151,7 @@ def _prepared(where: torch.device, guessed: bool, *kind: Any) -> tuple[Any, Call
     guessing = PreparedCast(device, *with_guess)
 
     def run(x: torch.Tensor, counts: Any, history: None) -> tuple[torch.Tensor, ...]:
-        with _guesses:
-            guess = number_beside(counts.tensor)
+        guess = number_beside(counts.tensor)
         return cast(x, counts, history) if guess is None else guessing(x, counts, guess)
 
     return Place, dispatch.launched(where, run)

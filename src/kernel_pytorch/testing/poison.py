@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 from collections.abc import Iterator
 from typing import Any
-from unittest import mock
 
 import torch
 
@@ -30,20 +28,7 @@ def poisoned() -> Iterator[None]:
     torch.use_deterministic_algorithms(True, warn_only=True)
     settings.fill_uninitialized_memory = True
     try:
-        with _launches_allocate_by_torch():
-            yield
+        yield
     finally:
         settings.fill_uninitialized_memory = fill
         torch.use_deterministic_algorithms(enabled, warn_only=warn_only)
-
-
-def _launches_allocate_by_torch() -> contextlib.AbstractContextManager[object]:
-    """Triton kernels that are launched in a hurry allocate where torch fills nothing."""
-    if importlib.util.find_spec("triton") is None:
-        return contextlib.nullcontext()
-    from kernel_pytorch.ops import triton_launch
-
-    def allocate(sizes: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        return torch.empty_strided(sizes, strides, dtype=dtype, device="cuda")
-
-    return mock.patch.object(triton_launch, "_empty_strided_cuda", allocate)

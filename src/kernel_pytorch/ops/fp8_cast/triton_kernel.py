@@ -47,7 +47,7 @@ from kernel_pytorch.ops.triton_launch import Launches, Place, empty, zeros
 from kernel_pytorch.precision.formats import FORMATS
 
 # Rows, columns and warps of a tile: the fastest of those tried on an H200.
-_TILE = (32, 128, 4)
+_TILE = (64, 64, 4)
 _ROW_TILE = (128, 64, 4)
 _PART_TILE = (128, 128, 8)  # a block of the definition
 _AMAX_TILE = (8, 1024, 4, 2)

@@ -63,10 +63,8 @@ def encode_words(
 ):  # fmt: skip
     """The codes of four numbers each, the first in the low byte. An infinity saturates by the GPU's instruction."""
     if HARDWARE:
-        if MANTISSA == 3:
-            words = tl.inline_asm_elementwise(_E4M3_WORD, "=r,f,f,f,f", [p_0, p_1, p_2, p_3], tl.uint32, True, 1)
-        else:
-            words = tl.inline_asm_elementwise(_E5M2_WORD, "=r,f,f,f,f", [p_0, p_1, p_2, p_3], tl.uint32, True, 1)
+        WORD: tl.constexpr = _E4M3_WORD if MANTISSA == 3 else _E5M2_WORD
+        words = tl.inline_asm_elementwise(WORD, "=r,f,f,f,f", [p_0, p_1, p_2, p_3], tl.uint32, True, 1)
     else:
         words = encode(p_0, is_finite(p_0), LARGEST, MANTISSA, BIAS, NAN, FNUZ)
         words |= encode(p_1, is_finite(p_1), LARGEST, MANTISSA, BIAS, NAN, FNUZ) << 8
@@ -217,26 +215,29 @@ def load_quarter(
 
 
 @triton.jit
-def store_plain(data, words, i, j, rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """The codes of tile (i, j) into a matrix whose rows follow each other."""
+def store_quarter(data, codes, i, j, k, rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """The codes of a quarter of tile (i, j) into a matrix whose rows follow each other."""
     corner = data + i.to(tl.int64) * ROWS * columns + j.to(tl.int64) * COLUMNS
-    for k in tl.static_range(4):
-        row, column = tl.arange(0, ROWS // 4) * 4 + k, tl.arange(0, COLUMNS)
-        inside = (row < rows - i * ROWS)[:, None] & (column < columns - j * COLUMNS)[None, :]
-        code = ((words >> (8 * k)) & 0xFF).to(tl.uint8)
-        tl.store(corner + row[:, None] * columns + column[None, :], code, mask=inside)
+    row, column = tl.arange(0, ROWS // 4) * 4 + k, tl.arange(0, COLUMNS)
+    inside = (row < rows - i * ROWS)[:, None] & (column < columns - j * COLUMNS)[None, :]
+    tl.store(corner + row[:, None] * columns + column[None, :], codes, mask=inside)
 
 
 @triton.jit
-def zeros_in(word):
-    """The top bit of each byte of a word that is a zero but for its sign."""
-    return (((word & 0x7F7F7F7F) + 0x7F7F7F7F) & 0x80808080) ^ 0x80808080
+def codes_of_quarter(products, words, k: tl.constexpr, MANTISSA: tl.constexpr, AGAIN: tl.constexpr):
+    """Those in the words of a tile; or encoded AGAIN, four numbers of a row in one word, as they are to be stored."""
+    if AGAIN:
+        WORD: tl.constexpr = _E4M3_WORD if MANTISSA == 3 else _E5M2_WORD
+        codes = tl.inline_asm_elementwise(WORD, "=r,f,f,f,f", [products], tl.uint8, True, 4)
+    else:
+        codes = ((words >> (8 * k)) & 0xFF).to(tl.uint8)
+    return codes
 
 
 @triton.jit
-def ones_in(word):
-    """The top bit of each byte of a word that is all ones but for its sign, as a NaN is."""
-    return ((word & 0x7F7F7F7F) + 0x01010101) & 0x80808080
+def not_zero(word):
+    """The top bit of each byte of a word that is not a zero but for its sign; other bits mean nothing."""
+    return (word & 0x7F7F7F7F) + 0x7F7F7F7F
 
 
 @triton.jit
@@ -273,31 +274,42 @@ def emit(
     Returns what ``counted`` takes: the largest magnitude, whether it is none but ``recount`` must have a look, and
     how many numbers became zeros.
     """
-    words = encode_words(
-        v_0 * s_0, v_1 * s_1, v_2 * s_2, v_3 * s_3, LARGEST, MANTISSA, BIAS, NAN, FNUZ, HARDWARE
-    )  # fmt: skip
+    p_0, p_1, p_2, p_3 = v_0 * s_0, v_1 * s_1, v_2 * s_2, v_3 * s_3
+    words = encode_words(p_0, p_1, p_2, p_3, LARGEST, MANTISSA, BIAS, NAN, FNUZ, HARDWARE)
     if PLAIN:
-        store_plain(data, words, i, j, rows, columns, ROWS, COLUMNS)
+        products = (p_0, p_1, p_2, p_3)
+        for k in tl.static_range(4):
+            # Fewer instructions than to take the words apart, which are needed as they are.
+            codes = codes_of_quarter(products[k], words, k, MANTISSA, HARDWARE and TURNED)
+            store_quarter(data, codes, i, j, k, rows, columns, ROWS, COLUMNS)
     if TURNED:
         store_turned(data_t, words, i, j, rows, columns, WORDS, ROWS, COLUMNS)
-    seen = tl.maximum(tl.maximum(tl.abs(v_0), tl.abs(v_1)), tl.maximum(tl.abs(v_2), tl.abs(v_3)))
+    # Anything not finite has a larger bit pattern than any number.
+    seen = _larger(_larger(tl.abs(v_0), tl.abs(v_1)), _larger(tl.abs(v_2), tl.abs(v_3))).to(tl.int32, bitcast=True)
     if MANTISSA == 3:
         least = tl.minimum(tl.minimum(tl.abs(v_0), tl.abs(v_1)), tl.minimum(tl.abs(v_2), tl.abs(v_3)))
-        suspicious = (ones_in(words) != 0) | (least == 0.0)
-        underflowed = tl.sum(tl.sum(_bytes(zeros_in(words)), axis=1), axis=0)
+        # One reduction for all: what is suspicious counts as larger than any number.
+        flagged = tl.where(least == 0.0, 0x7FFFFFFF, seen)
+        # Four counts in a word, of up to COLUMNS each; then two, of up to ROWS * COLUMNS / 2.
+        tl.static_assert((COLUMNS <= 0xFF) & (ROWS * COLUMNS // 2 <= 0xFFFF))
+        kept, flagged = tl.reduce(((not_zero(words) >> 7) & 0x01010101, flagged), 1, _sum_and_largest)
+        kept, largest = tl.reduce(((kept & 0x00FF00FF) + ((kept >> 8) & 0x00FF00FF), flagged), 0, _sum_and_largest)
+        underflowed = ROWS * COLUMNS - ((kept & 0xFFFF) + (kept >> 16)).to(tl.int32)
     else:
-        suspicious = (zeros_in(words) | ones_in(words)) != 0
+        flagged = tl.where(((not_zero(words) & 0x80808080) ^ 0x80808080) != 0, 0x7FFFFFFF, seen)
+        largest = tl.max(tl.max(flagged, axis=1), axis=0)
         underflowed = 0
-    # One reduction for both: what is suspicious counts as larger than any number.
-    flagged = tl.where(suspicious, 0x7FFFFFFF, seen.to(tl.int32, bitcast=True))
-    largest = tl.max(tl.max(flagged, axis=1), axis=0)
     return largest.to(tl.float32, bitcast=True), largest >= 0x7F800000, underflowed
 
 
 @triton.jit
-def _bytes(word):
-    """How many bytes of a word have their top bit set, where no other bit is."""
-    return (((word >> 7) * 0x01010101) >> 24).to(tl.int32)
+def _larger(a, b):
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def _sum_and_largest(sum_a, largest_a, sum_b, largest_b):
+    return sum_a + sum_b, tl.maximum(largest_a, largest_b)
 
 
 @triton.jit
@@ -351,8 +363,8 @@ def recount(
     return tl.max(tl.max(seen, axis=1), axis=0)
 
 
-# A matrix that need not be in memory is a function that gives a quarter of tile (i, j) and its scales, and a pair of
-# arguments for it: the scales, and what the numbers are worked out of.
+# A matrix that need not be in memory is a function that gives a quarter of tile (i, j) and its scales, and arguments
+# for it. With one scale for all of it these are a pair: the scale, and what the numbers are worked out of.
 
 
 @triton.jit
