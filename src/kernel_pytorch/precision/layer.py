@@ -12,8 +12,10 @@ import math
 from typing import Any, NoReturn
 
 import torch
-from torch import nn
+from torch import is_grad_enabled, nn
 from torch.autograd import forward_ad
+from torch.compiler import is_compiling
+from torch.nn.functional import linear
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -87,7 +89,7 @@ class Float8Linear(nn.Linear):
     _forwards: tuple[Any, ...] | None
     """Of the last forward: what the weight was, and its gradient with its version."""
     _accumulates: bool
-    _plain_numel: dict[tuple[Any, ...], int]
+    _plain_numel: dict[Any, int]
     """Inputs of at most so many numbers are known to gain nothing, by ``_kind``."""
     _narrow: bool
     """Whether autocast would make little difference to what was measured."""
@@ -148,7 +150,7 @@ class Float8Linear(nn.Linear):
         """
         if self.fp8_fallback is not None and not isinstance(self.weight, GatheredWeight):
             return None
-        if torch.compiler.is_compiling():
+        if is_compiling():
             return self._new_call_for(x, own)
         weight, bias, kind = self.weight, self.bias, x.device.type
         mixed = torch.is_autocast_enabled(kind) if kind != "meta" else False
@@ -162,7 +164,7 @@ class Float8Linear(nn.Linear):
             weight.dtype,
             weight.device,
             None if bias is None else bias.dtype,
-            torch.is_grad_enabled(),
+            is_grad_enabled(),
             torch.get_autocast_dtype(kind) if mixed else None,
             self.training,
         )
@@ -174,7 +176,7 @@ class Float8Linear(nn.Linear):
             if self.fp8_auto and (capturing or torch._C._is_tracing()):
                 return found  # nothing can be measured, or sizes are no numbers
             self._calls[key] = found
-            recording = weight.requires_grad and torch.is_grad_enabled()
+            recording = weight.requires_grad and is_grad_enabled()
             if found is None and self.fp8_auto and own and recording and kind != "meta":
                 # Fewer rows gain even less: from now on they cost one comparison.
                 self._narrow = weight.itemsize < 4
@@ -186,12 +188,12 @@ class Float8Linear(nn.Linear):
         return call
 
     def _new_call_for(self, x: torch.Tensor, own: bool) -> tuple[Recipe, Products] | None:
-        weight, recording = self.weight, torch.is_grad_enabled()
+        weight, recording = self.weight, is_grad_enabled()
         if self.fp8_auto and not may_gain(x.device.type):
             return None
         rows = rounded(math.prod(x.shape[:-1])) if self.fp8_auto else 0
         call = call_of(
-            self.fp8_text, self.training, rows, self.fp8_alone, torch.compiler.is_compiling(), x.device.type,
+            self.fp8_text, self.training, rows, self.fp8_alone, is_compiling(), x.device.type,
             x.device.index, working_dtype(x), tuple(weight.shape), weight.dtype, self.bias is not None,
             recording and x.requires_grad, recording and weight.requires_grad,
         )  # fmt: skip
@@ -204,28 +206,33 @@ class Float8Linear(nn.Linear):
 
     def fp8_gains_nothing(self, x: torch.Tensor) -> bool:
         """Whether that is known already: what the eager calls cost that auto leaves as they were."""
-        known = self._plain_numel
-        return bool(known) and x.numel() <= known.get(self._kind(x), -1)
+        return x.numel() <= self._plain_numel.get(self._kind(x), -1)
 
-    def _kind(self, x: torch.Tensor) -> tuple[Any, ...]:
+    def _kind(self, x: torch.Tensor) -> Any:
         """What else decides if a call gains, besides its rows; a call that is not recorded is like one that is."""
-        return None if self._narrow else working_dtype(x), x.requires_grad or not torch.is_grad_enabled()
+        recorded = x.requires_grad or not is_grad_enabled()
+        return recorded if self._narrow else (working_dtype(x), recorded)
 
     def fp8_measured(self) -> tuple[Measured, ...]:
         """What auto has measured for calls of this layer, in the order of its rows."""
         return measured_for(self.weight, self.bias is not None, self.fp8_recipe)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        compiling = torch.compiler.is_compiling()
-        plain = not compiling and self.fp8_gains_nothing(x)
-        if plain:
-            # Past nn.Module's search for names, which takes longer than what was just asked: no call may be slower.
-            own = self._parameters
-            if "weight" in own and "bias" in own:  # but for one that torch works out of others
-                return nn.functional.linear(x, own["weight"], own["bias"])  # type: ignore[arg-type]
-        call = None if plain else self._call_for(x, True)
+        compiling, known = is_compiling(), self._plain_numel
+        if known and not compiling:
+            # ``fp8_gains_nothing`` without its calls, and past nn.Module's search for names, which takes longer than
+            # what is asked here: no call may be slower than it was.
+            recorded = x.requires_grad or not is_grad_enabled()
+            if x.numel() <= known.get(recorded if self._narrow else (working_dtype(x), recorded), -1):
+                own: Any = self._parameters
+                try:
+                    weight, bias = own["weight"], own["bias"]
+                except KeyError:  # one that torch works out of others
+                    weight, bias = self.weight, self.bias
+                return linear(x, weight, bias)
+        call = self._call_for(x, True)
         if call is None:
-            return nn.functional.linear(x, self.weight, self.bias)
+            return linear(x, self.weight, self.bias)
         recipe, products = call
         if products.y_in_8 and not compiling:
             meet(x, self, recipe, products.forward_format, products.needs_dw and products.dw_in_8)
@@ -235,7 +242,7 @@ class Float8Linear(nn.Linear):
     def fp8_memory(self, recipe: Recipe) -> Memory:
         """What a call brings up to date."""
         counts, history = self.fp8_forward_counts, self.fp8_history if recipe.delayed else None
-        if not torch.compiler.is_compiling() and repeats_forward():
+        if not is_compiling() and repeats_forward():
             # It has been counted and remembered. Whoever watches operators must see the same ones both times.
             with _disable_current_modes():
                 counts, history = counts.clone(), None if history is None else history.clone()
@@ -266,8 +273,8 @@ class Float8Linear(nn.Linear):
         if isinstance(weight, GatheredWeight):
             return weight.cast()
         if (
-            torch.compiler.is_compiling()
-            or not (self.training and torch.is_grad_enabled())
+            is_compiling()
+            or not (self.training and is_grad_enabled())
             or weight.is_inference()
             or _steps == 0  # who writes the step by hand, past the version counter, tells nobody
         ):
