@@ -23,13 +23,15 @@ from kernel_pytorch.ops import fp8_cast as package
 from kernel_pytorch.ops.fp8_cast import KERNEL_TORCH, Cast, fp8_cast, torch_kernel
 from kernel_pytorch.ops.fp8_cast.definition import FP8_CAST, GRANULARITIES, inverse_shape
 from kernel_pytorch.precision import E4M3FN, FORMATS, Format
-from kernel_pytorch.testing import compare, interpreting, poisoned, pretend
+from kernel_pytorch.testing import compare, interpreting, poisoned, pretend, test_device
 from kernel_pytorch.testing.budget import exceeded
 
 # Each kernel, and the formats of x: Triton's interpreter computes bfloat16 wrongly. It is slow and gets a share.
 KERNELS = {"torch": (torch.float32, torch.float16, torch.bfloat16)}
-if hasattr(package, "KERNEL_TRITON") and interpreting():
-    KERNELS["triton"] = (torch.float16, torch.float32)
+HERE = "cuda" if torch.cuda.is_available() else "cpu"
+"""Where Triton's kernel runs."""
+if hasattr(package, "KERNEL_TRITON") and (HERE == "cuda" or interpreting()):
+    KERNELS["triton"] = (torch.float16, torch.float32) if interpreting() else KERNELS["torch"]
 RUNS = [(kernel, dtype) for kernel, dtypes in KERNELS.items() for dtype in dtypes]
 every_kernel = pytest.mark.parametrize("kernel", KERNELS)
 every_form = pytest.mark.parametrize(
@@ -46,12 +48,24 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 @contextlib.contextmanager
 def on(kernel: str) -> Iterator[None]:
-    with pretend("nvidia/h200") if kernel == "triton" else contextlib.nullcontext(), poisoned():
+    with pretended(kernel), poisoned():
         yield
 
 
+def pretended(kernel: str) -> contextlib.AbstractContextManager[object]:
+    return pretend("nvidia/h200") if kernel == "triton" and interpreting() else contextlib.nullcontext()
+
+
 def share(kernel: str, calls: Sequence[Any], most: int = 2) -> Sequence[Any]:
-    return calls if kernel == "torch" else calls[:most]
+    return calls[:most] if kernel == "triton" and interpreting() else calls
+
+
+def placed(x: torch.Tensor, kernel: str) -> torch.Tensor:
+    """Where the kernel runs, with the same strides."""
+    if kernel == "torch":
+        return x
+    storage = x.untyped_storage().to(device=torch.device(HERE))
+    return torch.empty(0, dtype=x.dtype, device=HERE).set_(storage, x.storage_offset(), x.shape, x.stride())
 
 
 def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
@@ -126,9 +140,11 @@ def check_cast(
     """fp8_cast's every output against the plain program."""
     history = torch.tensor(history) if isinstance(history, Sequence) else history
     kept = None if history is None else history.clone()
+    history = None if history is None else placed(history, kernel)
     options: dict[str, Any] = {"transposed": transposed, "history": history, "power_of_two": power_of_two}
     with on(kernel):
-        cast = fp8_cast(x, form.name, granularity, kernel=kernel, **options)
+        there = fp8_cast(placed(x, kernel), form.name, granularity, kernel=kernel, **options)
+    cast = Cast(*(tensor.cpu() for tensor in outcome(there)))
     matrix = x.float().numpy()
     before = None if kept is None else remembered(kept, form, power_of_two)
     copies = [(matrix, cast.data, cast.inverse), (matrix.T, cast.data_t, cast.inverse_t)]
@@ -150,7 +166,7 @@ def check_cast(
     else:  # to the bit, entries that are no numbers included; and the old one is left alone
         following = torch.cat([torch.tensor([amax]), kept[:-1]])
         assert torch.equal(cast.next_history.view(torch.int32), following.view(torch.int32))
-        assert torch.equal(history.clone().view(torch.int32), kept.view(torch.int32))
+        assert torch.equal(history.cpu().clone().view(torch.int32), kept.view(torch.int32))
     return cast
 
 
@@ -331,7 +347,7 @@ def test_one_number_outgrows_a_history_and_nothing_is_clipped(kernel: str, form:
     assert cast.counts[:, [0, 2]].tolist() == [[101, 2]] * 2
 
 
-@pytest.mark.skipif("triton" not in KERNELS, reason="Triton's interpreter is not in use")
+@pytest.mark.skipif("triton" not in KERNELS, reason="Triton is not here")
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("size", [0.0, 1.0, 1e-30])
 def test_a_guessed_scale_makes_no_difference(size: float, transposed: bool) -> None:
@@ -342,14 +358,14 @@ def test_a_guessed_scale_makes_no_difference(size: float, transposed: bool) -> N
     x[3, 4], x[33, 2], x[39, 131] = math.inf, math.nan, size * 9
     wanted = fp8_cast(x, transposed=transposed, power_of_two=True)
     cast = PreparedCast(
-        CATALOGUE["nvidia/h200"], x.shape, x.stride(), "e4m3fn", "tensor", transposed, 1, True, guessed=True
+        test_device("nvidia"), x.shape, x.stride(), "e4m3fn", "tensor", transposed, 1, True, guessed=True
     )
     for guess in (0.0, size * 9, size * 8.1, size, 1e30, 1e-40, math.inf, math.nan):
-        kept, counts = torch.tensor([guess]), torch.zeros(2, 4, dtype=torch.int64)
+        kept, counts = torch.tensor([guess], device=HERE), torch.zeros(2, 4, dtype=torch.int64, device=HERE)
         with poisoned():
-            found = cast(x, Place(counts, torch.int64), Place(kept, torch.float32))
-        same_bytes(found[:3], (wanted.data, wanted.data_t, wanted.inverse))
-        assert torch.equal(counts, wanted.counts)
+            found = cast(placed(x, "triton"), Place(counts, torch.int64), Place(kept, torch.float32))
+        same_bytes(tuple(tensor.cpu() for tensor in found[:3]), (wanted.data, wanted.data_t, wanted.inverse))
+        assert torch.equal(counts.cpu(), wanted.counts)
         assert kept.item() == wanted.amax.item()
 
 
@@ -480,9 +496,11 @@ def test_compiled_calls_give_the_same_bytes(kernel: str, granularity: str, hard:
 
     torch._dynamo.reset()
     compiled = torch.compile(run, fullgraph=True)
-    with pretend("nvidia/h200") if kernel == "triton" else contextlib.nullcontext():
-        for history in map(torch.tensor, share(kernel, HISTORIES)) if granularity == "tensor" else (None,):
-            same_bytes(compiled(hard, history), run(hard, history))
+    x = placed(hard, kernel)
+    with pretended(kernel):
+        for entries in share(kernel, HISTORIES) if granularity == "tensor" else (None,):
+            history = None if entries is None else torch.tensor(entries, device=x.device)
+            same_bytes(compiled(x, history), run(x, history))
 
 
 @every_format
