@@ -300,8 +300,9 @@ class Bench:
 
     def time(self, work: Workload, ready: list[Ready], seconds: float) -> None:
         # Where two arms run the same kernels, as most of the grid does, it takes many turns to see that; and where a
-        # GPU waits for a CPU, as a small layer's may, to see how long it usually does.
-        rounds = self.rounds * {"grid": 9, "linears": 3, "small-block": 3}.get(work.part, 1)
+        # GPU waits for a CPU, as a small layer's may, to see how long it usually does: short ones, so that each arm
+        # has its share of the times when the CPU is busy with others.
+        rounds = self.rounds * {"grid": 27, "linears": 3, "small-block": 3}.get(work.part, 1)
         repeats = [
             max(5, min(2000, round(seconds / rounds / seconds_of(one.runner, 2, self.device)))) for one in ready
         ]

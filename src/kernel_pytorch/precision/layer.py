@@ -9,6 +9,7 @@ missing when a checkpoint of the model before it was converted is loaded.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
 import torch
@@ -46,6 +47,17 @@ BUFFERS = {
     "fp8_gradient_history": (STATE_SHAPE[1:], torch.float32),
 }
 """What a layer adds: ``Memory`` has their meaning."""
+_FOUND_OUT: Mapping[str, Callable[[], Any]] = {
+    "_kept_cast": lambda: None,
+    "_forwards": lambda: None,
+    "_accumulates": bool,
+    "_plain_numel": dict,
+    "_narrow": bool,
+    "_calls": dict,
+}
+"""What a layer learns from its calls, and what it knows before the first; copies and pickles learn it anew."""
+_SET = ("fp8_text", "fp8_auto", "fp8_alone", "fp8_fallback", "fp8_gather")
+"""What ``made_from`` sets besides."""
 _steps = 0
 """How many steps optimizers have made in this process: weights may differ after each."""
 
@@ -102,8 +114,8 @@ class Float8Linear(nn.Linear):
         layer: Any = linear
         layer.fp8_text, layer.fp8_auto, layer.fp8_fallback, layer.fp8_gather = recipe.text, auto, None, None
         layer.fp8_alone = alone
-        layer._kept_cast, layer._forwards, layer._accumulates = None, None, False
-        layer._calls, layer._plain_numel, layer._narrow = {}, {}, False
+        for name, nothing in _FOUND_OUT.items():
+            setattr(layer, name, nothing())
         device = layer.weight.device
         with torch.inference_mode(False):
             for name, (shape, dtype) in BUFFERS.items():
@@ -116,9 +128,7 @@ class Float8Linear(nn.Linear):
         for name in BUFFERS:
             del self._buffers[name]
             self._non_persistent_buffers_set.discard(name)
-        for name in ("fp8_text", "fp8_auto", "fp8_alone", "fp8_fallback", "fp8_gather"):
-            delattr(self, name)
-        for name in ("_kept_cast", "_forwards", "_accumulates", "_calls", "_plain_numel", "_narrow"):
+        for name in (*_SET, *_FOUND_OUT):
             delattr(self, name)
         self.__class__ = nn.Linear  # type: ignore[assignment]
         return self
@@ -312,9 +322,7 @@ class Float8Linear(nn.Linear):
         return self
 
     def __getstate__(self) -> dict[str, Any]:
-        # Copies and pickles work these out anew.
-        none = dict.fromkeys(("_kept_cast", "_forwards", "fp8_gather"))
-        return {**self.__dict__, **none, "_calls": {}, "_plain_numel": {}}
+        return {**self.__dict__, **{name: nothing() for name, nothing in _FOUND_OUT.items()}, "fp8_gather": None}
 
     def __prepare_scriptable__(self) -> NoReturn:
         # What torch.jit.script asks a module first.
