@@ -1,5 +1,7 @@
 """Shared test set-up. Without a GPU, Triton kernels run in the interpreter."""
 
+import importlib.util
+import itertools
 import multiprocessing
 import os
 import weakref
@@ -7,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 
@@ -18,6 +21,38 @@ __all__ = ["pytest_xdist_make_scheduler"]
 HAS_GPU = torch.cuda.is_available() or (hasattr(torch, "xpu") and torch.xpu.is_available())
 if not HAS_GPU:
     os.environ["TRITON_INTERPRET"] = "1"  # before any kernel module is imported
+
+
+def _reduced(reduction: Any, inputs: tuple[Any, ...]) -> list[Any]:
+    """What Triton's interpreter computes number by number where it does not know how two are combined: by slices."""
+    axis = reduction.axis
+    made = reduction.to_tensor
+    parts = [[made(part, given.dtype) for part in numpy.moveaxis(given.handle.data, axis, 0)] for given in inputs]
+    found = tuple(part[0] for part in parts)
+    for others in itertools.islice(zip(*parts, strict=True), 1, None):
+        found = reduction.combine_fn.fn(*found, *others)
+        found = found if isinstance(found, tuple) else (found,)
+    data = [value.handle.data for value in found]
+    if reduction.keep_dims:
+        data = [numpy.expand_dims(values, axis) for values in data]
+    return [made(values, given.dtype) for values, given in zip(data, inputs, strict=True)]
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _quick_reductions() -> Iterator[None]:
+    if HAS_GPU or importlib.util.find_spec("triton") is None:
+        yield
+        return
+    from triton.runtime.interpreter import ReduceOps
+
+    slow = ReduceOps.generic_reduce
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            ReduceOps,
+            "generic_reduce",
+            lambda of, given: slow(of, given) if of.axis is None else _reduced(of, given),
+        )
+        yield
 
 
 def pytest_configure(config: pytest.Config) -> None:

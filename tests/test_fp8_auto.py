@@ -13,6 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch._dynamo.testing import CompileCounter
 
 import kernel_pytorch as kp
 from fp8_models import block, linear, pretend_measured, random, results, same, sqnr, train
@@ -147,6 +148,19 @@ def test_a_trace_decides_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     traced = torch.jit.trace(model, random(64, 40))
     assert not model[0].fp8_gains_nothing(random(7, 40))
     assert torch.equal(traced(random(7, 40)), model(random(7, 40)))
+
+
+def test_what_eager_calls_learn_compiles_nothing_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend_measured(monkeypatch, lambda *_: ())
+    model = kp.fp8.convert(linear())
+    graphs = CompileCounter()
+    compiled = torch.compile(model, backend=graphs, dynamic=False)
+    for rows in (3, 64, 128):
+        compiled(random(64, 40))
+        model(random(rows, 40))
+        model(random(rows, 40).requires_grad_())
+        assert model[0].fp8_gains_nothing(random(rows, 40))
+    assert graphs.frame_count == 1
 
 
 def test_a_weight_that_is_worked_out_of_others(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ import torch
 from torch import is_grad_enabled, nn
 from torch.autograd import forward_ad
 from torch.compiler import is_compiling
-from torch.nn.functional import linear
+from torch.nn import functional
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -216,7 +216,8 @@ class Float8Linear(nn.Linear):
 
     def fp8_gains_nothing(self, x: torch.Tensor) -> bool:
         """Whether that is known already: what the eager calls cost that auto leaves as they were."""
-        return x.numel() <= self._plain_numel.get(self._kind(x), -1)
+        known = self._plain_numel
+        return bool(known) and x.numel() <= known.get(self._kind(x), -1)
 
     def _kind(self, x: torch.Tensor) -> Any:
         """What else decides if a call gains, besides its rows; a call that is not recorded is like one that is."""
@@ -228,8 +229,8 @@ class Float8Linear(nn.Linear):
         return measured_for(self.weight, self.bias is not None, self.fp8_recipe)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        compiling, known = is_compiling(), self._plain_numel
-        if known and not compiling:
+        compiling = is_compiling()
+        if not compiling and (known := self._plain_numel):  # in this order: a graph must not depend on the latter
             # ``fp8_gains_nothing`` without its calls, and past nn.Module's search for names, which takes longer than
             # what is asked here: no call may be slower than it was.
             recorded = x.requires_grad or not is_grad_enabled()
@@ -239,10 +240,10 @@ class Float8Linear(nn.Linear):
                     weight, bias = own["weight"], own["bias"]
                 except KeyError:  # one that torch works out of others
                     weight, bias = self.weight, self.bias
-                return linear(x, weight, bias)
+                return functional.linear(x, weight, bias)
         call = self._call_for(x, True)
         if call is None:
-            return linear(x, self.weight, self.bias)
+            return functional.linear(x, self.weight, self.bias)
         recipe, products = call
         if products.y_in_8 and not compiling:
             meet(x, self, recipe, products.forward_format, products.needs_dw and products.dw_in_8)
