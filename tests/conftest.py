@@ -1,7 +1,6 @@
 """Shared test set-up. Without a GPU, Triton kernels run in the interpreter."""
 
 import importlib.util
-import itertools
 import multiprocessing
 import os
 import weakref
@@ -24,18 +23,16 @@ if not HAS_GPU:
 
 
 def _reduced(reduction: Any, inputs: tuple[Any, ...]) -> list[Any]:
-    """What Triton's interpreter computes number by number where it does not know how two are combined: by slices."""
-    axis = reduction.axis
-    made = reduction.to_tensor
-    parts = [[made(part, given.dtype) for part in numpy.moveaxis(given.handle.data, axis, 0)] for given in inputs]
-    found = tuple(part[0] for part in parts)
-    for others in itertools.islice(zip(*parts, strict=True), 1, None):
-        found = reduction.combine_fn.fn(*found, *others)
-        found = found if isinstance(found, tuple) else (found,)
-    data = [value.handle.data for value in found]
-    if reduction.keep_dims:
-        data = [numpy.expand_dims(values, axis) for values in data]
-    return [made(values, given.dtype) for values, given in zip(data, inputs, strict=True)]
+    """What Triton's interpreter computes number by number where it does not know how two are combined: by halves."""
+    values = [numpy.moveaxis(given.handle.data, reduction.axis, 0) for given in inputs]
+    while (half := len(values[0]) // 2) > 0:
+        halves = [value[part] for part in (slice(half), slice(half, None)) for value in values]
+        found = reduction.combine_fn.fn(
+            *(reduction.to_tensor(part, given.dtype) for part, given in zip(halves, inputs * 2, strict=True))
+        )
+        values = [value.handle.data for value in (found if isinstance(found, tuple) else (found,))]
+    last = [numpy.expand_dims(value[0], reduction.axis) if reduction.keep_dims else value[0] for value in values]
+    return [reduction.to_tensor(value, given.dtype) for value, given in zip(last, inputs, strict=True)]
 
 
 @pytest.fixture(autouse=True, scope="session")
