@@ -40,7 +40,7 @@ class Recipe:
     where Q of a transposed matrix has groups along ITS rows. A product named in ``high_precision`` is that of the
     matrices as they are. y is added up by the matrix units alone (``fast``), dW with its sums of 128 products added
     up in float32 (``promoted``), dx by ``dx_sums``; see ``fp8_matmul``. Products of one sign, as tokens that agree
-    have in dW, lose most by ``fast``: 9 % of a sum of 16384 on an H200, where 57 dB are left of one with both signs.
+    have in dW, would lose most by ``fast``.
 
     With ``delayed``, the scales of x and dy come from the largest magnitudes of the last 16 steps with a factor 2 of
     headroom, so that one pass over a tensor is enough; a tensor that has outgrown them is cast again with a scale of
@@ -64,7 +64,7 @@ class Recipe:
     delayed: bool = False
     """Whether the scales of x and dy come from earlier steps."""
     dx_sums: Literal["fast", "promoted"] = "promoted"
-    """``fast`` gains up to 6 % of that product on an H200."""
+    """``fast`` takes fewer instructions, and loses bits of long sums."""
 
     def __post_init__(self) -> None:
         if self.gradient_format not in ("e4m3", "e5m2"):
