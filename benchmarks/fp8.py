@@ -21,6 +21,7 @@ import gc
 import importlib.metadata
 import math
 import os
+import random
 import shlex
 import sys
 import time
@@ -307,9 +308,10 @@ class Bench:
             max(5, min(2000, round(seconds / rounds / seconds_of(one.runner, 2, self.device)))) for one in ready
         ]
         times: list[list[float]] = [[] for _ in ready]
-        for number in range(rounds):
-            order = range(len(ready)) if number % 2 == 0 else reversed(range(len(ready)))
-            for index in order:
+        shuffled = random.Random(0)
+        for _ in range(rounds):
+            # Any other order would favour some arm: the CPU's caches are full of the one before.
+            for index in shuffled.sample(range(len(ready)), len(ready)):
                 times[index].append(seconds_of(ready[index].runner, repeats[index], self.device))
         rows = [
             Measurement(
