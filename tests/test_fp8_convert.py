@@ -188,7 +188,7 @@ LEFT_ALONE = {
 def test_the_report_says_why_a_class_is_left_alone(make: Callable[[], nn.Module], reason: str) -> None:
     model = nn.ModuleDict({"odd": make(), "plain": nn.Linear(8, 8), "last": nn.Linear(8, 8)})
     kind = type(model["odd"])
-    kp.fp8.convert(model, "tensorwise", layers=lambda name, _: name != "last")
+    kp.fp8.convert(model, "tensorwise", layers=lambda name, _: name != "last", one_thread=False)
     assert type(model["odd"]) is kind
     report = kp.fp8.report(model)
     assert [layer.name for layer in report.layers] == ["plain"]
@@ -204,7 +204,7 @@ def test_the_report_says_why_a_class_is_left_alone(make: Callable[[], nn.Module]
 def test_a_reason_is_given_once_for_all_layers_that_have_it() -> None:
     model = LoRALinear(8, 8)
     model.rest = nn.Sequential(*(LoRALinear(8, 8) for _ in range(4)), nn.Linear(8, 8), nn.MultiheadAttention(8, 2))
-    kp.fp8.convert(model, "tensorwise")
+    kp.fp8.convert(model, "tensorwise", one_thread=False)
     subclasses, attention = str(kp.fp8.report(model)).splitlines()[2:]
     assert subclasses.startswith(
         "not converted: the model itself, rest.0, rest.1, rest.2, rest.3 (LoRALinear is a "
@@ -462,7 +462,7 @@ def test_a_model_that_is_sharded_already_is_warned_about() -> None:
 
 @every_recipe
 def test_a_report_has_a_line_for_each_layer(recipe: Recipe) -> None:
-    model = kp.fp8.convert(block(), recipe)
+    model = kp.fp8.convert(block(), recipe, one_thread=False)
     results(model, random(8, 24))
     report = kp.fp8.report(model)
     head, *lines = str(report).splitlines()

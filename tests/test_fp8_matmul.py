@@ -23,6 +23,9 @@ from kernel_pytorch.testing.budget import exceeded
 
 UNIT = 2.0**-24  # float32 rounds to nearest
 every_pair = pytest.mark.parametrize("pair", PAIRS, ids="-".join)
+scaled_mm_of_cpu = pytest.mark.skipif(
+    not torch.__version__.startswith("2.13"), reason="the CPU's _scaled_mm was checked with 2.13"
+)
 NAMES = [(a, b) for a in FORMATS for b in FORMATS if not (a.startswith("e5m2") and b.startswith("e5m2"))]
 
 
@@ -133,6 +136,7 @@ def test_the_budget_grows_with_what_sums_may_lose(pair: tuple[str, str]) -> None
         assert budgets["promoted"] < budgets["fast"]
 
 
+@scaled_mm_of_cpu
 def test_no_accumulator_holds_a_very_long_sum(monkeypatch: pytest.MonkeyPatch) -> None:
     held = []
     multiply = torch._scaled_mm
@@ -310,7 +314,7 @@ def test_scaled_mm_says_why_not() -> None:
         assert refusal(4, 256, 128, block, "cpu/avx512") == "has no scales of blocks on a CPU"
 
 
-@pytest.mark.skipif(not torch.__version__.startswith("2.13"), reason="the CPU's _scaled_mm was checked with 2.13")
+@scaled_mm_of_cpu
 @pytest.mark.parametrize("pair", PAIRS[:2], ids="-".join)
 @pytest.mark.parametrize("shape", [(1, 1, 1), (3, 17, 5), (5, 16, 31), (2, 47, 32), (4, 32, 48)], ids=str)
 def test_scaled_mm_fills_up_what_is_no_multiple_of_16(pair: tuple[str, str], shape: tuple[int, int, int]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,12 +12,6 @@ from torch import nn
 import kernel_pytorch as kp
 
 pytestmark = pytest.mark.usefixtures("own_monitors")
-
-
-@pytest.fixture(autouse=True)
-def as_torch_comes() -> Iterator[None]:
-    with torch.autograd.set_multithreading_enabled(True):
-        yield
 
 
 def gpus(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
