@@ -122,15 +122,46 @@ def test_what_gains_nothing_in_two_precisions_costs_one_comparison_in_both(
             assert layer.fp8_gains_nothing(random(64, 40))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_what_gains_nothing_for_an_input_without_gradient_may_gain_with_it(
-    monkeypatch: pytest.MonkeyPatch, products: list[tuple[int, ...]]
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch, products: list[tuple[int, ...]]
 ) -> None:
     pretend_measured(monkeypatch, lambda *key: PRODUCTS if key[-3] else ())
-    model = kp.fp8.convert(linear())
-    model(random(64, 40))
+    model = kp.fp8.convert(linear().to(dtype))
+    x = random(64, 40).to(dtype)
+    for _ in range(2):
+        model(x)
+    assert model[0].fp8_gains_nothing(x)
     assert not products
-    results(model, random(64, 40))
+    results(model, x)
     assert len(products) == 3
+
+
+def test_what_gains_nothing_in_three_products_is_not_measured_in_two(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    pretend_measured(monkeypatch, lambda *key: asked.append(key) or ())
+    model = kp.fp8.convert(linear().bfloat16())
+    x = random(64, 40).bfloat16()
+    results(model, x)
+    assert len(asked) == 1
+    assert model[0].fp8_gains_nothing(x)
+    model(x)
+    assert len(asked) == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_eager_calls_learn_is_in_no_exported_program(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pretend_measured(monkeypatch, lambda *_: ())
+    model = kp.fp8.convert(linear().to(dtype))
+    model(random(50, 40).to(dtype).requires_grad_())
+    rows = {0: torch.export.Dim("rows", min=49, max=64)}  # which auto decides about together
+    x = random(60, 40).to(dtype)
+    program = torch.export.export(model.eval(), (x,), dynamic_shapes=(rows,), strict=False).module()
+    for count in (49, 64):
+        x = random(count, 40).to(dtype)
+        assert torch.equal(program(x), model(x))
 
 
 def test_a_copy_measures_for_itself(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,16 +181,18 @@ def test_a_trace_decides_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.equal(traced(random(7, 40)), model(random(7, 40)))
 
 
-def test_what_eager_calls_learn_compiles_nothing_again(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_eager_calls_learn_compiles_nothing_again(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     pretend_measured(monkeypatch, lambda *_: ())
-    model = kp.fp8.convert(linear())
+    model = kp.fp8.convert(linear().to(dtype))
     graphs = CompileCounter()
     compiled = torch.compile(model, backend=graphs, dynamic=False)
     for rows in (3, 64, 128):
-        compiled(random(64, 40))
-        model(random(rows, 40))
-        model(random(rows, 40).requires_grad_())
-        assert model[0].fp8_gains_nothing(random(rows, 40))
+        compiled(random(64, 40).to(dtype))
+        x = random(rows, 40).to(dtype)
+        model(x)
+        model(x.clone().requires_grad_())
+        assert model[0].fp8_gains_nothing(x)
     assert graphs.frame_count == 1
 
 

@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 import torch
 from torch import is_grad_enabled, nn
 from torch.autograd import forward_ad
-from torch.compiler import is_compiling
+from torch.compiler import is_compiling, is_dynamo_compiling
 from torch.nn import functional
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._python_dispatch import _disable_current_modes
@@ -52,6 +52,7 @@ _FOUND_OUT: Mapping[str, Callable[[], Any]] = {
     "_forwards": lambda: None,
     "_accumulates": bool,
     "_plain_numel": dict,
+    "_plain_most": lambda: -1,
     "_narrow": bool,
     "_calls": dict,
 }
@@ -103,6 +104,8 @@ class Float8Linear(nn.Linear):
     _accumulates: bool
     _plain_numel: dict[Any, int]
     """Inputs of at most so many numbers are known to gain nothing, by ``_kind``."""
+    _plain_most: int
+    """The largest of these that holds for every kind: what gains nothing in three products does not in two."""
     _narrow: bool
     """Whether autocast would make little difference to what was measured."""
     _calls: dict[tuple[Any, ...], tuple[Recipe, Products] | None]
@@ -147,6 +150,7 @@ class Float8Linear(nn.Linear):
         """What is known of calls, where that is not so any more."""
         self._calls.clear()
         self._plain_numel.clear()
+        self._plain_most = -1
 
     def recipe_for(self, x: torch.Tensor) -> Recipe | None:
         """The recipe of a call, with the products that are in 8 bits; None for plain arithmetic."""
@@ -192,6 +196,8 @@ class Float8Linear(nn.Linear):
                 self._narrow = weight.itemsize < 4
                 same = self._kind(x)
                 self._plain_numel[same] = max(self._plain_numel.get(same, -1), x.numel())
+                if self._narrow:
+                    self._plain_most = self._plain_numel.get(True, -1)
         call = self._calls[key]
         if call is not None and (transforms_active() or forward_ad._current_level >= 0):
             refuse_transforms(x, weight, bias)
@@ -216,8 +222,12 @@ class Float8Linear(nn.Linear):
 
     def fp8_gains_nothing(self, x: torch.Tensor) -> bool:
         """Whether that is known already: what the eager calls cost that auto leaves as they were."""
+        return x.numel() <= max(self._plain_most, self._plain_for(x))
+
+    def _plain_for(self, x: torch.Tensor) -> int:
+        """How many numbers an input such as x may have and be known to gain nothing; -1 where nothing is known."""
         known = self._plain_numel
-        return bool(known) and x.numel() <= known.get(self._kind(x), -1)
+        return known.get(self._kind(x), -1) if known else -1
 
     def _kind(self, x: torch.Tensor) -> Any:
         """What else decides if a call gains, besides its rows; a call that is not recorded is like one that is."""
@@ -229,12 +239,13 @@ class Float8Linear(nn.Linear):
         return measured_for(self.weight, self.bias is not None, self.fp8_recipe)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        compiling = is_compiling()
-        if not compiling and (known := self._plain_numel):  # in this order: a graph must not depend on the latter
+        if not is_dynamo_compiling() and type(x) is torch.Tensor:  # a graph must not depend on what follows
             # ``fp8_gains_nothing`` without its calls, and past nn.Module's search for names, which takes longer than
             # what is asked here: no call may be slower than it was.
-            recorded = x.requires_grad or not is_grad_enabled()
-            if x.numel() <= known.get(recorded if self._narrow else (working_dtype(x), recorded), -1):
+            most = self._plain_most
+            if most < 0:
+                most = self._plain_for(x)
+            if most >= 0 and x.numel() <= most:
                 own: Any = self._parameters
                 try:
                     weight, bias = own["weight"], own["bias"]
@@ -245,7 +256,7 @@ class Float8Linear(nn.Linear):
         if call is None:
             return functional.linear(x, self.weight, self.bias)
         recipe, products = call
-        if products.y_in_8 and not compiling:
+        if products.y_in_8 and not is_compiling():
             meet(x, self, recipe, products.forward_format, products.needs_dw and products.dw_in_8)
         cast = self.weight_cast(recipe, products.forward_format, products.needs_dx and products.dx_in_8)
         return checked_linear(x, self.weight, self.bias, recipe, products, self.fp8_memory(recipe), cast)
