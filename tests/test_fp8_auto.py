@@ -14,10 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch._dynamo.testing import CompileCounter
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import kernel_pytorch as kp
 from fp8_models import block, linear, pretend_measured, random, results, same, sqnr, train
 from kernel_pytorch.precision import PRODUCTS, RECIPES
+from kernel_pytorch.precision import layer as layer_module
 from kernel_pytorch.precision import plan as plan_module
 from kernel_pytorch.precision.plan import Measured, measured_choice, rounded
 
@@ -162,6 +164,49 @@ def test_what_eager_calls_learn_is_in_no_exported_program(
     for count in (49, 64):
         x = random(count, 40).to(dtype)
         assert torch.equal(program(x), model(x))
+
+
+def test_weights_of_another_format_are_measured_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    pretend_measured(monkeypatch, lambda *key: asked.append(key) or ())
+    model = kp.fp8.convert(linear().bfloat16())
+    model(random(64, 40).bfloat16().requires_grad_())
+    model.load_state_dict({name: value.float() for name, value in model.state_dict().items()}, assign=True)
+    model(random(64, 40).requires_grad_())
+    assert len(asked) == 2
+
+
+def test_tensors_without_memory_decide_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    monkeypatch.setattr(layer_module, "may_gain", lambda _: True)
+    monkeypatch.setattr(
+        plan_module, "measured_choice", lambda *key: asked.append(key) or Measured(64, (((), 1.0),))
+    )
+    with FakeTensorMode():
+        fake = kp.fp8.convert(linear())
+        assert fake(torch.empty(64, 40, requires_grad=True)).shape == (64, 24)
+    assert not asked
+    model = kp.fp8.convert(linear())
+    model(random(64, 40).requires_grad_())
+    assert len(asked) == 1
+
+
+def test_a_layer_inside_a_transform_is_exported(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Mapped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = linear()[0].bfloat16()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.func.vmap(self.layer)(x)
+
+    pretend_measured(monkeypatch, lambda *_: ())
+    model = kp.fp8.convert(Mapped())
+    model.layer(random(50, 40).bfloat16().requires_grad_())
+    x = random(4, 60, 40).bfloat16()
+    rows = {1: torch.export.Dim("rows", min=49, max=64)}
+    program = torch.export.export(model, (x,), dynamic_shapes=(rows,), strict=False).module()
+    assert torch.equal(program(x), model(x))
 
 
 def test_a_copy_measures_for_itself(monkeypatch: pytest.MonkeyPatch) -> None:

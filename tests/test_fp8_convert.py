@@ -21,6 +21,7 @@ from fp8_models import HISTORIES, block, every_recipe, is_fused, linear, lossy, 
 from kernel_pytorch.precision import PRODUCTS, RECIPES, Recipe
 from kernel_pytorch.precision import monitor as monitor_module
 from kernel_pytorch.precision.layer import BUFFERS, Float8Linear
+from kernel_pytorch.testing import pretend
 
 pytestmark = pytest.mark.usefixtures("one_thread", "own_monitors", "an_optimizer_has_made_a_step")
 
@@ -477,6 +478,51 @@ def test_a_report_has_a_line_for_each_layer(recipe: Recipe) -> None:
         assert row.losses["weight"].numbers == model.get_submodule(row.name).weight.numel()
         assert row.losses["gradient"].numbers == 8 * row.outputs
     assert (report.layers[0].inputs, report.layers[0].outputs) == (24, 32)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "dtype", "sizes", "note"),
+    [
+        ("delayed", torch.float32, (3, 17, 5), ()),
+        ("rowwise", torch.bfloat16, (3, 17, 5), ()),
+        (
+            "rowwise",
+            torch.float32,
+            (8, 64, 48),
+            ("y, dx, dW (multiplied as copies in float32: scaled-mm gives bf",),
+        ),
+        (
+            "rowwise-high-wgrad",
+            torch.float32,
+            (8, 64, 48),
+            ("y, dx (multiplied as copies in float32: scaled-mm g",),
+        ),
+        ("blockwise", torch.bfloat16, (128, 512, 512), ()),
+        (
+            "blockwise",
+            torch.bfloat16,
+            (3, 512, 512),
+            ("y, dx (multiplied as copies in float32: scaled-mm takes whole",),
+        ),
+        (
+            "blockwise",
+            torch.bfloat16,
+            (300, 512, 512),
+            ("dW (multiplied as copies in float32: scaled-mm takes whole",),
+        ),
+    ],
+)
+def test_a_report_says_what_no_matrix_unit_multiplies(
+    recipe: str, dtype: torch.dtype, sizes: tuple[int, int, int], note: tuple[str, ...]
+) -> None:
+    rows, inputs, outputs = sizes
+    model = kp.fp8.convert(nn.Sequential(nn.Linear(inputs, outputs, dtype=dtype)), recipe)
+    model(torch.randn(rows, inputs, dtype=dtype).requires_grad_())
+    assert kp.fp8.report(model).layers[0].notes == ()
+    with pretend("nvidia/h200"):
+        notes = kp.fp8.report(model).layers[0].notes
+    assert len(notes) == len(note)
+    assert all(found.startswith(start) for found, start in zip(notes, note, strict=True))
 
 
 def test_a_report_has_what_was_lost() -> None:

@@ -183,3 +183,27 @@ def test_activation_checkpointing_remembers_and_counts_a_forward_once(reentrant:
         assert torch.equal(found[1][name][0][0], state[0]), name
         # Of inputs, as they are: weights may be cast again, and a forward without gradients turns nothing.
         assert torch.equal(found[1][name][1][0, 0], counts[0, 0]), name
+
+
+def test_a_part_of_a_checkpoint_leaves_other_layers_alone() -> None:
+    model = kp.fp8.convert(nn.Sequential(nn.Linear(24, 16), nn.Linear(16, 4)), "delayed")
+    model(random(8, 24)).sum().backward()
+    model[1].fp8_fallback = "for the test"
+    before = model.state_dict()
+    model.load_state_dict({"0.bias": torch.zeros(16)}, strict=False)
+    after = model.state_dict()
+    for name in (f"0.{HISTORIES}", f"1.{HISTORIES}"):
+        assert torch.equal(before[name], after[name])
+        assert bool(before[name][:2].any())
+    assert model[1].fp8_fallback is not None
+
+
+def test_a_checkpoint_is_assigned_to_a_model_without_memory() -> None:
+    model = kp.fp8.convert(linear(24, 16), "delayed")
+    model(random(8, 24)).sum().backward()
+    with torch.device("meta"):
+        empty = kp.fp8.convert(linear(24, 16), "delayed")
+    empty.load_state_dict(model.state_dict(), assign=True)
+    x = random(8, 24, seed=1)
+    same(results(empty, x), results(model, x))
+    same(dict(empty.state_dict()), dict(model.state_dict()))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,7 +13,13 @@ from torch import nn
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.utils.parametrize import is_parametrized
 
+from kernel_pytorch.hardware_abstraction.dispatch import explain
+from kernel_pytorch.hardware_abstraction.registry import device_of
+from kernel_pytorch.ops.fp8_cast.definition import inverse_shape
+from kernel_pytorch.ops.fp8_matmul import KERNEL_DEQUANTISED, KERNEL_SCALED_MM, fp8_matmul
+from kernel_pytorch.precision.formats import FORMATS
 from kernel_pytorch.precision.gathering import Shard, stop_gathering
+from kernel_pytorch.precision.kept_cast import sums_of_y
 from kernel_pytorch.precision.layer import BUFFERS, Float8Linear
 from kernel_pytorch.precision.linear import COUNTS_SHAPE
 from kernel_pytorch.precision.monitor import Losses, layers_of, losses_of, unwatch, watch
@@ -79,8 +86,11 @@ def convert(
     _check_module(model)
     if layers is not None and not callable(layers):
         raise TypeError(f"layers={layers!r}: expected a function of a layer's name and the layer, or None")
-    if monitor is not None and (not isinstance(monitor, int) or monitor < 1):
+    if monitor is not None and (not isinstance(monitor, int) or isinstance(monitor, bool) or monitor < 1):
         raise ValueError(f"monitor={monitor!r}: use a number of steps, or None")
+    for name, flag in (("fuse_swiglu", fuse_swiglu), ("fuse_norm", fuse_norm)):
+        if not isinstance(flag, bool):
+            raise TypeError(f"{name}={flag!r}: use True or False")
     if one_thread is not None and not isinstance(one_thread, bool):
         raise TypeError(f"one_thread={one_thread!r}: use True or False, or None for True where there is one GPU")
     auto = recipe == "auto"
@@ -313,6 +323,40 @@ def _by_reason(reasons: dict[str, str], most: int | None = None) -> list[str]:
     return lines
 
 
+def _without_matrix_units(layer: Float8Linear) -> dict[str, str]:
+    """The 8-bit products of the last eager call that a GPU computes from copies in float32: for each why."""
+    shape, call = next(((key[1], call) for key, call in reversed(layer._calls.items()) if key[0]), (None, None))
+    device = None if layer.weight.is_meta else device_of(layer.weight.device)
+    if call is None or shape is None or device is None or device.backend == "cpu":
+        return {}
+    recipe, how = call
+    m, k, n = math.prod(shape[:-1]), layer.in_features, layer.out_features
+    forward, gradient = how.forward_format, how.gradient_format
+    # Rows of both operands, the length of the sums, scales, formats, and how they are added up.
+    products = {
+        "y": ((m, n), k, (recipe.input, recipe.weight), (forward, forward), sums_of_y(recipe.input)),
+        "dx": ((m, k), n, (recipe.gradient, recipe.weight), (gradient, forward), recipe.dx_sums),
+        "dW": ((n, k), m, (recipe.gradient, recipe.input), (gradient, forward), "promoted"),
+    }
+    found = {}
+    for product in recipe.low_precision:
+        sizes, length, granularities, formats, sums = products[product]
+        with torch.device("meta"):
+            codes = [
+                torch.empty(size, length, dtype=FORMATS[name].dtype)
+                for size, name in zip(sizes, formats, strict=True)
+            ]
+            scales = [
+                torch.empty(inverse_shape(each, size, length))
+                for size, each in zip(sizes, granularities, strict=True)
+            ]
+        choice = explain(fp8_matmul, *codes, *scales, how.dtype, sums, device=device)
+        if choice.kernel is KERNEL_DEQUANTISED and m > 0:
+            why = next(verdict.reason for verdict in choice.verdicts if verdict.kernel == KERNEL_SCALED_MM.name)
+            found[product] = f"multiplied as copies in float32: {KERNEL_SCALED_MM.name} {why}"
+    return found
+
+
 def _layer_report(name: str, layer: Float8Linear, fused: str | None, norm: str | None) -> LayerReport:
     notes = []
     if layer.fp8_fallback is not None:
@@ -330,6 +374,7 @@ def _layer_report(name: str, layer: Float8Linear, fused: str | None, norm: str |
     ]
     if ragged and layer.weight.device.type != "cpu":
         notes.append(f"{' and '.join(ragged)} filled up with zeros to a multiple of 16 in 8-bit products")
+    notes += _by_reason(_without_matrix_units(layer))
     measured = layer.fp8_measured() if layer.fp8_auto else ()
     if layer.fp8_fallback is not None:
         products = dict.fromkeys(PRODUCTS, "own")

@@ -34,6 +34,7 @@ __all__ = [
     "linear_forward_op",
     "linear_of_cast_op",
     "product",
+    "sums_of_y",
     "transposed_codes",
     "weight_scale_is_power_of_two",
 ]
@@ -234,6 +235,11 @@ def product(
     return fp8_matmul(a, b, inverse_a, inverse_b, dtype, sums)
 
 
+def sums_of_y(granularity: str) -> str:
+    """How the forward's product adds up: in the matrix units alone, but for blocks, whose scales come in between."""
+    return "promoted" if granularity in ("block", "square") else "fast"
+
+
 @lru_cache
 def _scaled_mm_first(where: torch.device) -> bool:
     """Whether torch's own product would be chosen for scales of tensors."""
@@ -295,7 +301,7 @@ def _linear_of_cast(
 ) -> tuple[torch.Tensor, ...]:
     """y, and the weight's transposed copy with its scales."""
     w = cast_weight(weight, number_format, weight_granularity, True, power_of_two, counts)
-    y = product(x_8, w.data, x_inverse, w.inverse, dtype, "fast", direct or w.direct)
+    y = product(x_8, w.data, x_inverse, w.inverse, dtype, sums_of_y(weight_granularity), direct or w.direct)
     return y, w.data_t, w.inverse_t
 
 

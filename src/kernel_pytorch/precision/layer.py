@@ -33,7 +33,7 @@ from kernel_pytorch.precision.linear import (
     working_dtype,
 )
 from kernel_pytorch.precision.offer import meet
-from kernel_pytorch.precision.plan import Measured, call_of, may_gain, measured_for, rounded
+from kernel_pytorch.precision.plan import Measured, call_of, can_measure, may_gain, measured_for, rounded
 from kernel_pytorch.precision.recipe import Recipe, recipe_of
 from kernel_pytorch.precision.transforms import refuse, refuse_transforms, transforms_active
 
@@ -52,7 +52,7 @@ _FOUND_OUT: Mapping[str, Callable[[], Any]] = {
     "_forwards": lambda: None,
     "_accumulates": bool,
     "_plain_numel": dict,
-    "_plain_most": lambda: -1,
+    "_plain_up_to": lambda: -1,
     "_narrow": bool,
     "_calls": dict,
 }
@@ -104,8 +104,9 @@ class Float8Linear(nn.Linear):
     _accumulates: bool
     _plain_numel: dict[Any, int]
     """Inputs of at most so many numbers are known to gain nothing, by ``_kind``."""
-    _plain_most: int
-    """The largest of these that holds for every kind: what gains nothing in three products does not in two."""
+    _plain_up_to: int
+    """The one of these for calls that need every gradient, if the weight is narrow: known by one comparison. (What
+    gains nothing in three products gains next to nothing in two.)"""
     _narrow: bool
     """Whether autocast would make little difference to what was measured."""
     _calls: dict[tuple[Any, ...], tuple[Recipe, Products] | None]
@@ -150,7 +151,8 @@ class Float8Linear(nn.Linear):
         """What is known of calls, where that is not so any more."""
         self._calls.clear()
         self._plain_numel.clear()
-        self._plain_most = -1
+        self._plain_up_to = -1
+        self._narrow = self.weight.itemsize < 4
 
     def recipe_for(self, x: torch.Tensor) -> Recipe | None:
         """The recipe of a call, with the products that are in 8 bits; None for plain arithmetic."""
@@ -186,18 +188,18 @@ class Float8Linear(nn.Linear):
             if len(self._calls) > 4096:
                 self._calls.clear()
             found = self._new_call_for(x, own)
-            capturing = kind == "cuda" and torch.cuda.is_current_stream_capturing()
-            if self.fp8_auto and (capturing or torch._C._is_tracing()):
-                return found  # nothing can be measured, or sizes are no numbers
+            if self.fp8_auto and (torch._C._is_tracing() or not can_measure(kind)):
+                return found  # sizes are no numbers, or nothing is known of their calls
+            if self._narrow != (weight.itemsize < 4):
+                self._forget()
             self._calls[key] = found
             recording = weight.requires_grad and is_grad_enabled()
             if found is None and self.fp8_auto and own and recording and kind != "meta":
                 # Fewer rows gain even less: from now on they cost one comparison.
-                self._narrow = weight.itemsize < 4
                 same = self._kind(x)
                 self._plain_numel[same] = max(self._plain_numel.get(same, -1), x.numel())
                 if self._narrow:
-                    self._plain_most = self._plain_numel.get(True, -1)
+                    self._plain_up_to = self._plain_numel.get(True, -1)
         call = self._calls[key]
         if call is not None and (transforms_active() or forward_ad._current_level >= 0):
             refuse_transforms(x, weight, bias)
@@ -222,7 +224,8 @@ class Float8Linear(nn.Linear):
 
     def fp8_gains_nothing(self, x: torch.Tensor) -> bool:
         """Whether that is known already: what the eager calls cost that auto leaves as they were."""
-        return x.numel() <= max(self._plain_most, self._plain_for(x))
+        numel = x.numel()
+        return numel <= self._plain_up_to or numel <= self._plain_for(x)
 
     def _plain_for(self, x: torch.Tensor) -> int:
         """How many numbers an input such as x may have and be known to gain nothing; -1 where nothing is known."""
@@ -239,13 +242,11 @@ class Float8Linear(nn.Linear):
         return measured_for(self.weight, self.bias is not None, self.fp8_recipe)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if not is_dynamo_compiling() and type(x) is torch.Tensor:  # a graph must not depend on what follows
-            # ``fp8_gains_nothing`` without its calls, and past nn.Module's search for names, which takes longer than
-            # what is asked here: no call may be slower than it was.
-            most = self._plain_most
-            if most < 0:
-                most = self._plain_for(x)
-            if most >= 0 and x.numel() <= most:
+        if not is_dynamo_compiling():  # a graph must not depend on what follows
+            # ``fp8_gains_nothing`` without its call, and past nn.Module's search for names, which takes longer than
+            # what is asked here: no call may be slower than it was. Sizes that are symbols are not compared.
+            numel = x.numel()
+            if type(numel) is int and (numel <= self._plain_up_to or numel <= self._plain_for(x)):
                 own: Any = self._parameters
                 try:
                     weight, bias = own["weight"], own["bias"]
@@ -334,7 +335,10 @@ class Float8Linear(nn.Linear):
         return self
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, **{name: nothing() for name, nothing in _FOUND_OUT.items()}, "fp8_gather": None}
+        return {name: kept for name, kept in self.__dict__.items() if name not in _FOUND_OUT} | {"fp8_gather": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__({name: nothing() for name, nothing in _FOUND_OUT.items()} | state)  # type: ignore[no-untyped-call]
 
     def __prepare_scriptable__(self) -> NoReturn:
         # What torch.jit.script asks a module first.
@@ -352,10 +356,16 @@ class Float8Linear(nn.Linear):
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
         found = state_dict.pop(prefix + _STATE_KEY, None)
         errors: list[str] = rest[-1]
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+        self._forget()  # the weight may be another, of another format
+        if self.fp8_history.is_meta and not self.weight.is_meta:  # assigned to a model without memory
+            for name, (shape, dtype) in BUFFERS.items():
+                self._buffers[name] = torch.zeros(shape, dtype=dtype, device=self.weight.device)
         if found is None:
-            self.fp8_history.zero_()  # the histories of other weights say nothing
-            self.fp8_gradient_history.zero_()
-            self.fp8_fallback = None
+            if prefix + "weight" in state_dict:  # the histories of another one say nothing
+                self.fp8_history.zero_()
+                self.fp8_gradient_history.zero_()
+                self.fp8_fallback = None
         elif tuple(found.shape) != (STATE_SHAPE[0] + 1, STATE_SHAPE[1]) or not bool((found >= 0).all()):
             errors.append(
                 f"{prefix}{_STATE_KEY} has shape {list(found.shape)} or negative numbers: expected the histories "
@@ -366,7 +376,6 @@ class Float8Linear(nn.Linear):
                 self.fp8_history.copy_(found[0])
                 self.fp8_gradient_history.copy_(found[1])
             self.fp8_fallback = "it had when the checkpoint was saved" if bool(found[-1, 0]) else None
-        super()._load_from_state_dict(state_dict, prefix, *rest)
 
     def extra_repr(self) -> str:
         products = "auto" if self.fp8_auto else ", ".join(self.fp8_recipe.low_precision)

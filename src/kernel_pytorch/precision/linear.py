@@ -16,7 +16,15 @@ from kernel_pytorch.hardware_abstraction.registry import device_of
 from kernel_pytorch.ops.fp8_cast import fp8_cast
 from kernel_pytorch.ops.fp8_cast.definition import HISTORY
 from kernel_pytorch.precision.formats import E4M3FN, E5M2, FormatPair, for_device
-from kernel_pytorch.precision.kept_cast import NAMES, Kept, cast_weight, kept_cast, product, transposed_codes
+from kernel_pytorch.precision.kept_cast import (
+    NAMES,
+    Kept,
+    cast_weight,
+    kept_cast,
+    product,
+    sums_of_y,
+    transposed_codes,
+)
 from kernel_pytorch.precision.offer import input_key
 from kernel_pytorch.precision.recipe import Recipe, recipe_named
 from kernel_pytorch.precision.transforms import refuse_compiled_transforms, refuse_transforms
@@ -343,7 +351,8 @@ def forward_products(
     if products.y_in_8:
         assert x is not None
         assert weight_cast is not None
-        y = product(x.data, weight_cast.data, x.inverse, weight_cast.inverse, products.dtype, "fast", x.direct)
+        sums = sums_of_y(products.input_granularity)
+        y = product(x.data, weight_cast.data, x.inverse, weight_cast.inverse, products.dtype, sums, x.direct)
     else:
         compute = getattr(torch, products.dtype)
         y = torch.mm(x_MK.to(compute), weight.to(compute).t())

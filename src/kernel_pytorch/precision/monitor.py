@@ -1,7 +1,8 @@
 """Watching what 8-bit casts lose, and turning back layers that keep losing too much.
 
 The casts count on the device as they go. Every so many steps of an optimizer the counts of all layers of a model are
-copied to the host without waiting; they are looked at when the next copy is due, so nothing ever stops the device.
+copied to the host without waiting. They are looked at one step later: the device then has that step to do, and does
+not wait, and a run that is repeated falls back at the same step.
 """
 
 from __future__ import annotations
@@ -80,8 +81,8 @@ class Monitor:
     def step(self) -> None:
         """One step of the optimizer has been made."""
         self._steps += 1
+        self.look()
         if self._steps % self.interval == 0:
-            self.look()
             self._fetch()
 
     def look(self) -> None:

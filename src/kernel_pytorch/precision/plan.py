@@ -128,10 +128,17 @@ def may_gain(kind: str) -> bool:
     return kind in ("cuda", "xpu")
 
 
+def can_measure(kind: str) -> bool:
+    """Whether calls on such a device run as they are made: neither for a graph nor on tensors without memory."""
+    if kind == "cuda" and torch.cuda.is_current_stream_capturing():
+        return False
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is None
+
+
 def _measured_products(kind: str, index: int | None, *call: Any) -> tuple[str, ...]:
     """Those of ``PRODUCTS`` that gain by 8 bits."""
-    if kind == "cuda" and torch.cuda.is_current_stream_capturing():
-        return ()  # nothing can be timed inside a graph capture
+    if not can_measure(kind):
+        return ()
     return measured_choice(torch.device(kind, 0 if index is None else index), *call).best
 
 

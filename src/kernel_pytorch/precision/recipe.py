@@ -74,6 +74,8 @@ class Recipe:
         for name, flag in (("power_of_two", self.power_of_two), ("delayed", self.delayed)):
             if not isinstance(flag, bool):
                 raise TypeError(f"{name}={flag!r}: use True or False")
+        if not isinstance(self.high_precision, tuple):
+            raise TypeError(f"high_precision={self.high_precision!r}: use a tuple")
         for product in self.high_precision:
             if product not in PRODUCTS:
                 raise ValueError(f"high_precision={self.high_precision!r}: use some of {', '.join(PRODUCTS)}")
