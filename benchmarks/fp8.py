@@ -44,6 +44,7 @@ from kernel_pytorch.hardware_abstraction.op import registered_op
 from kernel_pytorch.hardware_abstraction.rates import measure_rates
 from kernel_pytorch.hardware_abstraction.registry import backend
 from kernel_pytorch.hardware_abstraction.timing import quantiles
+from kernel_pytorch.precision.monitor import monitor_of
 
 os.environ.setdefault("TORCHAO_FORCE_SKIP_LOADING_SO_FILES", "1")  # its binaries are for one version of torch
 
@@ -52,6 +53,9 @@ say = partial(print, flush=True)  # a run that is killed must show what it did
 
 TWIN = "the same bf16"
 """The layer as it was, timed once more: by how much two arms differ that do not."""
+WATCHED, INTERVAL = " watched", 5
+"""After a recipe: its monitor counts the steps too, and reads every 5th, so that each turn pays for it; by default it
+reads a tenth as often."""
 
 
 # How it is run.
@@ -59,7 +63,7 @@ TWIN = "the same bf16"
 
 @dataclass(frozen=True)
 class Arm:
-    """One way to run a workload: ``bf16``, ``TWIN``, one of ``PEERS`` or a recipe of ours, in a mode.
+    """One way to run a workload: ``bf16``, ``TWIN``, one of ``PEERS`` or a recipe of ours, or one WATCHED, in a mode.
 
     Modes are ``eager``, ``compiled`` and ``graphs``, which is compiled with ``mode="reduce-overhead"``. Autograd runs
     the backward as torch comes, in a thread for the device, unless a conversion has said otherwise, as ours does
@@ -87,7 +91,7 @@ class Arm:
 
     def converted(self, model: nn.Module) -> nn.Module:
         if self.ours:
-            return kp.fp8.convert(model, self.recipe)
+            return kp.fp8.convert(model, self.recipe.removesuffix(WATCHED), monitor=INTERVAL)
         if self.recipe in PEERS:
             from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
@@ -113,6 +117,7 @@ class Runner:
         self.arm = arm
         torch.autograd.set_multithreading_enabled(True)
         self.model = arm.converted(module(work, device))
+        self.monitor = monitor_of(self.model) if arm.recipe.endswith(WATCHED) else None
         self.call: Callable[..., torch.Tensor] = self.model
         self.threads = torch._C._is_multithreading_enabled()
         if arm.mode.endswith(("in one thread", "in two threads")):
@@ -143,6 +148,8 @@ class Runner:
         self.run()
         for parameter in self.parameters:
             parameter.grad = None
+        if self.monitor is not None:
+            self.monitor.step()
 
     def results(self) -> dict[str, torch.Tensor]:
         """The output and every gradient."""

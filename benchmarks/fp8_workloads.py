@@ -66,7 +66,7 @@ WORKLOADS = (
              others=("eager in one thread", "compiled in one thread", "graphs", "graphs in one thread",
                      "eager in two threads", "compiled in two threads")),
     Workload("linear-14336", "linears", "linear M 8192, 4096 -> 14336", "linear", (8192,), 4096, 14336,
-             recipes=("delayed", "tensorwise")),
+             recipes=("delayed", "tensorwise", "rowwise", "blockwise")),
     Workload("linear-28672", "linears", "linear M 16384, 8192 -> 28672", "linear", (16384,), 8192, 28672,
              recipes=("delayed", "tensorwise")),
     Workload("mlp", "blocks", "SwiGLU MLP 4096/14336, 16384 tokens", "mlp", (16384,), 4096, 14336,
@@ -74,7 +74,7 @@ WORKLOADS = (
     Workload("block-4096", "blocks", "Llama block 4096/14336, 4 x 4096", "block", (4, 4096), 4096, 14336, (32, 8),
              recipes=(*RECIPES, "delayed-e4m3"), memory=True),
     Workload("block-2048", "small-block", "Llama block 2048/5632, 8 x 2048", "block", (8, 2048), 2048, 5632, (16, 8),
-             others=("eager in one thread", "compiled in one thread")),
+             recipes=(*RECIPES, "delayed watched"), others=("eager in one thread", "compiled in one thread")),
 )  # fmt: skip
 
 

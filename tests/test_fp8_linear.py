@@ -12,79 +12,19 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from fp8_products import casts, fresh, leaves, random, step, within_budget, y_sums
 from kernel_pytorch.ops import fp8_matmul as matmul_module
-from kernel_pytorch.ops.fp8_cast import Cast, fp8_cast
-from kernel_pytorch.ops.fp8_matmul.definition import FP8_MATMUL
-from kernel_pytorch.precision import COUNTS_SHAPE, RECIPES, STATE_SHAPE, Recipe, fp8_linear, recipe_named
+from kernel_pytorch.ops.fp8_cast import fp8_cast
+from kernel_pytorch.precision import COUNTS_SHAPE, PRODUCTS, RECIPES, STATE_SHAPE, Recipe, fp8_linear, recipe_named
 from kernel_pytorch.precision import linear as linear_module
 from kernel_pytorch.precision.recipe import recipe_of
-from kernel_pytorch.testing import compare, interpreting, pretend
-from kernel_pytorch.testing.budget import exceeded
+from kernel_pytorch.testing import interpreting, pretend
 
 every_recipe = pytest.mark.parametrize("recipe", RECIPES.values(), ids=str)
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 SHAPES = [(7, 37, 11), (130, 257, 129), (1, 1, 1), (5, 128, 1), (3, 1, 200), (64, 256, 128)]
-
-
-def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
-
-
-def leaves(m: int, k: int, n: int, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, ...]:
-    x, weight = random(m, k, dtype=dtype), random(n, k, seed=1, dtype=dtype) / math.sqrt(max(1, k))
-    return x.requires_grad_(), weight.requires_grad_(), random(n, seed=2, dtype=dtype).requires_grad_()
-
-
-def fresh(recipe: Recipe | str) -> dict[str, torch.Tensor]:
-    """What a first call by a recipe needs besides its tensors."""
-    return {"state": torch.zeros(STATE_SHAPE)} if recipe_named(recipe).delayed else {}
-
-
-def step(
-    recipe: Recipe | str,
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    dy: torch.Tensor,
-    **more: Any,
-) -> tuple[torch.Tensor, ...]:
-    """Output and gradients; of a delayed recipe with no history, which has the scales of the tensors themselves."""
-    y = fp8_linear(x, weight, bias, recipe, **{**fresh(recipe), **more})
-    inputs = [value for value in (x, weight, bias) if value is not None and value.requires_grad]
-    return (y.detach(), *torch.autograd.grad(y, inputs, dy))
-
-
-def casts(recipe: Recipe, x: torch.Tensor, weight: torch.Tensor, dy: torch.Tensor) -> dict[str, tuple[Cast, Cast]]:
-    """The operands of each product, every transposed one cast on its own."""
-    gradient = {"e4m3": "e4m3fn", "e5m2": "e5m2"}[recipe.gradient_format]
-
-    def cast(t: torch.Tensor, granularity: str, name: str = "e4m3fn", of_weight: bool = False) -> Cast:
-        power_of_two = recipe.power_of_two or (of_weight and granularity == "tensor")
-        return fp8_cast(t.detach(), name, granularity, power_of_two=power_of_two)
-
-    return {
-        "y": (cast(x, recipe.input), cast(weight, recipe.weight, of_weight=True)),
-        "dx": (cast(dy, recipe.gradient, gradient), cast(weight.t(), recipe.weight, of_weight=True)),
-        "dweight": (cast(dy.t(), recipe.gradient, gradient), cast(x.t(), recipe.input)),
-    }
-
-
-def within_budget(found: torch.Tensor, pair: tuple[Cast, Cast]) -> None:
-    """Held to the budget of the op: float64 of these 8-bit operands, and what float32 sums may err.
-
-    A processor adds up in float32 whatever the call allows; the sums that each product allows are looked at below.
-    """
-    a, b = pair
-    arguments = {
-        "a": a.data,
-        "b": b.data,
-        "inverse_a": a.inverse,
-        "inverse_b": b.inverse,
-        "dtype": str(found.dtype).removeprefix("torch."),
-        "sums": "float32",
-    }
-    comparisons = compare(FP8_MATMUL, lambda *_: (found,), arguments, gradients=False)
-    assert not exceeded(comparisons), exceeded(comparisons)
+LONG = [(3, 32768, 4), (3, 4, 32768), (32768, 3, 4)]
+"""One product of each has a long sum: y, dx, dW."""
 
 
 @every_recipe
@@ -107,6 +47,22 @@ def test_products_are_those_of_the_eight_bit_operands(
         within_budget(dweight, operands["dweight"])
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@every_recipe
+@pytest.mark.parametrize("shape", [*SHAPES, *LONG, (128, 512, 512)], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_products_on_a_gpu(recipe: Recipe, shape: tuple[int, int, int], dtype: torch.dtype) -> None:
+    m, k, n = shape
+    x, weight = (value.detach().cuda().requires_grad_() for value in leaves(m, k, n, dtype)[:2])
+    dy = random(m, n, seed=3, dtype=dtype).cuda() / 8
+    found = step(recipe, x, weight, None, dy)
+    operands = casts(recipe, x, weight, dy)
+    sums = (y_sums(recipe), recipe.dx_sums, "promoted")
+    for product, name, value, allowed in zip(PRODUCTS, operands, found, sums, strict=True):
+        if product not in recipe.high_precision:
+            within_budget(value, operands[name], allowed)
+
+
 @every_recipe
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_bias_is_added_and_its_gradient_is_a_float32_sum(recipe: Recipe, dtype: torch.dtype) -> None:
@@ -124,7 +80,7 @@ def test_bias_is_added_and_its_gradient_is_a_float32_sum(recipe: Recipe, dtype: 
 @pytest.mark.parametrize("name", ["tensorwise", "delayed", "delayed-e4m3", "rowwise", "blockwise"])
 def test_long_sums(name: str) -> None:
     recipe = RECIPES[name]
-    for number, (m, k, n) in enumerate(((3, 32768, 4), (3, 4, 32768), (32768, 3, 4))):
+    for number, (m, k, n) in enumerate(LONG):
         x, weight, _ = leaves(m, k, n)
         dy = random(m, n, seed=3)
         product = ("y", "dx", "dweight")[number]  # the one with the long sum
@@ -226,11 +182,6 @@ def saved_shapes(run: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, list[tu
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         return run(), kept
-
-
-def y_sums(recipe: Recipe) -> str:
-    """Those that a GPU's matrix units have for such scales."""
-    return "promoted" if recipe.input == "block" else "fast"
 
 
 @every_recipe

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import pytest
@@ -147,6 +148,20 @@ def test_no_accumulator_holds_a_very_long_sum(monkeypatch: pytest.MonkeyPatch) -
         for sums in ("promoted", "fast"):
             fp8_matmul(*operands(16, k, 16, ("tensor", "tensor")), "bfloat16", sums, kernel="scaled-mm")
     assert held == [False, True, False, False]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("k", [16384, 32768])
+@pytest.mark.parametrize("pair", PAIRS[:3], ids="-".join)
+@pytest.mark.parametrize("sums", ["promoted", "fast"])
+def test_long_sums_of_matrix_units(k: int, pair: tuple[str, str], sums: str) -> None:
+    if pair[0] == "block" and sums == "fast":
+        pytest.skip("blocks are added up in float32")
+    values = [value.cuda() for value in operands(64, k, 128, pair, seed=5)]
+    names = ("a", "b", "inverse_a", "inverse_b")
+    arguments = dict(zip(names, values, strict=True), dtype="bfloat16", sums=sums)
+    found = compare(FP8_MATMUL, partial(function_of(FP8_MATMUL), kernel="scaled-mm"), arguments, gradients=False)
+    assert not exceeded(found), exceeded(found)
 
 
 @settings(max_examples=40, deadline=None)

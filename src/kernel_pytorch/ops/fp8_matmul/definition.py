@@ -101,7 +101,8 @@ def one_after_another(dtype: torch.dtype) -> Callable[..., tuple[torch.Tensor]]:
         spread_a, spread_b = _spread(inverse_a, *a.shape), _spread(inverse_b, *b.shape)
         if sums == "float32":
             return ((a * spread_a) @ (b * spread_b).t(),)  # the budget adds up one product after another
-        if inverse_a.ndim == 2 and inverse_a.shape[1] != 1:
+        pair = granularities(a.shape, b.shape, inverse_a.shape, inverse_b.shape)
+        if pair in (("block", "square"), ("block", "block")):
             return (sum_of(a * spread_a, b * spread_b, BLOCK),)
         # The accumulators hold the numbers as they are; the scales multiply the result.
         k = a.shape[1]
