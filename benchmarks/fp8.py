@@ -24,6 +24,7 @@ import os
 import random
 import shlex
 import sys
+import tempfile
 import time
 import traceback
 import warnings
@@ -47,6 +48,8 @@ from kernel_pytorch.hardware_abstraction.timing import quantiles
 from kernel_pytorch.precision.monitor import monitor_of
 
 os.environ.setdefault("TORCHAO_FORCE_SKIP_LOADING_SO_FILES", "1")  # its binaries are for one version of torch
+choices = tempfile.TemporaryDirectory()
+os.environ["KERNEL_PYTORCH_CACHE"] = choices.name  # auto measures in every run
 
 say = partial(print, flush=True)  # a run that is killed must show what it did
 

@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import kernel_pytorch as kp
 from fp8_models import block, linear, pretend_measured, random, results, same, sqnr, train
+from kernel_pytorch.hardware_abstraction import choice_cache
 from kernel_pytorch.precision import PRODUCTS, RECIPES
 from kernel_pytorch.precision import layer as layer_module
 from kernel_pytorch.precision import plan as plan_module
@@ -339,6 +340,27 @@ def test_a_shape_is_measured_once(fabricated: list[tuple[Any, ...]]) -> None:
     measured_choice(*call[:3], torch.bfloat16, *call[4:])
     measured_choice(*call[:-1], RECIPES["tensorwise"])
     assert len(fabricated) == 4
+
+
+def test_a_process_that_comes_later_measures_nothing_again(fabricated: list[tuple[Any, ...]]) -> None:
+    call = (torch.device("cpu"), 64, (24, 40), torch.float32, torch.bfloat16, True, RECIPES["delayed"])
+    first = measured_choice(*call)
+    plan_module._kept.clear()
+    assert measured_choice(*call) == first
+    assert len(fabricated) == 1
+    measured_choice(*call, waits=1.3)
+    assert len(fabricated) == 2
+
+
+def test_a_measurement_that_cannot_be_read_is_made_again(fabricated: list[tuple[Any, ...]]) -> None:
+    call = (torch.device("cpu"), 64, (24, 40), torch.float32, torch.float32, True, RECIPES["delayed"])
+    first = measured_choice(*call)
+    (kept,) = choice_cache.directory().iterdir()
+    kept.write_text("{}")
+    plan_module._kept.clear()
+    with pytest.warns(choice_cache.ChoiceCacheWarning, match="is corrupt"):
+        assert measured_choice(*call) == first
+    assert len(fabricated) == 2
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ import kernel_pytorch
 from kernel_pytorch.hardware_abstraction.device import Device
 from kernel_pytorch.hardware_abstraction.op import Call
 
-__all__ = ["ChoiceCacheWarning", "MeasuredChoice", "choice_key", "directory", "load", "store"]
+__all__ = ["ChoiceCacheWarning", "MeasuredChoice", "choice_key", "directory", "load", "store", "surroundings"]
 
 ENVIRONMENT_VARIABLE = "KERNEL_PYTORCH_CACHE"
 
@@ -35,7 +35,7 @@ class MeasuredChoice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     key: str
     timings: dict[str, float]
-    """Median seconds by kernel name."""
+    """Median seconds by the name of what could be chosen, such as a kernel."""
 
 
 def directory() -> Path:
@@ -44,11 +44,16 @@ def directory() -> Path:
     return (Path(named) if named else Path(platformdirs.user_cache_dir("kernel_pytorch"))) / "choices"
 
 
-def choice_key(call: Call, device: Device, kernels: tuple[str, ...]) -> str:
-    """Everything a measured choice depends on, readable: device, versions, call and candidates."""
+def surroundings(device: Device) -> str:
+    """What every measurement depends on, readable: device and versions."""
     versions = f"kernel_pytorch {kernel_pytorch.__version__}, torch {torch.__version__}, triton {triton_version()}"
     facts = f"{device.name} {device.arch} {device.compute_units} units {device.memory_bytes} bytes"
-    return f"{call} on {facts} with {versions} of {' '.join(kernels)}"
+    return f"on {facts} with {versions}"
+
+
+def choice_key(call: Call, device: Device, kernels: tuple[str, ...]) -> str:
+    """Everything a measured choice of kernels depends on: surroundings, call and candidates."""
+    return f"{call} {surroundings(device)} of {' '.join(kernels)}"
 
 
 def triton_version() -> str:

@@ -324,7 +324,7 @@ def _by_reason(reasons: dict[str, str], most: int | None = None) -> list[str]:
 
 
 def _without_matrix_units(layer: Float8Linear) -> dict[str, str]:
-    """The 8-bit products of the last eager call that a GPU computes from copies in float32: for each why."""
+    """The 8-bit products of the last kind of eager call that a GPU computes from copies in float32: for each why."""
     shape, call = next(((key[1], call) for key, call in reversed(layer._calls.items()) if key[0]), (None, None))
     device = None if layer.weight.is_meta else device_of(layer.weight.device)
     if call is None or shape is None or device is None or device.backend == "cpu":

@@ -22,6 +22,8 @@ from typing import Any
 
 import torch
 
+from kernel_pytorch.hardware_abstraction import choice_cache
+from kernel_pytorch.hardware_abstraction.registry import device_of
 from kernel_pytorch.precision.linear import (
     COUNTS_SHAPE,
     STATE_SHAPE,
@@ -42,6 +44,8 @@ ALONE = 1.3
 COMPILED = 1.5
 """The CPU's part of a call of one compiled layer, over that of an eager call, at most."""
 _ROUNDS, _SECONDS_A_ROUND = 5, 0.004
+_OWN = "own"
+"""The name of the choice of no product."""
 
 
 @dataclass(frozen=True)
@@ -164,7 +168,8 @@ def measured_choice(
     needs_dw: bool = True,
     waits: float = 0.0,
 ) -> Measured:
-    """The measurement of one shape: kept for the process, made where it is not there.
+    """The measurement of one shape, made where none is kept: by this process, or in the user's cache directory, so
+    that a run that is resumed computes as before.
 
     Args:
         waits: how often the CPU's part of a call in 8 bits must fit into the time of the layer as it was.
@@ -172,8 +177,23 @@ def measured_choice(
     key = (device, rows, weight_shape, dtype, weight_dtype, bias, recipe, needs_dx, needs_dw, waits)
     found = _kept.get(key)
     if found is None:
-        found = _kept[key] = _measure(*key)
+        name = _name_of(*key)
+        before = choice_cache.load(name)
+        if before is None:
+            found = _measure(*key)
+            timings = {" ".join(products) or _OWN: seconds for products, seconds in found.seconds}
+            choice_cache.store(choice_cache.MeasuredChoice(name, timings))
+        else:
+            timed = before.timings.items()
+            found = Measured(rows, tuple((() if of == _OWN else tuple(of.split()), took) for of, took in timed))
+        _kept[key] = found
     return found
+
+
+def _name_of(device: torch.device, *call: Any) -> str:
+    """What was measured, for the cache of choices."""
+    parts = ", ".join(part.text if isinstance(part, Recipe) else str(part) for part in call)
+    return f"fp8 products of {parts} {choice_cache.surroundings(device_of(device))}"
 
 
 def _measure(
