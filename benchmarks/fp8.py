@@ -35,7 +35,7 @@ from pathlib import Path
 
 import msgspec
 import torch
-from fp8_workloads import PEERS, WORKLOADS, Workload, grid, module, small
+from fp8_workloads import PEERS, WATCHED, WORKLOADS, Workload, grid, module, small
 from torch import nn
 
 import kernel_pytorch as kp
@@ -56,9 +56,8 @@ say = partial(print, flush=True)  # a run that is killed must show what it did
 
 TWIN = "the same bf16"
 """The layer as it was, timed once more: by how much two arms differ that do not."""
-WATCHED, INTERVAL = " watched", 5
-"""After a recipe: its monitor counts the steps too, and reads every 5th, so that each turn pays for it; by default it
-reads a tenth as often."""
+INTERVAL = 5
+"""Every how many steps a monitor that is WATCHED reads: each turn pays for it, ten times as often as by default."""
 
 
 # How it is run.

@@ -7,15 +7,12 @@ from typing import Any
 
 import torch
 
+from fp8_models import random
 from kernel_pytorch.ops.fp8_cast import Cast, fp8_cast
 from kernel_pytorch.ops.fp8_matmul.definition import FP8_MATMUL
 from kernel_pytorch.precision import STATE_SHAPE, Recipe, fp8_linear, recipe_named
 from kernel_pytorch.testing import compare
 from kernel_pytorch.testing.budget import exceeded
-
-
-def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 def leaves(m: int, k: int, n: int, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, ...]:

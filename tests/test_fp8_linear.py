@@ -12,7 +12,8 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from fp8_products import casts, fresh, leaves, random, step, within_budget, y_sums
+from fp8_models import random
+from fp8_products import casts, fresh, leaves, step, within_budget, y_sums
 from kernel_pytorch.ops import fp8_matmul as matmul_module
 from kernel_pytorch.ops.fp8_cast import fp8_cast
 from kernel_pytorch.precision import COUNTS_SHAPE, PRODUCTS, RECIPES, STATE_SHAPE, Recipe, fp8_linear, recipe_named

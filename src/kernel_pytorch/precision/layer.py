@@ -63,6 +63,12 @@ _steps = 0
 """How many steps optimizers have made in this process: weights may differ after each."""
 
 
+def _new_buffers(device: torch.device) -> dict[str, torch.Tensor]:
+    """Those of a layer that has counted nothing and remembers nothing."""
+    with torch.inference_mode(False):
+        return {name: torch.zeros(shape, dtype=dtype, device=device) for name, (shape, dtype) in BUFFERS.items()}
+
+
 def _count_step(*_: Any) -> None:
     global _steps
     _steps += 1
@@ -120,10 +126,8 @@ class Float8Linear(nn.Linear):
         layer.fp8_alone = alone
         for name, nothing in _FOUND_OUT.items():
             setattr(layer, name, nothing())
-        device = layer.weight.device
-        with torch.inference_mode(False):
-            for name, (shape, dtype) in BUFFERS.items():
-                layer.register_buffer(name, torch.zeros(shape, dtype=dtype, device=device), False)
+        for name, buffer in _new_buffers(layer.weight.device).items():
+            layer.register_buffer(name, buffer, False)
         converted: Float8Linear = layer
         return converted
 
@@ -327,9 +331,9 @@ class Float8Linear(nn.Linear):
         kept = {name: self._buffers[name] for name in BUFFERS}
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         device = self.weight.device
-        for name, before in kept.items():
+        for name, fresh in _new_buffers(device).items():
+            before = kept[name]
             assert before is not None
-            fresh = torch.zeros(before.shape, dtype=before.dtype, device=device)
             self._buffers[name] = fresh if before.is_meta or device.type == "meta" else before.to(device)
         self._forget()  # on another device, or in another format, other calls gain
         return self
@@ -359,8 +363,7 @@ class Float8Linear(nn.Linear):
         super()._load_from_state_dict(state_dict, prefix, *rest)
         self._forget()  # the weight may be another, of another format
         if self.fp8_history.is_meta and not self.weight.is_meta:  # assigned to a model without memory
-            for name, (shape, dtype) in BUFFERS.items():
-                self._buffers[name] = torch.zeros(shape, dtype=dtype, device=self.weight.device)
+            self._buffers.update(_new_buffers(self.weight.device))
         if found is None:
             if prefix + "weight" in state_dict:  # the histories of another one say nothing
                 self.fp8_history.zero_()

@@ -7,7 +7,7 @@ import torch
 from kernel_pytorch.hardware_abstraction.device import Device
 from kernel_pytorch.hardware_abstraction.dispatch import TORCH_VERSION, Function
 from kernel_pytorch.hardware_abstraction.op import Call, Kernel
-from kernel_pytorch.ops.fp8_matmul.definition import FP8_MATMUL, granularities
+from kernel_pytorch.ops.fp8_matmul.definition import BLOCK_PAIRS, FP8_MATMUL, granularities
 
 __all__ = ["KERNEL_DEQUANTISED", "KERNEL_SCALED_MM", "fp8_matmul"]
 
@@ -61,7 +61,7 @@ def _dequantised_supports(call: Call, device: Device) -> str | None:
 def _scaled_mm_supports(call: Call, device: Device) -> str | None:
     a, b = call["a"], call["b"]
     pair = granularities(a.shape, b.shape, call["inverse_a"].shape, call["inverse_b"].shape)
-    blocks = pair in (("block", "square"), ("block", "block"))
+    blocks = pair in BLOCK_PAIRS
     (m, k), n = a.shape, b.shape[0]
     if 0 in (m, k, n):
         return "has nothing to multiply"

@@ -39,11 +39,12 @@ from kernel_pytorch.hardware_abstraction.op import Call, Case, Draw, Op, TensorS
 from kernel_pytorch.ops.fp8_cast.definition import BLOCK, inverse_shape
 from kernel_pytorch.precision.formats import E4M3FN, E5M2, FORMATS, Format
 
-__all__ = ["FP8_MATMUL", "OUTPUTS", "PAIRS", "SUMS", "adds_up_fast", "granularities"]
+__all__ = ["BLOCK_PAIRS", "FP8_MATMUL", "OUTPUTS", "PAIRS", "SUMS", "adds_up_fast", "granularities"]
 
 SUMS = ("float32", "promoted", "fast")
 _LONGEST_FAST = 16384
-PAIRS = (("tensor", "tensor"), ("row", "row"), ("block", "square"), ("block", "block"))
+BLOCK_PAIRS = (("block", "square"), ("block", "block"))
+PAIRS = (("tensor", "tensor"), ("row", "row"), *BLOCK_PAIRS)
 OUTPUTS: Mapping[str, torch.dtype] = {
     "float32": torch.float32,
     "float16": torch.float16,
@@ -101,8 +102,7 @@ def one_after_another(dtype: torch.dtype) -> Callable[..., tuple[torch.Tensor]]:
         spread_a, spread_b = _spread(inverse_a, *a.shape), _spread(inverse_b, *b.shape)
         if sums == "float32":
             return ((a * spread_a) @ (b * spread_b).t(),)  # the budget adds up one product after another
-        pair = granularities(a.shape, b.shape, inverse_a.shape, inverse_b.shape)
-        if pair in (("block", "square"), ("block", "block")):
+        if granularities(a.shape, b.shape, inverse_a.shape, inverse_b.shape) in BLOCK_PAIRS:
             return (sum_of(a * spread_a, b * spread_b, BLOCK),)
         # The accumulators hold the numbers as they are; the scales multiply the result.
         k = a.shape[1]
