@@ -7,11 +7,11 @@ those of the bf16 layer first: the error in a record is the largest difference, 
 tensor, and an arm outside its budget is not timed. All arms of a workload are built first and then timed in turns,
 several steps in a row; what Python costs counts wherever the GPU waits for it. Between two runs the weights count as
 changed and the input is another tensor, as in training with one batch for each step of the optimizer: no cast is used
-twice.
+twice. In the workload ``batches`` several add to the gradients, and a step of SGD follows.
 
 Compiled peers need torchao (0.17 is what was measured); without it they are left out. ``--small --device cpu`` runs a
 tiny version of everything eager to check the program itself. ``--workloads`` cuts a run that is too long in pieces:
-linears, blocks, small-block, memory and grid have a record each.
+linears, blocks, small-block, batches, memory and grid have a record each.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from pathlib import Path
 
 import msgspec
 import torch
-from fp8_workloads import PEERS, WATCHED, WORKLOADS, Workload, grid, module, small
+from fp8_workloads import EACH, PEERS, WATCHED, WORKLOADS, Workload, grid, module, small
 from torch import nn
 
 import kernel_pytorch as kp
@@ -65,7 +65,8 @@ INTERVAL = 5
 
 @dataclass(frozen=True)
 class Arm:
-    """One way to run a workload: ``bf16``, ``TWIN``, one of ``PEERS`` or a recipe of ours, or one WATCHED, in a mode.
+    """One way to run a workload: ``bf16``, ``TWIN``, one of ``PEERS`` or a recipe of ours, also WATCHED or EACH, in a
+    mode.
 
     Modes are ``eager``, ``compiled`` and ``graphs``, which is compiled with ``mode="reduce-overhead"``. Autograd runs
     the backward as torch comes, in a thread for the device, unless a conversion has said otherwise, as ours does
@@ -93,7 +94,8 @@ class Arm:
 
     def converted(self, model: nn.Module) -> nn.Module:
         if self.ours:
-            return kp.fp8.convert(model, self.recipe.removesuffix(WATCHED), monitor=INTERVAL)
+            recipe = self.recipe.removesuffix(WATCHED).removesuffix(EACH)
+            return kp.fp8.convert(model, recipe, monitor=INTERVAL)
         if self.recipe in PEERS:
             from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
@@ -136,10 +138,13 @@ class Runner:
         self.parameters = list(self.model.parameters())
         with torch.no_grad():
             self.corners = [weight[:1, :1] for weight in self.parameters if weight.dim() == 2]
+        self.batches = work.batches
+        self.optimizer = torch.optim.SGD(self.parameters, lr=0.0, fused=True) if work.batches > 1 else None
 
-    def run(self) -> tuple[torch.Tensor, torch.Tensor]:
-        with torch.no_grad():
-            torch._foreach_mul_(self.corners, 1.0)  # to whoever keeps a cast, the weights have changed
+    def run(self, changed: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
+        if changed:
+            with torch.no_grad():
+                torch._foreach_mul_(self.corners, 1.0)  # to whoever keeps a cast, the weights have changed
         x = self.x.detach().requires_grad_()  # and so has the input
         with torch.autograd.set_multithreading_enabled(self.threads):
             y = self.call(x)  # auto measures as it is called
@@ -147,7 +152,10 @@ class Runner:
         return x, y
 
     def step(self) -> None:
-        self.run()
+        for batch in range(self.batches):
+            self.run(batch == 0 or self.arm.recipe.endswith(EACH))
+        if self.optimizer is not None:
+            self.optimizer.step()
         for parameter in self.parameters:
             parameter.grad = None
         if self.monitor is not None:
@@ -383,7 +391,7 @@ def gain(row: Measurement, rows: list[Measurement]) -> str:
 
 def summary(measurements: dict[str, list[Measurement]]) -> Iterator[str]:
     for part, rows in measurements.items():
-        if part in ("linears", "blocks", "small-block"):
+        if part in ("linears", "blocks", "small-block", "batches"):
             for case, phase in dict.fromkeys((row.case, row.phase) for row in rows):
                 members = [row for row in rows if (row.case, row.phase) == (case, phase)]
                 others = [row for row in members if not arm_of(row).startswith("bf16 ")]

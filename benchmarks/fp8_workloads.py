@@ -10,12 +10,14 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["PEERS", "RECIPES", "WATCHED", "WORKLOADS", "Workload", "grid", "module", "small"]
+__all__ = ["EACH", "PEERS", "RECIPES", "WATCHED", "WORKLOADS", "Workload", "grid", "module", "small"]
 
 RECIPES = ("delayed", "tensorwise", "rowwise", "auto")
 PEERS = ("torchao tensorwise", "torchao rowwise")
 WATCHED = " watched"
 """After a recipe: its monitor counts the steps too."""
+EACH = " casting each batch"
+"""After a recipe: the weights count as changed for each of the batches of a step."""
 HEAD = 128
 
 
@@ -44,6 +46,8 @@ class Workload:
     twin: bool = False
     """Whether the layer as it was is timed twice, to see how far apart the same thing comes out."""
     memory: bool = False
+    batches: int = 1
+    """Of one step, whose gradients are added up; several are followed by a step of an optimizer."""
 
     @property
     def floor(self) -> float:
@@ -60,7 +64,7 @@ class Workload:
             queries, keys = self.heads
             weights += 2 * self.width * self.head * (queries + keys)
             attention = 2 * tokens * self.rows[-1] * queries * self.head * 7 // 2  # the backward has 2.5 forwards
-        return 6 * tokens * weights + attention
+        return self.batches * (6 * tokens * weights + attention)
 
 
 WORKLOADS = (
@@ -68,7 +72,7 @@ WORKLOADS = (
              others=("eager in one thread", "compiled in one thread", "graphs", "graphs in one thread",
                      "eager in two threads", "compiled in two threads")),
     Workload("linear-14336", "linears", "linear M 8192, 4096 -> 14336", "linear", (8192,), 4096, 14336,
-             recipes=("delayed", "tensorwise", "rowwise", "blockwise")),
+             recipes=("delayed", "tensorwise")),
     Workload("linear-28672", "linears", "linear M 16384, 8192 -> 28672", "linear", (16384,), 8192, 28672,
              recipes=("delayed", "tensorwise")),
     Workload("mlp", "blocks", "SwiGLU MLP 4096/14336, 16384 tokens", "mlp", (16384,), 4096, 14336,
@@ -76,7 +80,10 @@ WORKLOADS = (
     Workload("block-4096", "blocks", "Llama block 4096/14336, 4 x 4096", "block", (4, 4096), 4096, 14336, (32, 8),
              recipes=(*RECIPES, "delayed-e4m3"), memory=True),
     Workload("block-2048", "small-block", "Llama block 2048/5632, 8 x 2048", "block", (8, 2048), 2048, 5632, (16, 8),
-             recipes=(*RECIPES, f"delayed{WATCHED}"), others=("eager in one thread", "compiled in one thread")),
+             recipes=(*RECIPES, f"delayed{WATCHED}", "blockwise"),
+             others=("eager in one thread", "compiled in one thread")),
+    Workload("batches", "batches", "Llama block 4096/14336, 8 batches of 1 x 4096", "block", (1, 4096), 4096, 14336,
+             (32, 8), recipes=("delayed", f"delayed{EACH}"), batches=8),
 )  # fmt: skip
 
 

@@ -13,8 +13,7 @@ from torch import nn
 import kernel_pytorch as kp
 from fp8_models import pretend_measured, random, same, sqnr
 from fp8_norm_models import both_recipes, caster_of, everything, is_cast, model, pair, train
-from kernel_pytorch.precision import PRODUCTS, RECIPES
-from kernel_pytorch.precision import layer as layer_module
+from kernel_pytorch.precision import PRODUCTS, RECIPES, weight_uses
 from kernel_pytorch.precision import monitor as monitor_module
 from kernel_pytorch.precision import norm as norm_module
 from kernel_pytorch.precision.layer import Float8Linear
@@ -152,7 +151,7 @@ def test_two_calls_before_the_layer_is_given_either() -> None:
 @both_recipes
 def test_micro_batches(recipe: str, input_casts: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch) -> None:
     # Weights' casts are kept once an optimizer of the process has made a step: not before the first of these either.
-    monkeypatch.setattr(layer_module, "_steps", layer_module._steps + 1)
+    monkeypatch.setattr(weight_uses, "_steps", weight_uses._steps + 1)
     net = kp.fp8.convert(model(), recipe)
     losses = train(net, range(3), batches=4)
     assert len(input_casts) == 12 * 2 + 3
@@ -209,7 +208,7 @@ def test_auto_leaves_a_norm_that_the_op_cannot_take(monkeypatch: pytest.MonkeyPa
     for _ in range(6):
         with torch.autocast("cpu", dtype=torch.bfloat16):
             net(random(16, 40).bfloat16().requires_grad_()).sum().backward()
-        found.append((caster_of(net[0]).used(layer_module.optimizer_steps()), kp.fp8.report(net).norms["0"]))
+        found.append((caster_of(net[0]).used(weight_uses.optimizer_steps()), kp.fp8.report(net).norms["0"]))
         optimizer.step()
     assert found[2:] == [(False, None)] * 4
 

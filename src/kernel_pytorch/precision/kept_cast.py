@@ -12,6 +12,8 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+from torch.fx.experimental.proxy_tensor import _get_proxies
 
 from kernel_pytorch.hardware_abstraction import dispatch
 from kernel_pytorch.hardware_abstraction.registry import device_preferring
@@ -20,15 +22,19 @@ from kernel_pytorch.ops.fp8_cast.definition import FP8_CAST
 from kernel_pytorch.ops.fp8_matmul import KERNEL_SCALED_MM, fp8_matmul
 from kernel_pytorch.ops.fp8_matmul.definition import OUTPUTS, adds_up_fast
 from kernel_pytorch.precision.transforms import refuse_batch
+from kernel_pytorch.precision.weight_uses import ask_for_memory, layer_with, written_state
 
 __all__ = [
     "NAMES",
     "Kept",
     "cast_of_norm",
     "cast_weight",
+    "cast_weight_in_graph",
     "define_op",
     "direct_cast",
+    "fill_op",
     "kept_cast",
+    "kept_unchecked",
     "linear_backward_op",
     "linear_forward_by_parts_op",
     "linear_forward_op",
@@ -54,6 +60,13 @@ class Kept(NamedTuple):
     inverse_t: torch.Tensor
     direct: bool = False
     """Whether it was made without asking the dispatcher: nothing watched the call."""
+    to_fill: bool = False
+    """Whether it is memory for a cast, that of ``weight_uses.Layer.fp8_codes``: an operator fills it where due."""
+
+    def parts(self) -> list[torch.Tensor]:
+        """Each tensor once: data, data_t, inverse, and inverse_t if it is another."""
+        apart = () if self.inverse_t is self.inverse else (self.inverse_t,)
+        return [self.data, self.data_t, self.inverse, *apart]
 
 
 def kept_cast(
@@ -112,6 +125,18 @@ def direct_cast(
     return Kept(found.data, found.data_t, found.inverse, found.inverse_t)
 
 
+def kept_unchecked(*memory: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+    """What a function keeps for its backward to write to, told to torch.compile: by then another may have written.
+
+    It does the same for what a function that it looks into keeps on its context, as eager mode does, and takes
+    everything else for what must not have changed.
+    """
+    for each in memory:
+        for proxy in () if each is None else _get_proxies(each):
+            proxy.node.meta["saved_tensor_with_no_vc_check"] = True
+    return memory
+
+
 def cast_weight(
     weight: torch.Tensor,
     number_format: str,
@@ -124,6 +149,45 @@ def cast_weight(
     """A weight in 8 bits, by ``direct_cast`` or ``kept_cast``."""
     power_of_two = weight_scale_is_power_of_two(granularity, power_of_two)
     return cast(weight, number_format, granularity, transposed, power_of_two, counts, _WEIGHT, None)
+
+
+def cast_weight_in_graph(
+    weight: torch.Tensor,
+    number_format: str,
+    granularity: str,
+    transposed: bool,
+    power_of_two: bool,
+    counts: torch.Tensor | None,
+    memory: list[torch.Tensor],
+) -> Kept:
+    """``cast_weight`` by an operator of a compiled step, where micro-batches share a cast in the layer's memory.
+
+    Args:
+        memory: that of ``weight_uses.Layer.fp8_codes``, or none. What is kept for the backward lies in it, as the
+            weight itself would: a step between a forward and its backward is an error there.
+    """
+    layer = layer_with(weight)
+    capturing = weight.is_cuda and torch.cuda.is_current_stream_capturing()  # then nothing is known of later runs
+    number = 0 if layer is None or capturing else layer.fp8_uses.seen(weight)
+    if not memory:
+        cast = cast_weight(weight, number_format, granularity, transposed, power_of_two, counts)
+        if number and layer is not None and layer.fp8_uses.accumulates:
+            codes = layer.fp8_codes
+            if codes is None or codes[1].numel() < cast.data_t.numel():
+                ask_for_memory(layer, *cast.parts())
+        return cast
+    data, data_t, inverse, *other = memory
+    kept = Kept(data, data_t, inverse, other[0] if other else inverse, dispatch.plain_call(weight))
+    before, written = getattr(data, "_fp8_holds", (0, None))
+    now = written_state(weight)
+    if number == 0 or before != number:
+        cast = cast_weight(weight, number_format, granularity, data_t.numel() > 0, power_of_two, counts)
+        # Codes of a weight that was not written to are those that are there, so a backward may still come.
+        with _unsafe_preserve_version_counter(tuple(memory) if written == now else ()):
+            for place, found in zip(memory, cast.parts(), strict=True):
+                place.copy_(found)
+        data._fp8_holds = (number, now)  # type: ignore[attr-defined]
+    return kept
 
 
 def weight_scale_is_power_of_two(granularity: str, power_of_two: bool) -> bool:
@@ -247,10 +311,21 @@ def _scaled_mm_first(where: torch.device) -> bool:
     return device is not None and {"float8_e4m3fn", "float8_e5m2"} <= set(device.matrix_formats)
 
 
-def _apart(*arguments: Any) -> tuple[torch.Tensor, ...]:
-    data, data_t, inverse, inverse_t, _ = direct_cast(*arguments)
+def _apart(
+    x_RC: torch.Tensor,
+    number_format: str,
+    granularity: str,
+    transposed: bool,
+    power_of_two: bool,
+    counts: torch.Tensor | None,
+    row: int,
+    history: torch.Tensor | None,
+) -> tuple[torch.Tensor, ...]:
+    kind = (x_RC, number_format, granularity, transposed, power_of_two, counts)
+    cast = cast_weight_in_graph(*kind, []) if row == _WEIGHT else direct_cast(*kind, row, history)
     # Results of a custom op must not be the same memory.
-    return data, data_t, inverse, inverse.new_empty(0) if inverse_t is inverse else inverse_t
+    apart = cast.inverse.new_empty(0) if cast.inverse_t is cast.inverse else cast.inverse_t
+    return cast.data, cast.data_t, cast.inverse, apart
 
 
 def _fake(
@@ -279,11 +354,12 @@ def _linear_forward(
     history: torch.Tensor | None,
     rstd: torch.Tensor | None,
     norm_weight: torch.Tensor | None,
+    memory: list[torch.Tensor],
 ) -> tuple[torch.Tensor, ...]:
-    """y, the weight's transposed copy with its scales, and the cast of x, or of its norm."""
+    """y, the weight's transposed copy with its scales if not in memory, and the cast of x, or of its norm."""
     kind = (number_format, input_granularity, power_of_two)
     x = cast_of_norm(x_MK, rstd, norm_weight, *kind, counts, history)
-    rest = (weight, dtype, number_format, weight_granularity, power_of_two, counts)
+    rest = (weight, dtype, number_format, weight_granularity, power_of_two, counts, memory)
     apart = () if x.inverse_t is x.inverse else (x.inverse_t,)
     return *_linear_of_cast(x.data, x.inverse, *rest, direct=x.direct), x.data, x.inverse, x.data_t, *apart
 
@@ -297,12 +373,14 @@ def _linear_of_cast(
     weight_granularity: str,
     power_of_two: bool,
     counts: torch.Tensor | None,
+    memory: list[torch.Tensor],
     direct: bool = False,
 ) -> tuple[torch.Tensor, ...]:
-    """y, and the weight's transposed copy with its scales."""
-    w = cast_weight(weight, number_format, weight_granularity, True, power_of_two, counts)
+    """y, and the weight's transposed copy with its scales if not in memory."""
+    w = cast_weight_in_graph(weight, number_format, weight_granularity, True, power_of_two, counts, memory)
     y = product(x_8, w.data, x_inverse, w.inverse, dtype, sums_of_y(weight_granularity), direct or w.direct)
-    return y, w.data_t, w.inverse_t
+    # Results of an operator must not be its arguments.
+    return (y, y.new_empty(0), y.new_empty(0)) if memory else (y, w.data_t, w.inverse_t)
 
 
 def _linear_backward(
@@ -333,12 +411,13 @@ def _linear_forward_fake(
     input_granularity: str,
     weight_granularity: str,
     power_of_two: bool,
-    *_: Any,
+    *others: Any,
 ) -> tuple[torch.Tensor, ...]:
     y = x_MK.new_empty((x_MK.shape[0], weight.shape[0]), dtype=getattr(torch, dtype))
     data, data_t, inverse, inverse_t = _fake(x_MK, number_format, input_granularity, True, power_of_two)
     apart = () if input_granularity == "tensor" else (inverse_t,)
-    return y, *_weight_fake(weight, number_format, weight_granularity, power_of_two), data, inverse, data_t, *apart
+    of_weight = _weight_fake(y, weight, number_format, weight_granularity, power_of_two, others[-1])
+    return y, *of_weight, data, inverse, data_t, *apart
 
 
 def _linear_of_cast_fake(
@@ -349,15 +428,23 @@ def _linear_of_cast_fake(
     number_format: str,
     weight_granularity: str,
     power_of_two: bool,
-    *_: Any,
+    counts: torch.Tensor | None,  # noqa: ARG001
+    memory: list[torch.Tensor],
 ) -> tuple[torch.Tensor, ...]:
     y = x_8.new_empty((x_8.shape[0], weight.shape[0]), dtype=getattr(torch, dtype))
-    return y, *_weight_fake(weight, number_format, weight_granularity, power_of_two)
+    return y, *_weight_fake(y, weight, number_format, weight_granularity, power_of_two, memory)
 
 
 def _weight_fake(
-    weight: torch.Tensor, number_format: str, granularity: str, power_of_two: bool
+    y: torch.Tensor,
+    weight: torch.Tensor,
+    number_format: str,
+    granularity: str,
+    power_of_two: bool,
+    memory: list[torch.Tensor],
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    if memory:
+        return y.new_empty(0), y.new_empty(0)
     _, data_t, inverse, inverse_t = _fake(weight, number_format, granularity, True, power_of_two)
     return data_t, inverse if granularity == "tensor" else inverse_t
 
@@ -365,6 +452,32 @@ def _weight_fake(
 def _linear_backward_fake(dy_MN: torch.Tensor, x_8t: torch.Tensor, *_: Any) -> tuple[torch.Tensor, ...]:
     (m, n), k = dy_MN.shape, x_8t.shape[0]
     return dy_MN.new_empty((m, k)), dy_MN.new_empty((n, k))
+
+
+def _fill(
+    weight: torch.Tensor,
+    number_format: str,
+    granularity: str,
+    power_of_two: bool,
+    counts: torch.Tensor | None,
+    memory: list[torch.Tensor],
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The scales of what is in memory then: whoever multiplies by them does so after it is filled."""
+    kept = cast_weight_in_graph(weight, number_format, granularity, True, power_of_two, counts, memory)
+    inverse_t = kept.inverse.new_empty(0) if kept.inverse_t is kept.inverse else kept.inverse_t.clone()
+    return kept.inverse.clone(), inverse_t
+
+
+def _fill_fake(
+    weight: torch.Tensor,  # noqa: ARG001
+    number_format: str,  # noqa: ARG001
+    granularity: str,  # noqa: ARG001
+    power_of_two: bool,  # noqa: ARG001
+    counts: torch.Tensor | None,  # noqa: ARG001
+    memory: list[torch.Tensor],
+) -> tuple[torch.Tensor, torch.Tensor]:
+    inverse = memory[2]
+    return torch.empty_like(inverse), torch.empty_like(memory[3]) if len(memory) > 3 else inverse.new_empty(0)
 
 
 _library = torch.library.Library("kernel_pytorch", "FRAGMENT")
@@ -391,7 +504,7 @@ linear_forward_op, linear_forward_by_parts_op = (
     define_op(
         f"{name}(Tensor x, Tensor weight, str dtype, str number_format, str input_granularity, "
         "str weight_granularity, bool power_of_two, Tensor(a!)? counts, Tensor(b!)? history, Tensor? rstd, "
-        f"Tensor? norm_weight) -> ({', '.join(['Tensor'] * results)})",
+        f"Tensor? norm_weight, Tensor[] memory) -> ({', '.join(['Tensor'] * results)})",
         _linear_forward,
         _linear_forward_fake,
     )
@@ -399,7 +512,7 @@ linear_forward_op, linear_forward_by_parts_op = (
 )
 linear_of_cast_op = define_op(
     "fp8_linear_of_cast(Tensor x_8, Tensor x_inverse, Tensor weight, str dtype, str number_format, "
-    "str weight_granularity, bool power_of_two, Tensor(a!)? counts) -> (Tensor, Tensor, Tensor)",
+    "str weight_granularity, bool power_of_two, Tensor(a!)? counts, Tensor[] memory) -> (Tensor, Tensor, Tensor)",
     _linear_of_cast,
     _linear_of_cast_fake,
 )
@@ -409,4 +522,10 @@ linear_backward_op = define_op(
     "Tensor(b!)? history) -> (Tensor, Tensor)",
     _linear_backward,
     _linear_backward_fake,
+)
+fill_op = define_op(
+    "fp8_fill_weight(Tensor weight, str number_format, str granularity, bool power_of_two, Tensor(a!)? counts, "
+    "Tensor[] memory) -> (Tensor, Tensor)",
+    _fill,
+    _fill_fake,
 )

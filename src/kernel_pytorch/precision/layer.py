@@ -17,7 +17,6 @@ from torch import is_grad_enabled, nn
 from torch.autograd import forward_ad
 from torch.compiler import is_compiling, is_dynamo_compiling
 from torch.nn import functional
-from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._python_dispatch import _disable_current_modes
 
 from kernel_pytorch.precision.gathered_weight import GatheredWeight
@@ -36,8 +35,9 @@ from kernel_pytorch.precision.offer import meet
 from kernel_pytorch.precision.plan import Measured, call_of, can_measure, may_gain, measured_for, rounded
 from kernel_pytorch.precision.recipe import Recipe, recipe_of
 from kernel_pytorch.precision.transforms import refuse, refuse_transforms, transforms_active
+from kernel_pytorch.precision.weight_uses import Uses, register, repeats_forward
 
-__all__ = ["BUFFERS", "Float8Linear", "optimizer_steps", "repeats_forward"]
+__all__ = ["BUFFERS", "Float8Linear"]
 
 _STATE_KEY = "fp8_state"
 BUFFERS = {
@@ -48,9 +48,9 @@ BUFFERS = {
 }
 """What a layer adds: ``Memory`` has their meaning."""
 _FOUND_OUT: Mapping[str, Callable[[], Any]] = {
+    "fp8_uses": Uses,
+    "fp8_codes": lambda: None,
     "_kept_cast": lambda: None,
-    "_forwards": lambda: None,
-    "_accumulates": bool,
     "_plain_numel": dict,
     "_plain_up_to": lambda: -1,
     "_narrow": bool,
@@ -59,32 +59,12 @@ _FOUND_OUT: Mapping[str, Callable[[], Any]] = {
 """What a layer learns from its calls, and what it knows before the first; copies and pickles learn it anew."""
 _SET = ("fp8_text", "fp8_auto", "fp8_alone", "fp8_fallback", "fp8_gather")
 """What ``made_from`` sets besides."""
-_steps = 0
-"""How many steps optimizers have made in this process: weights may differ after each."""
 
 
 def _new_buffers(device: torch.device) -> dict[str, torch.Tensor]:
     """Those of a layer that has counted nothing and remembers nothing."""
     with torch.inference_mode(False):
         return {name: torch.zeros(shape, dtype=dtype, device=device) for name, (shape, dtype) in BUFFERS.items()}
-
-
-def _count_step(*_: Any) -> None:
-    global _steps
-    _steps += 1
-
-
-register_optimizer_step_post_hook(_count_step)
-
-
-def optimizer_steps() -> int:
-    """How many steps optimizers have made in this process."""
-    return _steps
-
-
-def repeats_forward() -> bool:
-    """Whether a backward is running, and repeats a forward for activation checkpointing."""
-    return torch._C._current_graph_task_id() != -1
 
 
 class Float8Linear(nn.Linear):
@@ -104,10 +84,11 @@ class Float8Linear(nn.Linear):
     fp8_history: torch.Tensor
     fp8_gradient_counts: torch.Tensor
     fp8_gradient_history: torch.Tensor
-    _kept_cast: Kept | None
-    _forwards: tuple[Any, ...] | None
-    """Of the last forward: what the weight was, and its gradient with its version."""
-    _accumulates: bool
+    fp8_uses: Uses
+    fp8_codes: tuple[torch.Tensor, ...] | None
+    """As ``weight_uses.Layer`` says."""
+    _kept_cast: tuple[Any, Kept] | None
+    """What the cast is of, and the cast."""
     _plain_numel: dict[Any, int]
     """Inputs of at most so many numbers are known to gain nothing, by ``_kind``."""
     _plain_up_to: int
@@ -128,6 +109,7 @@ class Float8Linear(nn.Linear):
             setattr(layer, name, nothing())
         for name, buffer in _new_buffers(layer.weight.device).items():
             layer.register_buffer(name, buffer, False)
+        register(layer)
         converted: Float8Linear = layer
         return converted
 
@@ -154,6 +136,7 @@ class Float8Linear(nn.Linear):
     def _forget(self) -> None:
         """What is known of calls, where that is not so any more."""
         self._calls.clear()
+        self.fp8_uses, self.fp8_codes, self._kept_cast = Uses(), None, None
         self._plain_numel.clear()
         self._plain_up_to = -1
         self._narrow = self.weight.itemsize < 4
@@ -289,42 +272,42 @@ class Float8Linear(nn.Linear):
     def weight_cast(self, recipe: Recipe, number_format: str, transposed: bool) -> Kept | None:
         """The cast of the weight since it last changed, kept where gradients are accumulated over several forwards.
 
-        What FSDP2 has gathered in 8 bits is the cast. None where the call should make one of its own. A weight
-        counts as unchanged where its version and its place are the same, no optimizer has made a step, and nothing
-        has happened to its gradient but that one backward added to it: whoever updates weights past the version
-        counter, through ``.data``, clears that before the next forward. (One who does so beside an optimizer and
-        clears later gets a cast that is out of date.)
-        With one forward a step, keeping a cast would only take memory.
+        What FSDP2 has gathered in 8 bits is the cast. None where the call should make one of its own: with one
+        forward a step, keeping a cast would only take memory. To what is being compiled the cast is memory for it.
         """
         weight = self.weight
         if isinstance(weight, GatheredWeight):
             return weight.cast()
-        if (
-            is_compiling()
-            or not (self.training and is_grad_enabled())
-            or weight.is_inference()
-            or _steps == 0  # who writes the step by hand, past the version counter, tells nobody
-        ):
+        if not (self.training and is_grad_enabled()) or ("y" in recipe.high_precision and not transposed):
             return None
-        if "y" in recipe.high_precision and not transposed:
+        if is_compiling():
+            return self._memory_for_cast(transposed)
+        if weight.is_inference():
             return None
-        key = (weight._version, weight.data_ptr(), _steps, recipe.weight, recipe.power_of_two)
-        gradient = weight.grad
-        version = None if gradient is None else gradient._version
-        before, self._forwards = self._forwards, (key, id(gradient), version)
-        same = before is not None and before[:2] == (key, id(gradient)) and before[2] is not None
-        added_to = same and version == before[2] + 1  # type: ignore[index]
-        self._accumulates = self._accumulates or added_to
-        if not added_to:
-            self._kept_cast = None
-        if not self._accumulates:
+        uses = self.fp8_uses
+        number = uses.seen(weight)
+        kind = (number, number_format, recipe.weight, recipe.power_of_two)
+        kept = self._kept_cast
+        if kept is not None and kept[0] != kind:
+            kept = self._kept_cast = None
+        if not uses.accumulates or number == 0:
             return None
-        cast = self._kept_cast
-        if cast is None or (transposed and cast.data_t.numel() != weight.numel()):
-            cast = self._kept_cast = cast_of_weight(
+        if kept is None or (transposed and kept[1].data_t.numel() != weight.numel()):
+            cast = cast_of_weight(
                 weight, recipe, number_format, transposed=transposed, counts=self.fp8_memory(recipe).counts
             )
-        return cast
+            kept = self._kept_cast = (kind, cast)
+        return kept[1]
+
+    def _memory_for_cast(self, transposed: bool) -> Kept | None:
+        """For compiled steps, which fill it themselves; None where there is none."""
+        codes, weight = self.fp8_codes, self.weight
+        if codes is None or codes[0].shape != weight.shape or codes[0].device != weight.device:
+            return None
+        data, data_t, inverse, *other = codes
+        if transposed and data_t.numel() != weight.numel():
+            return None
+        return Kept(data, data_t, inverse, other[0] if other else inverse, to_fill=True)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         """Moving or converting a model moves counts and state along, and leaves their formats alone."""
@@ -336,6 +319,7 @@ class Float8Linear(nn.Linear):
             assert before is not None
             self._buffers[name] = fresh if before.is_meta or device.type == "meta" else before.to(device)
         self._forget()  # on another device, or in another format, other calls gain
+        register(self)
         return self
 
     def __getstate__(self) -> dict[str, Any]:
@@ -343,6 +327,7 @@ class Float8Linear(nn.Linear):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__({name: nothing() for name, nothing in _FOUND_OUT.items()} | state)  # type: ignore[no-untyped-call]
+        register(self)
 
     def __prepare_scriptable__(self) -> NoReturn:
         # What torch.jit.script asks a module first.

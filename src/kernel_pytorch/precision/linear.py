@@ -20,6 +20,7 @@ from kernel_pytorch.precision.kept_cast import (
     NAMES,
     Kept,
     cast_weight,
+    fill_op,
     kept_cast,
     product,
     sums_of_y,
@@ -313,8 +314,13 @@ def cast_of_weight(
     *,
     transposed: bool,
     counts: torch.Tensor | None = None,
+    memory: Kept | None = None,
 ) -> Kept:
-    """A weight in 8 bits, with the transposed copy that dx needs."""
+    """A weight in 8 bits, with the transposed copy that dx needs; in the memory for it where there is some."""
+    if memory is not None:
+        places = memory.parts()
+        inverse, inverse_t = fill_op(weight, number_format, recipe.weight, recipe.power_of_two, counts, places)
+        return Kept(memory.data, memory.data_t, inverse, inverse if len(places) == 3 else inverse_t)
     return cast_weight(weight, number_format, recipe.weight, transposed, recipe.power_of_two, counts, kept_cast)
 
 

@@ -21,12 +21,13 @@ from kernel_pytorch.hardware_abstraction.registry import device_preferring
 from kernel_pytorch.ops.fp8_rms_norm import KERNEL_TRITON, fp8_rms_norm
 from kernel_pytorch.ops.rms_norm.definition import RMS_NORM
 from kernel_pytorch.precision.kept_cast import NAMES, Kept
-from kernel_pytorch.precision.layer import Float8Linear, optimizer_steps, repeats_forward
+from kernel_pytorch.precision.layer import Float8Linear
 from kernel_pytorch.precision.offer import Caster, Wish, input_key
 from kernel_pytorch.precision.recipe import Recipe
 from kernel_pytorch.precision.settings import SETTINGS, settings_of, unchanged
 from kernel_pytorch.precision.traced_norm import norm_of
 from kernel_pytorch.precision.transforms import compiled_transforms_active
+from kernel_pytorch.precision.weight_uses import optimizer_steps, repeats_forward
 
 __all__ = ["fuse_norms", "norms_in", "unfuse_norms"]
 

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from kernel_pytorch.precision.gathered_weight import GatheredWeight
-from kernel_pytorch.precision.kept_cast import NAMES, Kept, transposed_codes
+from kernel_pytorch.precision.kept_cast import NAMES, Kept, kept_unchecked, transposed_codes
 from kernel_pytorch.precision.kept_swiglu import (
     Needs,
     Saved,
@@ -196,7 +196,10 @@ def fp8_swiglu_mlp(
     )
     y_MN: torch.Tensor
     gathered = any(isinstance(layer.weight, GatheredWeight) for layer in layers)
+    turned = (needs_dx, needs_dx, needs_dh)
+    kept = [layer.weight_cast(recipe, forward_format, each) for layer, each in zip(layers, turned, strict=True)]
     if torch.compiler.is_compiling() and all(needs) and not gathered:
+        places = [part for cast in kept if cast is not None for part in cast.parts()]
         y_MN = _whole(
             x,
             memories[0].history,
@@ -209,6 +212,7 @@ def fp8_swiglu_mlp(
             gradient_format,
             recipe.dx_sums,
             recipe.power_of_two,
+            *(() if None in kept else places),
         )
         return y_MN.reshape(*x.shape[:-1], y_MN.shape[-1])
     x_MK = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
@@ -217,11 +221,11 @@ def fp8_swiglu_mlp(
         meet(x, gate, recipe, forward_format, turned_x)
     x_8 = cast_of_input(x, recipe, forward_format, transposed=turned_x, memory=memories[0])
     casts = []
-    for layer, memory, turned in zip(layers, memories, (needs_dx, needs_dx, needs_dh), strict=True):
-        kept = layer.weight_cast(recipe, forward_format, turned)
-        if kept is None:
-            kept = cast_of_weight(layer.weight, recipe, forward_format, transposed=turned, counts=memory.counts)
-        casts.append(kept)
+    for layer, memory, each, cast in zip(layers, memories, turned, kept, strict=True):
+        if cast is None or cast.to_fill:
+            options: Any = {"transposed": each, "counts": memory.counts, "memory": cast}
+            cast = cast_of_weight(layer.weight, recipe, forward_format, **options)
+        casts.append(cast)
     y_MN = _SwiGLU.apply(  # type: ignore[no-untyped-call]
         x_MK,
         *(layer.weight for layer in layers),
@@ -367,15 +371,19 @@ class _Whole(torch.autograd.Function):
         gradient_format: str,
         dx_sums: str,
         power_of_two: bool,
+        *memory: torch.Tensor,
     ) -> torch.Tensor:
         y, *saved = swiglu_forward_op(
             x_MK if norm_x is None else norm_x, gate_weight, up_weight, down_weight, dtype, forward_format,
-            power_of_two, gate_counts, up_counts, down_counts, x_history, h_history, rstd, norm_weight,
+            power_of_two, gate_counts, up_counts, down_counts, x_history, h_history, rstd, norm_weight, list(memory),
         )  # fmt: skip
+        if memory:
+            _, gate_8t, gate_inverse, _, up_8t, up_inverse, _, down_8t, down_inverse = memory
+            saved = [*saved[:5], gate_inverse, gate_8t, up_inverse, up_8t, down_inverse, down_8t]
         ctx.save_for_backward(*saved)
         ctx.how = (forward_format, gradient_format, dx_sums, power_of_two)
-        ctx.counts = (gate_gradient_counts, up_gradient_counts, down_gradient_counts)
-        ctx.histories = (gate_history, up_history, down_history)
+        ctx.counts = kept_unchecked(gate_gradient_counts, up_gradient_counts, down_gradient_counts)
+        ctx.histories, ctx.memory = kept_unchecked(gate_history, up_history, down_history), len(memory)
         ctx.dtypes = (x_MK.dtype, gate_weight.dtype, up_weight.dtype, down_weight.dtype)
         found: torch.Tensor = y
         return found
@@ -390,4 +398,4 @@ class _Whole(torch.autograd.Function):
         )
         # Their sum is left to the compiler, which has work of its own on it.
         dx, *others = _as((dx + dx_of_up, *others), ctx.dtypes)
-        return (dx, *[None] * 4, *others, *[None] * 15)
+        return (dx, *[None] * 4, *others, *[None] * (15 + ctx.memory))

@@ -14,6 +14,7 @@ import torch
 
 from kernel_pytorch.precision.kept_cast import (
     Kept,
+    kept_unchecked,
     linear_backward_op,
     linear_forward_by_parts_op,
     linear_forward_op,
@@ -45,17 +46,17 @@ def traced_linear(
 ) -> torch.Tensor:
     """As ``checked_linear``."""
     y: torch.Tensor
-    if products.all_in_8 and weight_cast is None:
-        y = _whole(x, weight, *memory, recipe.weight, *products)
+    to_fill = weight_cast if weight_cast is not None and weight_cast.to_fill else None
+    if products.all_in_8 and (weight_cast is None or to_fill is not None):
+        y = _whole(x, weight, *_tensors(to_fill), *memory, recipe.weight, *products)
     else:
         turned_x, turned_weight = products.needs_dw and products.dw_in_8, products.needs_dx and products.dx_in_8
         x_cast = None
         if products.y_in_8:
             x_cast = cast_of_input(x, recipe, products.forward_format, transposed=turned_x, memory=memory)
-        if weight_cast is None and (products.y_in_8 or turned_weight):
-            weight_cast = cast_of_weight(
-                weight, recipe, products.forward_format, transposed=turned_weight, counts=memory.counts
-            )
+        if to_fill is not None or (weight_cast is None and (products.y_in_8 or turned_weight)):
+            kind = (weight, recipe, products.forward_format)
+            weight_cast = cast_of_weight(*kind, transposed=turned_weight, counts=memory.counts, memory=to_fill)
         y = _Traced.apply(  # type: ignore[no-untyped-call]
             x if x.ndim == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1]),
             weight,
@@ -74,6 +75,10 @@ def traced_linear(
 def _whole(
     x: torch.Tensor,
     weight: torch.Tensor,
+    weight_8: torch.Tensor | None,
+    weight_inverse: torch.Tensor | None,
+    weight_8t: torch.Tensor | None,
+    weight_inverse_t: torch.Tensor | None,
     counts: torch.Tensor | None,
     history: torch.Tensor | None,
     gradient_counts: torch.Tensor | None,
@@ -81,7 +86,7 @@ def _whole(
     weight_granularity: str,
     *products: Any,
 ) -> torch.Tensor:
-    """All three products in 8 bits, without a bias."""
+    """All three products in 8 bits, without a bias; of a weight with memory for its cast, or none."""
     how = Products(*products)
     key = (x._version, how.forward_format, how.input_granularity, how.power_of_two, history is None)
     kept_key, *cast = getattr(x, "_fp8_cast", (None,))
@@ -90,8 +95,8 @@ def _whole(
     norm = unwritten(x, history) if shared[0] is None else Unwritten()
     y: torch.Tensor
     y, *cast = _Whole.apply(  # type: ignore[no-untyped-call]
-        x_MK, weight, *shared, counts, history, gradient_counts, gradient_history, *norm, weight_granularity,
-        *products,
+        x_MK, weight, weight_8, weight_inverse, weight_8t, weight_inverse_t, *shared, counts, history,
+        gradient_counts, gradient_history, *norm, weight_granularity, *products,
     )  # fmt: skip
     if x.grad_fn is not None and kept_key != key:  # nobody else writes to what a graph has computed
         x._fp8_cast = (key, *cast)  # type: ignore[attr-defined]
@@ -170,6 +175,10 @@ class _Whole(torch.autograd.Function):
         ctx: Any,
         x_MK: torch.Tensor,
         weight: torch.Tensor,
+        weight_8: torch.Tensor | None,
+        weight_inverse: torch.Tensor | None,
+        weight_8t: torch.Tensor | None,
+        weight_inverse_t: torch.Tensor | None,
         x_8: torch.Tensor | None,
         x_inverse: torch.Tensor | None,
         x_8t: torch.Tensor | None,
@@ -186,21 +195,27 @@ class _Whole(torch.autograd.Function):
     ) -> tuple[torch.Tensor | None, ...]:
         how = Products(*products)
         made: list[torch.Tensor | None] = []
+        places = (weight_8, weight_8t, weight_inverse, weight_inverse_t)
+        memory = [place for place in places if place is not None]
         if x_8 is None:
             op = linear_forward_op if how.input_granularity == "tensor" else linear_forward_by_parts_op
-            y, weight_8t, weight_inverse_t, x_8, x_inverse, x_8t, *other = op(
+            y, made_8t, made_inverse_t, x_8, x_inverse, x_8t, *other = op(
                 x_MK if norm_x is None else norm_x, weight, how.dtype, how.forward_format, how.input_granularity,
-                weight_granularity, how.power_of_two, counts, history, rstd, norm_weight,
+                weight_granularity, how.power_of_two, counts, history, rstd, norm_weight, memory,
             )  # fmt: skip
             x_inverse_t = other[0] if other else None
             made = [x_8, x_inverse, x_8t, x_inverse_t]
         else:
-            y, weight_8t, weight_inverse_t = linear_of_cast_op(
-                x_8, x_inverse, weight, how.dtype, how.forward_format, weight_granularity, how.power_of_two, counts
-            )
-        ctx.save_for_backward(x_8t, x_inverse if x_inverse_t is None else x_inverse_t, weight_8t, weight_inverse_t)
-        ctx.products, ctx.counts, ctx.history = products, gradient_counts, gradient_history
-        ctx.dtypes = (x_MK.dtype, weight.dtype)
+            y, made_8t, made_inverse_t = linear_of_cast_op(
+                x_8, x_inverse, weight, how.dtype, how.forward_format, weight_granularity, how.power_of_two, counts,
+                memory,
+            )  # fmt: skip
+        kept = (made_8t, made_inverse_t)
+        if memory:
+            kept = (weight_8t, weight_inverse if weight_inverse_t is None else weight_inverse_t)
+        ctx.save_for_backward(x_8t, x_inverse if x_inverse_t is None else x_inverse_t, *kept)
+        ctx.products, ctx.dtypes = products, (x_MK.dtype, weight.dtype)
+        ctx.counts, ctx.history = kept_unchecked(gradient_counts, gradient_history)
         ctx.mark_non_differentiable(*(tensor for tensor in made if tensor is not None))
         return y, *made
 
@@ -212,4 +227,4 @@ class _Whole(torch.autograd.Function):
             dy_MN, *ctx.saved_tensors, how.gradient_format, how.gradient_granularity, how.dx_sums,
             how.power_of_two, ctx.counts, ctx.history,
         )  # fmt: skip
-        return (dx.to(x_dtype), dweight.to(weight_dtype), *[None] * 24)
+        return (dx.to(x_dtype), dweight.to(weight_dtype), *[None] * 28)
