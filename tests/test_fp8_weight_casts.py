@@ -215,7 +215,7 @@ def steps_of(
             run(x).square().mean().backward()
         gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
         optimizer.step()
-    return {**gradients, "x": x.grad}
+    return {**gradients, "x": x.grad.clone()}
 
 
 def converted(recipe: str, fuse: bool = True) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -261,9 +261,11 @@ def test_compiled_micro_batches_share_the_cast_of_a_weight(recipe: str, fuse: bo
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
 @pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "rowwise", "blockwise"])
-def test_compiled_micro_batches_on_a_gpu(recipe: str, mode: str) -> None:
+def test_compiled_micro_batches_on_a_gpu(recipe: str, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where the forward is captured in a CUDA graph, which casts each time, into the same memory."""
     torch._dynamo.reset()
+    # What is fused depends on what else is in a graph, and with it how often results are rounded, unless:
+    monkeypatch.setattr("torch._inductor.config.emulate_precision_casts", True)
     found = []
     for each_changed in (True, False):
         torch.manual_seed(0)
