@@ -65,6 +65,7 @@ class Case:
     replicas: int = 1
     compiled: bool = False
     device: str = "cpu"
+    seed: int = 0
 
     def __str__(self) -> str:
         changed = {name: value for name, value in vars(self).items() if value != vars(Case())[name]}
@@ -82,7 +83,7 @@ def mesh_of(group: Any, replicas: int = 1, device: str = "cpu") -> DeviceMesh:
 
 
 def unsharded(case: Case) -> nn.Sequential:
-    torch.manual_seed(0)
+    torch.manual_seed(case.seed)
     model = nn.Sequential(*(Block(case.checkpointed) for _ in range(2))).to(case.device, case.dtype)
     model[0].first.weight.requires_grad_(not case.frozen)
     kp.fp8.convert(model, case.recipe, fuse_swiglu=case.fuse, monitor=None)

@@ -395,6 +395,31 @@ def test_the_report_has_what_was_measured(fabricated: list[tuple[Any, ...]]) -> 
     assert re.search(r"auto \(delayed\) +fp8 +fp8 +own", line)
 
 
+def test_the_report_of_a_layer_whose_input_needs_no_gradient(
+    fabricated: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the first layer of a model: what was measured without dx is its own, also beside another of its shape."""
+    monkeypatch.setattr(layer_module, "may_gain", lambda _: True)
+    monkeypatch.setattr(
+        plan_module, "_measured_products", lambda kind, _, *call: measured_choice(torch.device(kind), *call).best
+    )
+    measure = plan_module._measure
+    monkeypatch.setattr(
+        plan_module,
+        "_measure",
+        lambda *key: measure(*key) if key[7] else Measured(key[1], (((), 10.0), (("y", "dW"), 5.0))),
+    )
+    model = kp.fp8.convert(nn.Sequential(nn.Linear(24, 24), nn.Linear(24, 24)))
+    model(random(64, 24)).sum().backward()
+    with torch.no_grad():
+        model(random(32, 24))
+    first, second = kp.fp8.report(model).layers
+    assert [found.best for found in first.measured] == [("y", "dW")]
+    assert first.products == {"y": "fp8", "dx": "own", "dW": "fp8"}
+    assert [found.best for found in second.measured] == [("y", "dx")]
+    assert second.products == {"y": "fp8", "dx": "fp8", "dW": "own"}
+
+
 @pytest.mark.parametrize(
     ("needs_dx", "needs_dw", "choices"),
     [

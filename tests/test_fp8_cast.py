@@ -199,15 +199,20 @@ def test_every_16_bit_number_is_cast_as_the_format_defines(kernel: str, form: Fo
     assert cast.saturated.tolist() == [int(beyond.sum())] * 2
 
 
-@every_kernel
-@every_format
-def test_float32_around_every_value_and_every_tie(kernel: str, form: Format) -> None:
+def around_every_value_and_tie(form: Format) -> np.ndarray:
     values = form.values[:0x80][np.isfinite(form.values[:0x80])]
     points = np.concatenate([values, (values[1:] + values[:-1]) / 2])
     bits = points.astype(np.float32).view(np.int32)[:, None] + np.arange(-40, 41, dtype=np.int32)
     x = np.concatenate([numbers := np.abs(bits).astype(np.int32).view(np.float32), -numbers])
     x = np.clip(x, -form.largest, form.largest)
     assert len(np.unique(x)) > 15000
+    return x
+
+
+@every_kernel
+@every_format
+def test_float32_around_every_value_and_every_tie(kernel: str, form: Format) -> None:
+    x = around_every_value_and_tie(form)
     for scale in share(kernel, (1.0, 2.0**-60), 1):  # the larger numbers are exact as well
         cast = check_cast(torch.from_numpy(x / np.float32(scale)), form, kernel=kernel)
         np.testing.assert_array_equal(codes(cast.data), form.encode(x))
@@ -518,6 +523,10 @@ def test_the_kernel_itself_compiled_gives_the_same_bytes(form: Format, hard: tor
         arguments = (hard, form.name, granularity, True, history, False)
         wanted = outputs(*arguments)  # first: what a format works out once, dynamo does not
         same_bytes(compiled(kp.device("cpu"), *arguments), wanted)
+    x = around_every_value_and_tie(form)
+    codes_of, codes_t, *_ = compiled(kp.device("cpu"), torch.from_numpy(x), form.name, "tensor", True, None, False)
+    np.testing.assert_array_equal(codes(codes_of), form.encode(x))
+    np.testing.assert_array_equal(codes(codes_t), form.encode(x).T)
 
 
 def test_fake_tensors_and_meta_tensors_have_the_real_shapes() -> None:

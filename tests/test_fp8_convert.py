@@ -500,9 +500,32 @@ def test_a_report_says_what_no_matrix_unit_multiplies(
     model(torch.randn(rows, inputs, dtype=dtype).requires_grad_())
     assert kp.fp8.report(model).layers[0].notes == ()
     with pretend("nvidia/h200"):
-        notes = kp.fp8.report(model).layers[0].notes
+        notes = [note for note in kp.fp8.report(model).layers[0].notes if "filled up" not in note]
     assert len(notes) == bool(products)
     assert all(note.startswith(f"{products} (multiplied as copies in float32: scaled-mm {why}") for note in notes)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "sizes", "needs_dx", "filled"),
+    [
+        ("delayed", (3, 17, 5), True, "M = 3, K = 17, N = 5"),
+        ("delayed-high-wgrad", (3, 32, 5), True, "N = 5"),
+        ("delayed", (1000, 32, 48), True, "M = 1000"),
+        ("delayed", (32, 32, 48), False, ""),
+        ("blockwise", (3, 17, 5), True, ""),  # multiplied in float32
+    ],
+)
+def test_a_report_says_which_sizes_are_filled_up(
+    recipe: str, sizes: tuple[int, int, int], needs_dx: bool, filled: str
+) -> None:
+    rows, inputs, outputs = sizes
+    model = kp.fp8.convert(nn.Sequential(nn.Linear(inputs, outputs)), recipe)
+    model(torch.randn(rows, inputs, requires_grad=needs_dx))
+    with pretend("nvidia/h200"):
+        notes = [note for note in kp.fp8.report(model).layers[0].notes if "filled up" in note]
+        assert notes == ([f"{filled} filled up with zeros to a multiple of 16 in 8-bit products"] if filled else [])
+        model[0].fp8_fallback = "a test"
+        assert not any("filled up" in note for note in kp.fp8.report(model).layers[0].notes)
 
 
 def test_a_report_has_what_was_lost() -> None:

@@ -72,6 +72,7 @@ RECORDS = {"some": RECORD}
         ("bandwidth; case=small*", "8 GB/s"),
         ("memory", "3.0 GiB"),
         ("error; case=small*", "25%"),
+        ("noise; case=small*", "160.0 dB"),
         ("copy", "3,500 GB/s"),
     ],
 )

@@ -17,6 +17,7 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.flop_counter import FlopCounterMode
 
+import kernel_pytorch as kp
 from kernel_pytorch import benchmarking, cli, parity_command
 from kernel_pytorch.evidence import Benchmark, EvidenceError, read_record
 from kernel_pytorch.hardware_abstraction.device import Rates
@@ -376,6 +377,30 @@ def test_command_trains_reports_continues_and_redraws(command: Any, tmp_path: Pa
     page = (folder / "report.html").read_text()
     assert "rowwise, seed 1" in page
     assert "tensorwise, seed 1" in page
+
+
+def test_command_converts_with_the_default_recipe(
+    command: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As users run it: kp.fp8.convert, with histories, fused modules and a monitor."""
+    converted: list[nn.Module] = []
+
+    def convert(module: nn.Module, recipe: str) -> nn.Module:
+        converted.append(module)
+        return parity.default_convert(module, recipe)
+
+    monkeypatch.setattr(parity_command.run, "__kwdefaults__", {"convert": convert})
+    _, text = command(*small(tmp_path / "runs", "--seeds", "1"))
+    assert re.search(r"delayed (passes|does not pass): ", text)
+    report = kp.fp8.report(converted[-1])
+    assert len(report.layers) == 7 * TINY.layers
+    assert all(row.recipe == "delayed" and "fell back" not in str(row.notes) for row in report.layers)
+    rows = STEPS * TINY.batch * TINY.length
+    assert all(row.losses["gradient"].numbers == rows * row.outputs for row in report.layers)
+    results = Results(tmp_path / "runs")
+    losses, reference = results.losses["delayed", 0], results.losses["bf16", 0]
+    assert losses != reference
+    np.testing.assert_allclose(losses, reference, rtol=0.05)
 
 
 def test_command_without_matplotlib_says_how_to_draw_later(

@@ -10,6 +10,7 @@ from kernel_pytorch.precision.formats import Format
 from kernel_pytorch.precision.gathering import gather
 from kernel_pytorch.precision.linear import fp8_linear as linear
 from kernel_pytorch.precision.monitor import Losses
+from kernel_pytorch.precision.ranks import synchronize
 from kernel_pytorch.precision.recipe import RECIPES, Recipe
 
 __all__ = [
@@ -24,4 +25,5 @@ __all__ = [
     "linear",
     "report",
     "revert",
+    "synchronize",
 ]

@@ -9,13 +9,15 @@ provenance. ``check`` fails a number that is not what its record says, a record 
 text of the kernel, a number without a record, and a word such as "faster" without a measured number in the same
 paragraph. ``refresh`` writes the numbers anew.
 
-The title is ``measured: QUANTITY; KEY=VALUE; ...``. Quantities: time, speedup, rate, bandwidth, memory, error, each
-also as ``lowest`` or ``highest`` of all that match; copy, of the whole record. Keys choose one measurement: case,
+The title is ``measured: QUANTITY; KEY=VALUE; ...``. Quantities: time, speedup, rate, bandwidth, memory, error (of its
+budget), noise (an error that is relative to a norm, in decibels), each also as ``lowest`` or ``highest`` of all that
+match; copy, of the whole record. Keys choose one measurement: case,
 phase, format, kernel or baseline, with ``*`` for any text; ``over`` names the baseline of a speedup, else the best.
 """
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -145,10 +147,12 @@ def _value(quantity: str, record: Benchmark, row: Measurement, over: str) -> flo
         return _speedup(record, row, over)
     if quantity == "memory":
         return float(row.peak_bytes or 0)
-    if quantity == "error":
+    if quantity in ("error", "noise"):
         if row.error is None or not row.budget:
             raise EvidenceError(f"no error is recorded for {row.case!r}, {row.phase}")
-        return row.error / row.budget
+        if quantity == "error":
+            return row.error / row.budget
+        return -20 * math.log10(row.error) if row.error else math.inf
     seconds = row.seconds.median
     return {"time": seconds, "rate": row.flops / seconds, "bandwidth": row.traffic_bytes / seconds}[quantity]
 
@@ -171,6 +175,7 @@ _SHOWN: dict[str, Callable[[float], str]] = {
     "bandwidth": lambda rate: f"{gigabytes(rate)} GB/s",
     "memory": lambda size: f"{size / 2**30:.1f} GiB",
     "error": lambda share: f"{share:.0%}",
+    "noise": lambda decibels: f"{decibels:.1f} dB",
 }
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -325,7 +325,7 @@ def _by_reason(reasons: dict[str, str], most: int | None = None) -> list[str]:
 
 def _without_matrix_units(layer: Float8Linear) -> dict[str, str]:
     """The 8-bit products of the last kind of eager call that a GPU computes from copies in float32: for each why."""
-    shape, call = next(((key[1], call) for key, call in reversed(layer._calls.items()) if key[0]), (None, None))
+    shape, call = layer.fp8_last_call()
     device = None if layer.weight.is_meta else device_of(layer.weight.device)
     if call is None or shape is None or device is None or device.backend == "cpu":
         return {}
@@ -357,6 +357,19 @@ def _without_matrix_units(layer: Float8Linear) -> dict[str, str]:
     return found
 
 
+def _filled_up(layer: Float8Linear, products: Iterable[str]) -> list[str]:
+    """A line if the matrix units take other sizes for these products; M is that of the last kind of eager call."""
+    if layer.weight.is_meta or device_of(layer.weight.device).backend == "cpu":
+        return []
+    shape, _ = layer.fp8_last_call()
+    m = 0 if shape is None else math.prod(shape[:-1])
+    sizes = {"M": m, "K": layer.in_features, "N": layer.out_features}
+    filled = {"y": "KN", "dx": "KN", "dW": "MK"}  # the length of the sums, and columns
+    sides = {side for product in products for side in filled[product]}
+    ragged = [f"{side} = {size}" for side, size in sizes.items() if side in sides and size % 16]
+    return [f"{', '.join(ragged)} filled up with zeros to a multiple of 16 in 8-bit products"] if ragged else []
+
+
 def _layer_report(name: str, layer: Float8Linear, fused: str | None, norm: str | None) -> LayerReport:
     notes = []
     if layer.fp8_fallback is not None:
@@ -369,12 +382,6 @@ def _layer_report(name: str, layer: Float8Linear, fused: str | None, norm: str |
         notes.append(f"gathered in its own precision: {layer.fp8_gather}")
     if norm is not None:
         notes.append(f"its input is cast by the norm {norm!r}")
-    ragged = [
-        f"{side} = {size}" for side, size in (("K", layer.in_features), ("N", layer.out_features)) if size % 16
-    ]
-    if ragged and layer.weight.device.type != "cpu":
-        notes.append(f"{' and '.join(ragged)} filled up with zeros to a multiple of 16 in 8-bit products")
-    notes += _by_reason(_without_matrix_units(layer))
     measured = layer.fp8_measured() if layer.fp8_auto else ()
     if layer.fp8_fallback is not None:
         products = dict.fromkeys(PRODUCTS, "own")
@@ -386,6 +393,9 @@ def _layer_report(name: str, layer: Float8Linear, fused: str | None, norm: str |
     else:
         low = measured[-1].best if measured else layer.fp8_recipe.low_precision
         products = {product: "fp8" if product in low else "own" for product in PRODUCTS}
+    refused = _without_matrix_units(layer)
+    notes += _filled_up(layer, [name for name, of in products.items() if of == "fp8" and name not in refused])
+    notes += _by_reason(refused)
     counts = torch.zeros(COUNTS_SHAPE, dtype=torch.int64) if layer.weight.is_meta else layer.fp8_counts.cpu()
     recipe = f"auto ({layer.fp8_recipe})" if layer.fp8_auto else str(layer.fp8_recipe)
     return LayerReport(

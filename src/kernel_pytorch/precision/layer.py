@@ -224,9 +224,16 @@ class Float8Linear(nn.Linear):
         recorded = x.requires_grad or not is_grad_enabled()
         return recorded if self._narrow else (working_dtype(x), recorded)
 
+    def fp8_last_call(self) -> tuple[torch.Size | None, tuple[Recipe, Products] | None]:
+        """The shape of the input at the last kind of eager call of the layer itself, and how it is computed."""
+        return next(((key[1], call) for key, call in reversed(self._calls.items()) if key[0]), (None, None))
+
     def fp8_measured(self) -> tuple[Measured, ...]:
-        """What auto has measured for calls of this layer, in the order of its rows."""
-        return measured_for(self.weight, self.bias is not None, self.fp8_recipe)
+        """What auto has measured for calls such as this layer's in training, in the order of its rows."""
+        recording = {key[4] for key in self._calls if key[9]}  # whether inputs needed gradients, in eager mode
+        needs_dx = (True, False) if len(recording) != 1 else (*recording,)
+        found = (measured_for(self.weight, self.bias is not None, self.fp8_recipe, each) for each in needs_dx)
+        return next(filter(None, found), ())
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if not is_dynamo_compiling():  # a graph must not depend on what follows
@@ -335,12 +342,23 @@ class Float8Linear(nn.Linear):
 
     # Checkpoints.
 
+    def fp8_remembered(self) -> torch.Tensor:
+        """A copy of what must go on with the weight: the histories, and whether the layer has fallen back."""
+        state = self.fp8_state
+        return torch.cat([state, state.new_full((1, state.shape[1]), float(self.fp8_fallback is not None))])
+
+    @torch.no_grad()
+    def fp8_remember(self, found: torch.Tensor, why: str) -> None:
+        """Go on with that; ``why`` is the reason of a layer that has not fallen back yet."""
+        self.fp8_history.copy_(found[0])
+        self.fp8_gradient_history.copy_(found[1])
+        if self.fp8_fallback is None and bool(found[-1, 0]):
+            self.fp8_fallback = why
+
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         if self.fp8_recipe.delayed or self.fp8_fallback is not None:
-            state = self.fp8_state
-            flag = state.new_full((1, state.shape[1]), float(self.fp8_fallback is not None))
-            destination[prefix + _STATE_KEY] = torch.cat([state, flag])
+            destination[prefix + _STATE_KEY] = self.fp8_remembered()
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
         found = state_dict.pop(prefix + _STATE_KEY, None)
@@ -360,10 +378,8 @@ class Float8Linear(nn.Linear):
                 f"that a converted layer saves, of shape {[STATE_SHAPE[0] + 1, STATE_SHAPE[1]]}"
             )
         else:
-            with torch.no_grad():
-                self.fp8_history.copy_(found[0])
-                self.fp8_gradient_history.copy_(found[1])
-            self.fp8_fallback = "it had when the checkpoint was saved" if bool(found[-1, 0]) else None
+            self.fp8_fallback = None
+            self.fp8_remember(found, "it had when the checkpoint was saved")
 
     def extra_repr(self) -> str:
         products = "auto" if self.fp8_auto else ", ".join(self.fp8_recipe.low_precision)

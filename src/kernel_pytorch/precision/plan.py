@@ -149,9 +149,9 @@ def _measured_products(kind: str, index: int | None, *call: Any) -> tuple[str, .
 _kept: dict[tuple[object, ...], Measured] = {}
 
 
-def measured_for(weight: torch.Tensor, bias: bool, recipe: Recipe) -> tuple[Measured, ...]:
+def measured_for(weight: torch.Tensor, bias: bool, recipe: Recipe, needs_dx: bool) -> tuple[Measured, ...]:
     """Every measurement of layers of this shape in training, in the order of their rows."""
-    same = (weight.device, tuple(weight.shape), weight.dtype, bias, recipe, True, True)
+    same = (weight.device, tuple(weight.shape), weight.dtype, bias, recipe, needs_dx, True)
     found = [kept for key, kept in _kept.items() if (key[0], key[2], key[4], *key[5:9]) == same]
     return tuple(sorted(found, key=lambda measured: measured.rows))
 
