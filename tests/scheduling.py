@@ -20,6 +20,7 @@ SECONDS = {
     "tests/test_lowering.py": 130,
     "tests/test_cross_compile.py[fp8_swiglu_grad]": 25,
     "tests/test_fp8_swiglu_parts.py": 100,
+    "tests/test_fp8_weight_casts.py": 75,
     "tests/test_lowering_bad_payloads.py": 75,
     "tests/test_backends.py::TestAmd": 70,
     "tests/test_backends.py::TestIntel": 70,

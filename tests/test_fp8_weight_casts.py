@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import kernel_pytorch as kp
 from fp8_models import Block, block, linear, random, results, same, sqnr, train
 from kernel_pytorch.ops.fp8_cast import fp8_cast
+from kernel_pytorch.precision.in_graph import revision
 from kernel_pytorch.precision.kept_cast import Kept, cast_weight
 from kernel_pytorch.precision.layer import Float8Linear
 from kernel_pytorch.precision.monitor import layers_of
@@ -353,6 +354,90 @@ def test_a_step_between_a_compiled_forward_and_its_backward_is_an_error(backend:
         y.sum().backward()
 
 
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_weights_that_are_not_the_layers_own_are_cast_for_each_call(backend: str) -> None:
+    """Two of them in one graph, before its backward: one memory would hold the last."""
+    model, *_ = accumulating(backend=backend)
+    other = alike(model)
+    weights = [nn.Parameter(p.detach() * size) for size in (1.0, -3.0) for p in model.parameters()]
+    names = [name for name, _ in model.named_parameters()]
+
+    def both(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        halves = weights[: len(names)], weights[len(names) :]
+        found = (torch.func.functional_call(module, dict(zip(names, half, strict=True)), (x,)) for half in halves)
+        return sum(y.square().sum() for y in found)
+
+    gradients = []
+    for module, run in ((model, torch.compile(both, backend=backend, fullgraph=True)), (other, both)):
+        x = random(32, 24, seed=3).requires_grad_()
+        run(module, x).backward()
+        gradients.append([x.grad, *(weight.grad.clone() for weight in weights)])
+        for weight in weights:
+            weight.grad = None
+    for found, wanted in zip(*gradients, strict=True):
+        assert sqnr(found, wanted) > (60 if backend == "inductor" else 300)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_who_zeroes_gradients_after_writing_through_data_is_seen(compiled: bool) -> None:
+    """Of weights in an optimizer's care, as a replay of its step by a CUDA graph does it."""
+    model, run, optimizer = accumulating()
+    optimizer.zero_grad(set_to_none=False)
+    for _ in range(3):
+        x = random(32, 24)
+        (run if compiled else model)(x).sum().backward()
+        for p in model.parameters():
+            p.data.mul_(1.5)
+        optimizer.zero_grad(set_to_none=False)
+        y = (run if compiled else model)(x)
+        assert torch.equal(y, alike(model)(x))
+        y.sum().backward()
+
+
+def test_a_layer_that_is_given_the_weight_of_another() -> None:
+    model, run, _ = accumulating()
+    model.mlp.up_proj.weight = model.mlp.gate_proj.weight
+    x = random(32, 24)
+    assert torch.equal(run(x), alike(model)(x))
+
+
+def test_tied_layers_of_which_one_is_reverted() -> None:
+    torch._dynamo.reset()
+    model = linear(32, 32)
+    model.append(nn.Linear(32, 32))
+    model[1].weight = model[0].weight
+    kp.fp8.convert(model, "tensorwise")
+    kp.fp8.revert(model[1])
+    x = random(8, 32)
+    assert torch.equal(torch.compile(model, backend="aot_eager")(x), model(x))
+
+
+def test_weights_made_in_inference_mode() -> None:
+    torch._dynamo.reset()
+    with torch.inference_mode():
+        model = kp.fp8.convert(block(), "tensorwise")
+        x = random(32, 24)
+        assert torch.equal(torch.compile(model, backend="aot_eager")(x), model(x))
+
+
+def test_memory_for_casts_stays_while_the_weight_does() -> None:
+    torch._dynamo.reset()
+    model = kp.fp8.convert(block().bfloat16(), "tensorwise")
+    run = torch.compile(model, backend="aot_eager", fullgraph=True)
+
+    def accumulated() -> list[tuple[torch.Tensor, ...] | None]:
+        steps_of(model, run, torch.optim.SGD(model.parameters(), lr=0.1), 2, 3)
+        return [layer.fp8_codes for layer in layers_of(model).values()]
+
+    first = accumulated()
+    with torch.no_grad():
+        model.eval()(random(32, 24, dtype=torch.bfloat16))
+    model.train()
+    assert all(one is not None and one is other for one, other in zip(first, accumulated(), strict=True))
+    model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()}, assign=True)
+    assert all(one is not None and one is not other for one, other in zip(first, accumulated(), strict=True))
+
+
 def test_memory_for_casts_is_not_copied_saved_or_moved() -> None:
     model, run, optimizer = accumulating()
     buffers, state = dict(model.named_buffers()), model.state_dict()
@@ -379,6 +464,41 @@ def test_compiled_checkpoints_share_the_cast() -> None:
         found.append(steps_of(inner, run, optimizer, 3, 3))
         assert [weight_casts(layer) for layer in layers_of(model).values()] == [3 + 1 + 1] * 5
     same(*found)
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
+def test_several_compiled_checkpoints_before_a_backward(recipe: str, backend: str) -> None:
+    torch._dynamo.reset()
+    inner, optimizer = converted(recipe)
+    run = torch.compile(Checkpointing(inner), backend=backend, fullgraph=True)
+    steps_of(inner, run, optimizer, 2, 3)
+    other = alike(inner, recipe)
+    for x_needs in (False, True):
+        for each, call in ((inner, run), (other, other)):
+            each.zero_grad()
+            xs = [random(32, 24, seed=seed).requires_grad_(x_needs) for seed in (7, 8)]
+            sum(call(x).square().sum() for x in xs).backward()
+        for (name, p), q in zip(inner.named_parameters(), other.named_parameters(), strict=True):
+            # A repeated forward may have another scale: it is by the history that the first one has left.
+            assert sqnr(p.grad, q[1].grad) > (60 if recipe == "tensorwise" else 15), name
+
+
+def test_graphs_name_the_code_behind_what_is_in_them() -> None:
+    """Torch's cache knows the functions in a graph by their names alone, inside activation checkpointing."""
+    torch._dynamo.reset()
+    graphs: list[torch.fx.GraphModule] = []
+
+    def keep(graph: torch.fx.GraphModule, _: Any) -> torch.fx.GraphModule:
+        graphs.append(graph)
+        return graph
+
+    model = kp.fp8.convert(nn.Sequential(block(), nn.RMSNorm(16), nn.Linear(16, 8)), "delayed")
+    torch.compile(model, backend=keep, fullgraph=True)(random(32, 24))
+    (graph,) = graphs
+    functions = [node for node in graph.graph.nodes if getattr(node.target, "__module__", "").startswith("kernel_")]
+    assert {node.target.__name__ for node in functions} >= {"_whole", "_cast_in_graph", "norm_of"}
+    assert all(node.args[0] == revision() for node in functions)
 
 
 def test_one_forward_a_step_keeps_no_cast() -> None:

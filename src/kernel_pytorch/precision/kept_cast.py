@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
-from torch.fx.experimental.proxy_tensor import _get_proxies
 
 from kernel_pytorch.hardware_abstraction import dispatch
 from kernel_pytorch.hardware_abstraction.registry import device_preferring
@@ -21,6 +20,7 @@ from kernel_pytorch.ops.fp8_cast import KERNEL_TRITON, fp8_cast
 from kernel_pytorch.ops.fp8_cast.definition import FP8_CAST
 from kernel_pytorch.ops.fp8_matmul import KERNEL_SCALED_MM, fp8_matmul
 from kernel_pytorch.ops.fp8_matmul.definition import OUTPUTS, adds_up_fast
+from kernel_pytorch.precision.in_graph import kept_unchecked, revision
 from kernel_pytorch.precision.transforms import refuse_batch
 from kernel_pytorch.precision.weight_uses import ask_for_memory, layer_with, written_state
 
@@ -32,9 +32,8 @@ __all__ = [
     "cast_weight_in_graph",
     "define_op",
     "direct_cast",
-    "fill_op",
+    "fill_in_graph",
     "kept_cast",
-    "kept_unchecked",
     "linear_backward_op",
     "linear_forward_by_parts_op",
     "linear_forward_op",
@@ -87,7 +86,7 @@ def kept_cast(
     """
     arguments = (x_RC, number_format, granularity, transposed, power_of_two, counts, row, history)
     if torch.compiler.is_compiling():
-        data, data_t, inverse, inverse_t = _op(*arguments)
+        data, data_t, inverse, inverse_t = _cast_in_graph(revision(), *arguments)
         return Kept(data, data_t, inverse, inverse if transposed and granularity == "tensor" else inverse_t)
     return direct_cast(*arguments)
 
@@ -125,18 +124,6 @@ def direct_cast(
     return Kept(found.data, found.data_t, found.inverse, found.inverse_t)
 
 
-def kept_unchecked(*memory: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-    """What a function keeps for its backward to write to, told to torch.compile: by then another may have written.
-
-    It does the same for what a function that it looks into keeps on its context, as eager mode does, and takes
-    everything else for what must not have changed.
-    """
-    for each in memory:
-        for proxy in () if each is None else _get_proxies(each):
-            proxy.node.meta["saved_tensor_with_no_vc_check"] = True
-    return memory
-
-
 def cast_weight(
     weight: torch.Tensor,
     number_format: str,
@@ -167,20 +154,19 @@ def cast_weight_in_graph(
             weight itself would: a step between a forward and its backward is an error there.
     """
     layer = layer_with(weight)
-    capturing = weight.is_cuda and torch.cuda.is_current_stream_capturing()  # then nothing is known of later runs
-    number = 0 if layer is None or capturing else layer.fp8_uses.seen(weight)
+    number = 0 if layer is None else layer.fp8_uses.seen(weight)
     if not memory:
         cast = cast_weight(weight, number_format, granularity, transposed, power_of_two, counts)
         if number and layer is not None and layer.fp8_uses.accumulates:
             codes = layer.fp8_codes
-            if codes is None or codes[1].numel() < cast.data_t.numel():
+            if codes is None or codes[2].numel() < cast.data_t.numel():
                 ask_for_memory(layer, *cast.parts())
         return cast
     data, data_t, inverse, *other = memory
     kept = Kept(data, data_t, inverse, other[0] if other else inverse, dispatch.plain_call(weight))
     before, written = getattr(data, "_fp8_holds", (0, None))
     now = written_state(weight)
-    if number == 0 or before != number:
+    if number == 0 or (before, written) != (number, now):
         cast = cast_weight(weight, number_format, granularity, data_t.numel() > 0, power_of_two, counts)
         # Codes of a weight that was not written to are those that are there, so a backward may still come.
         with _unsafe_preserve_version_counter(tuple(memory) if written == now else ()):
@@ -523,9 +509,35 @@ linear_backward_op = define_op(
     _linear_backward,
     _linear_backward_fake,
 )
-fill_op = define_op(
+_fill_op = define_op(
     "fp8_fill_weight(Tensor weight, str number_format, str granularity, bool power_of_two, Tensor(a!)? counts, "
     "Tensor[] memory) -> (Tensor, Tensor)",
     _fill,
     _fill_fake,
 )
+
+
+@torch.compiler.allow_in_graph  # type: ignore[untyped-decorator]
+def _cast_in_graph(_: str, *arguments: Any) -> tuple[torch.Tensor, ...]:
+    *_others, counts, _row, history = arguments
+    kept_unchecked(counts, history)
+    found: tuple[torch.Tensor, ...] = _op(*arguments)
+    return found
+
+
+@torch.compiler.allow_in_graph  # type: ignore[untyped-decorator]
+def fill_in_graph(
+    _: str,
+    weight: torch.Tensor,
+    number_format: str,
+    granularity: str,
+    power_of_two: bool,
+    counts: torch.Tensor | None,
+    *memory: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Fill memory where that is due; the scales of what is in it then, inverse_t empty if it is no other."""
+    kept_unchecked(counts)
+    found: tuple[torch.Tensor, torch.Tensor] = _fill_op(
+        weight, number_format, granularity, power_of_two, counts, list(memory)
+    )
+    return found

@@ -109,7 +109,7 @@ class Float8Linear(nn.Linear):
             setattr(layer, name, nothing())
         for name, buffer in _new_buffers(layer.weight.device).items():
             layer.register_buffer(name, buffer, False)
-        register(layer)
+        layer._forget()
         converted: Float8Linear = layer
         return converted
 
@@ -140,6 +140,7 @@ class Float8Linear(nn.Linear):
         self._plain_numel.clear()
         self._plain_up_to = -1
         self._narrow = self.weight.itemsize < 4
+        register(self)
 
     def recipe_for(self, x: torch.Tensor) -> Recipe | None:
         """The recipe of a call, with the products that are in 8 bits; None for plain arithmetic."""
@@ -309,10 +310,10 @@ class Float8Linear(nn.Linear):
     def _memory_for_cast(self, transposed: bool) -> Kept | None:
         """For compiled steps, which fill it themselves; None where there is none."""
         codes, weight = self.fp8_codes, self.weight
-        if codes is None or codes[0].shape != weight.shape or codes[0].device != weight.device:
+        if codes is None or codes[0] is not weight:  # of torch.func.functional_call, or parametrized
             return None
-        data, data_t, inverse, *other = codes
-        if transposed and data_t.numel() != weight.numel():
+        _, data, data_t, inverse, *other = codes
+        if data.shape != weight.shape or (transposed and data_t.numel() != weight.numel()):
             return None
         return Kept(data, data_t, inverse, other[0] if other else inverse, to_fill=True)
 
@@ -326,7 +327,6 @@ class Float8Linear(nn.Linear):
             assert before is not None
             self._buffers[name] = fresh if before.is_meta or device.type == "meta" else before.to(device)
         self._forget()  # on another device, or in another format, other calls gain
-        register(self)
         return self
 
     def __getstate__(self) -> dict[str, Any]:

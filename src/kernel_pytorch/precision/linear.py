@@ -16,11 +16,12 @@ from kernel_pytorch.hardware_abstraction.registry import device_of
 from kernel_pytorch.ops.fp8_cast import fp8_cast
 from kernel_pytorch.ops.fp8_cast.definition import HISTORY
 from kernel_pytorch.precision.formats import E4M3FN, E5M2, FormatPair, for_device
+from kernel_pytorch.precision.in_graph import revision
 from kernel_pytorch.precision.kept_cast import (
     NAMES,
     Kept,
     cast_weight,
-    fill_op,
+    fill_in_graph,
     kept_cast,
     product,
     sums_of_y,
@@ -319,7 +320,8 @@ def cast_of_weight(
     """A weight in 8 bits, with the transposed copy that dx needs; in the memory for it where there is some."""
     if memory is not None:
         places = memory.parts()
-        inverse, inverse_t = fill_op(weight, number_format, recipe.weight, recipe.power_of_two, counts, places)
+        kind = (number_format, recipe.weight, recipe.power_of_two)
+        inverse, inverse_t = fill_in_graph(revision(), weight, *kind, counts, *places)
         return Kept(memory.data, memory.data_t, inverse, inverse if len(places) == 3 else inverse_t)
     return cast_weight(weight, number_format, recipe.weight, transposed, recipe.power_of_two, counts, kept_cast)
 

@@ -20,6 +20,7 @@ from kernel_pytorch.hardware_abstraction import dispatch
 from kernel_pytorch.hardware_abstraction.registry import device_preferring
 from kernel_pytorch.ops.fp8_rms_norm import KERNEL_TRITON, fp8_rms_norm
 from kernel_pytorch.ops.rms_norm.definition import RMS_NORM
+from kernel_pytorch.precision.in_graph import revision
 from kernel_pytorch.precision.kept_cast import NAMES, Kept
 from kernel_pytorch.precision.layer import Float8Linear
 from kernel_pytorch.precision.offer import Caster, Wish, input_key
@@ -178,7 +179,7 @@ def _traced(module: Any, *others: Any, **named: Any) -> Any:
     if not known or compiled_transforms_active() or not _is_the_norm_of(caster, given[0], weight):
         return type(module).forward(module, *others, **named)
     x, eps = given[0], getattr(module, caster.eps)
-    return norm_of(x, weight, _constant_default_eps(x.dtype) if eps is None else float(eps))
+    return norm_of(revision(), x, weight, _constant_default_eps(x.dtype) if eps is None else float(eps))
 
 
 def _takes(caster: Caster, x: Any, weight: torch.Tensor | None) -> bool:

@@ -20,7 +20,8 @@ import torch
 from torch import nn
 
 from kernel_pytorch.precision.gathered_weight import GatheredWeight
-from kernel_pytorch.precision.kept_cast import NAMES, Kept, kept_unchecked, transposed_codes
+from kernel_pytorch.precision.in_graph import kept_unchecked, revision
+from kernel_pytorch.precision.kept_cast import NAMES, Kept, transposed_codes
 from kernel_pytorch.precision.kept_swiglu import (
     Needs,
     Saved,
@@ -199,8 +200,9 @@ def fp8_swiglu_mlp(
     turned = (needs_dx, needs_dx, needs_dh)
     kept = [layer.weight_cast(recipe, forward_format, each) for layer, each in zip(layers, turned, strict=True)]
     if torch.compiler.is_compiling() and all(needs) and not gathered:
-        places = [part for cast in kept if cast is not None for part in cast.parts()]
+        places = () if None in kept else (part for cast in kept if cast is not None for part in cast.parts())
         y_MN = _whole(
+            revision(),
             x,
             memories[0].history,
             *(layer.weight for layer in layers),
@@ -212,7 +214,7 @@ def fp8_swiglu_mlp(
             gradient_format,
             recipe.dx_sums,
             recipe.power_of_two,
-            *(() if None in kept else places),
+            *places,
         )
         return y_MN.reshape(*x.shape[:-1], y_MN.shape[-1])
     x_MK = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
@@ -335,7 +337,7 @@ def _as(gradients: Any, dtypes: tuple[torch.dtype, ...]) -> list[torch.Tensor | 
 
 
 @torch.compiler.allow_in_graph  # type: ignore[untyped-decorator]
-def _whole(x: torch.Tensor, x_history: torch.Tensor | None, *others: Any) -> torch.Tensor:
+def _whole(_: str, x: torch.Tensor, x_history: torch.Tensor | None, *others: Any) -> torch.Tensor:
     """For torch.compile, where all is asked for; ``traced_norm`` has why Dynamo does not look into it."""
     x_MK, norm = x.reshape(-1, x.shape[-1]), unwritten(x, x_history)
     y_MN: torch.Tensor = _Whole.apply(x_MK, *norm, x_history, *others)  # type: ignore[no-untyped-call]
@@ -373,6 +375,7 @@ class _Whole(torch.autograd.Function):
         power_of_two: bool,
         *memory: torch.Tensor,
     ) -> torch.Tensor:
+        kept_unchecked(gate_counts, up_counts, down_counts, x_history, h_history)  # as in traced_linear
         y, *saved = swiglu_forward_op(
             x_MK if norm_x is None else norm_x, gate_weight, up_weight, down_weight, dtype, forward_format,
             power_of_two, gate_counts, up_counts, down_counts, x_history, h_history, rstd, norm_weight, list(memory),

@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
+from kernel_pytorch.precision.in_graph import kept_unchecked, revision
 from kernel_pytorch.precision.kept_cast import (
     Kept,
-    kept_unchecked,
     linear_backward_op,
     linear_forward_by_parts_op,
     linear_forward_op,
@@ -48,7 +48,7 @@ def traced_linear(
     y: torch.Tensor
     to_fill = weight_cast if weight_cast is not None and weight_cast.to_fill else None
     if products.all_in_8 and (weight_cast is None or to_fill is not None):
-        y = _whole(x, weight, *_tensors(to_fill), *memory, recipe.weight, *products)
+        y = _whole(revision(), x, weight, *_tensors(to_fill), *memory, recipe.weight, *products)
     else:
         turned_x, turned_weight = products.needs_dw and products.dw_in_8, products.needs_dx and products.dx_in_8
         x_cast = None
@@ -73,6 +73,7 @@ def traced_linear(
 
 @torch.compiler.allow_in_graph  # type: ignore[untyped-decorator]
 def _whole(
+    _: str,
     x: torch.Tensor,
     weight: torch.Tensor,
     weight_8: torch.Tensor | None,
@@ -197,6 +198,7 @@ class _Whole(torch.autograd.Function):
         made: list[torch.Tensor | None] = []
         places = (weight_8, weight_8t, weight_inverse, weight_inverse_t)
         memory = [place for place in places if place is not None]
+        kept_unchecked(counts, history)  # a checkpoint's repetition brings them up to date once more
         if x_8 is None:
             op = linear_forward_op if how.input_granularity == "tensor" else linear_forward_by_parts_op
             y, made_8t, made_inverse_t, x_8, x_inverse, x_8t, *other = op(

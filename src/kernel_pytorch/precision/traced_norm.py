@@ -29,7 +29,7 @@ class Unwritten(NamedTuple):
 
 
 @torch.compiler.allow_in_graph  # type: ignore[untyped-decorator]
-def norm_of(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
+def norm_of(_: str, x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
     """The RMSNorm of x over its last dimension, which knows what it is where a gradient may flow."""
     y: torch.Tensor
     y, rstd = _Norm.apply(x, weight, eps)  # type: ignore[no-untyped-call]

@@ -46,7 +46,7 @@ def repeats_forward() -> bool:
 
 def written_state(weight: torch.Tensor) -> tuple[int, ...]:
     """What differs once a weight was written to, unless through ``.data``."""
-    return weight._version, weight.data_ptr(), _steps
+    return 0 if weight.is_inference() else weight._version, weight.data_ptr(), _steps
 
 
 class Uses:
@@ -55,17 +55,16 @@ class Uses:
     def __init__(self) -> None:
         self.accumulates = False
         """Whether gradients have been seen to be accumulated over several forwards."""
-        self.wanted: list[tuple[Any, ...]] | None = None
-        """Of which shapes, dtypes and devices ``fp8_codes`` are to be."""
         self._number = 0
         self._last: tuple[Any, ...] | None = None
 
     def seen(self, weight: torch.Tensor) -> int:
         """A number for the weight as it is at this forward: the last one's if it is the same; 0 if that is unknown.
 
-        Before the first step of an optimizer it is: who writes the step by hand tells nobody.
+        Before the first step of an optimizer it is: who writes the step by hand tells nobody. So it is of what a
+        CUDA graph captures, which nobody asks about when it runs again.
         """
-        if _steps == 0:
+        if _steps == 0 or (weight.is_cuda and torch.cuda.is_current_stream_capturing()):
             return 0
         gradient = weight.grad
         version = None if gradient is None else gradient._version
@@ -75,7 +74,7 @@ class Uses:
             return self._number
         added_to = before[1] == id(gradient) and before[2] is not None and version == before[2] + 1
         if not added_to and any(id(weight) in parameters for parameters in _cared_for.values()):
-            added_to = gradient is not None and before != self._last
+            added_to = before[2] is None and gradient is not None
             if not added_to and repeats_forward():
                 return self._number
         self.accumulates = self.accumulates or added_to
@@ -89,7 +88,7 @@ class Layer(Protocol):
     training: bool
     fp8_uses: Uses
     fp8_codes: tuple[torch.Tensor, ...] | None
-    """Memory for the cast of the weight that compiled steps share: data, data_t, inverse, and inverse_t if another.
+    """The weight, and memory for its cast that compiled steps share: data, data_t, inverse, and inverse_t if another.
 
     Operators fill it where that is due, and the compiler need not know: to it this is a constant, which it hands to
     operators alone.
@@ -98,24 +97,27 @@ class Layer(Protocol):
 
 
 _layers: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
-_waiting: weakref.WeakSet[Any] = weakref.WeakSet()
+_wanted: weakref.WeakKeyDictionary[Any, list[tuple[Any, ...]]] = weakref.WeakKeyDictionary()
+"""Of which shapes, dtypes and devices the memory of layers is to be."""
 
 
 def register(layer: Layer) -> None:
-    """Let operators find the layer by its weight."""
+    """Let operators find the layer by its weight; what was wanted for the last one is forgotten."""
+    _wanted.pop(layer, None)
     _layers[id(layer._parameters.get("weight"))] = layer
 
 
 def layer_with(weight: torch.Tensor) -> Layer | None:
     """The layer that has this weight and is in training; None where that is unknown."""
     layer: Layer | None = _layers.get(id(weight))
-    return layer if layer is not None and layer._parameters.get("weight") is weight and layer.training else None
+    if layer is None or layer._parameters.get("weight") is not weight or weight.is_inference():
+        return None
+    return layer if layer.training and "fp8_uses" in layer.__dict__ else None  # it may have been reverted
 
 
 def ask_for_memory(layer: Layer, *codes: torch.Tensor) -> None:
     """Let a layer have memory such as these, when no graph is running or being captured: after the next step."""
-    layer.fp8_uses.wanted = [(each.shape, each.dtype, each.device) for each in codes]
-    _waiting.add(layer)
+    _wanted[layer] = [(each.shape, each.dtype, each.device) for each in codes]
 
 
 def _after_step(optimizer: Optimizer, *_: Any) -> None:
@@ -126,14 +128,13 @@ def _after_step(optimizer: Optimizer, *_: Any) -> None:
     groups = optimizer.param_groups
     if len(_cared_for.get(optimizer, ())) != sum(len(group["params"]) for group in groups):
         _cared_for[optimizer] = {id(parameter) for group in groups for parameter in group["params"]}
-    while _waiting:
-        layer = _waiting.pop()
-        uses = getattr(layer, "fp8_uses", None)
-        if uses is not None and uses.wanted is not None:
-            memory = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype, device in uses.wanted]
+    while _wanted:
+        layer, kinds = _wanted.popitem()
+        if "fp8_uses" in layer.__dict__:
+            memory = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype, device in kinds]
             for each in memory:
                 torch._dynamo.mark_static_address(each)  # CUDA graphs must not copy it
-            layer.fp8_codes, uses.wanted = tuple(memory), None
+            layer.fp8_codes = (layer.weight, *memory)
 
 
 register_optimizer_step_post_hook(_after_step)
