@@ -237,6 +237,40 @@ assert [row.function for row in rows] == ["_forward"], rows
 """
 
 
+SMALL_CASTS = """
+from kernel_pytorch.hardware_abstraction.catalogue import CATALOGUE
+from kernel_pytorch.hardware_abstraction.op import Case
+from kernel_pytorch.ops.fp8_cast import KERNEL_TRITON, assembled_wrong
+from kernel_pytorch.ops.fp8_cast.definition import GRANULARITIES, _tensors
+from kernel_pytorch.testing.cross_compile import cross_compile
+
+for kind in GRANULARITIES:
+    for rows, columns in ((1, 1), (1, 16), (16, 1)):
+        if not assembled_wrong((rows, columns), kind):
+            case = Case("small", _tensors(rows, columns, kind, transposed=True, power_of_two=True))
+            assert cross_compile(KERNEL_TRITON, CATALOGUE["nvidia/h200"], case, "float32")
+"""
+
+
+def test_casts_of_the_smallest_matrices_store_what_was_computed(tmp_path: Path) -> None:
+    """Sizes of 1 are constants of a kernel, and let an assembler go wrong that is right for all others."""
+    (tmp_path / "compile_it.py").write_text(SMALL_CASTS)
+    compiled_elsewhere(tmp_path)
+
+
+def compiled_elsewhere(folder: Path, error: str = "") -> None:
+    """In a process of its own, for here kernels may be interpreted."""
+    done = subprocess.run(
+        [sys.executable, str(folder / "compile_it.py")],
+        env={**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(folder / "triton")},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode != 0) == bool(error), done.stderr
+    assert error in done.stderr
+
+
 @pytest.mark.parametrize("device", ["nvidia/h200", "amd/mi300x"])
 @pytest.mark.parametrize(
     ("change", "error"),
@@ -244,16 +278,7 @@ assert [row.function for row in rows] == ["_forward"], rows
     ids=["right", "shapes-differ", "no-such-function"],
 )
 def test_a_kernel_that_does_not_compile_raises(tmp_path: Path, device: str, change: str, error: str) -> None:
-    """In a process of its own, for here kernels may be interpreted; the right kernel shows the others can fail."""
+    """The right kernel shows that the others can fail."""
     (tmp_path / "own_kernel.py").write_text(BROKEN_KERNEL.replace("BROKEN", change))
     (tmp_path / "compile_it.py").write_text(COMPILE_IT.replace("DEVICE", device))
-    environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path / "triton")}
-    done = subprocess.run(
-        [sys.executable, str(tmp_path / "compile_it.py")],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert (done.returncode != 0) == bool(error), done.stderr
-    assert error in done.stderr
+    compiled_elsewhere(tmp_path, error)

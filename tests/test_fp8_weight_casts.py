@@ -262,11 +262,11 @@ def test_compiled_micro_batches_share_the_cast_of_a_weight(recipe: str, fuse: bo
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
 @pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "rowwise", "blockwise"])
-def test_compiled_micro_batches_on_a_gpu(recipe: str, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+# What is fused depends on what else is in a graph, and with it how often results are rounded, unless:
+@torch._inductor.config.patch(emulate_precision_casts=True)
+def test_compiled_micro_batches_on_a_gpu(recipe: str, mode: str) -> None:
     """Also where the forward is captured in a CUDA graph, which casts each time, into the same memory."""
     torch._dynamo.reset()
-    # What is fused depends on what else is in a graph, and with it how often results are rounded, unless:
-    monkeypatch.setattr("torch._inductor.config.emulate_precision_casts", True)
     found = []
     for each_changed in (True, False):
         torch.manual_seed(0)

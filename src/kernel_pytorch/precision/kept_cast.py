@@ -16,7 +16,7 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from kernel_pytorch.hardware_abstraction import dispatch
 from kernel_pytorch.hardware_abstraction.registry import device_preferring
-from kernel_pytorch.ops.fp8_cast import KERNEL_TRITON, fp8_cast
+from kernel_pytorch.ops.fp8_cast import KERNEL_TRITON, assembled_wrong, fp8_cast
 from kernel_pytorch.ops.fp8_cast.definition import FP8_CAST
 from kernel_pytorch.ops.fp8_matmul import KERNEL_SCALED_MM, fp8_matmul
 from kernel_pytorch.ops.fp8_matmul.definition import OUTPUTS, adds_up_fast
@@ -189,7 +189,8 @@ def weight_scale_is_power_of_two(granularity: str, power_of_two: bool) -> bool:
 def _prepared(where: torch.device, guessed: bool, *kind: Any) -> tuple[Any, Callable[..., Any]] | None:
     """Triton's cast of matrices of one kind, where its kernel would be chosen, and what it takes memory as."""
     device = device_preferring(KERNEL_TRITON, where, "float64")
-    if device is None:
+    shape, _, _, granularity, *_ = kind
+    if device is None or assembled_wrong(shape, granularity):
         return None
     from kernel_pytorch.ops.fp8_cast.triton_kernel import PreparedCast
     from kernel_pytorch.ops.triton_launch import Place, number_beside

@@ -149,9 +149,35 @@ def _nvidia_resources(compiled: Any) -> tuple[int, int]:
             text=True,
             check=True,
         ).stderr
+        launched = Path(folder) / "launched.cubin"
+        launched.write_bytes(compiled.asm["cubin"])
+        instructions = subprocess.run(
+            [knobs.nvidia.cuobjdump.path, "--dump-sass", str(launched)], capture_output=True, text=True, check=True
+        ).stdout
+    wrong = stores_of_nothing(instructions)
+    if wrong:
+        raise RuntimeError(
+            f"for {arch} the assembler {tool.version} makes a kernel that stores a register nothing was written to: "
+            f"{wrong[0]}; let the kernel refuse such calls"
+        )
     registers = max(int(number) for number in re.findall(r"Used (\d+) registers", report))
     spills = sum(int(number) for number in re.findall(r"(\d+) bytes spill", report))
     return registers, spills
+
+
+def stores_of_nothing(instructions: str) -> list[str]:
+    """The instructions of a disassembled kernel that store the stack's address, which is no number of a kernel.
+
+    That is register 1. Nothing is ever written to it but at the beginning, so an assembler that loses track of a
+    value names it: seen with CUDA 12.8.
+
+    Example:
+        >>> stores_of_nothing("/*3060*/  @P6 STG.E.U8 desc[UR20][R22.64], R1 ;")
+        ['@P6 STG.E.U8 desc[UR20][R22.64], R1']
+        >>> stores_of_nothing("/*3060*/  @P6 STG.E.U8 desc[UR20][R22.64], R11 ;\\n/*3070*/  STL [R1], R2 ;")
+        []
+    """
+    return [found.strip() for found in re.findall(r"\*/([^;*\n]*\bST[A-Z]*\b[^;*\n]*, R1) *;", instructions)]
 
 
 def _amd_resources(compiled: Any) -> tuple[int, int]:
