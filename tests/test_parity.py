@@ -22,6 +22,7 @@ from kernel_pytorch import benchmarking, cli, parity_command
 from kernel_pytorch.evidence import Benchmark, EvidenceError, read_record
 from kernel_pytorch.hardware_abstraction.device import Rates
 from kernel_pytorch.precision import fp8_linear, parity, parity_model, parity_report
+from kernel_pytorch.precision.monitor import layers_of
 from kernel_pytorch.precision.parity import Finished, Results, Settings, Started, Steps, train
 from kernel_pytorch.precision.parity_model import SIZES, Language, Transformer, batches, held_out_batches
 from kernel_pytorch.precision.parity_statistics import smoothed, summarize
@@ -401,6 +402,27 @@ def test_command_converts_with_the_default_recipe(
     losses, reference = results.losses["delayed", 0], results.losses["bf16", 0]
     assert losses != reference
     np.testing.assert_allclose(losses, reference, rtol=0.05)
+
+
+def test_layers_that_fell_back_do_not_pass(command: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They learn as bf16 does, which says nothing of 8 bits."""
+
+    def convert(module: nn.Module, recipe: str) -> nn.Module:
+        kp.fp8.convert(module, recipe)
+        for layer in layers_of(module).values():
+            layer.fp8_fallback = "a test"
+        return module
+
+    monkeypatch.setattr(parity_command.run, "__kwdefaults__", {"convert": convert})
+    code, text = command(*small(tmp_path / "runs", "--seeds", "1"))
+    assert code == 1
+    assert (
+        f"delayed does not pass: {7 * TINY.layers} layers fell back to their own precision, as 'blocks.0." in text
+    )
+    results = Results(tmp_path / "runs")
+    assert len(results.finished["delayed", 0].fell_back) == 7 * TINY.layers
+    assert results.finished["bf16", 0].fell_back == ()
+    assert "complete, 7 layers fell back" in (tmp_path / "runs" / "report.html").read_text()
 
 
 def test_command_without_matplotlib_says_how_to_draw_later(

@@ -10,7 +10,6 @@ Shapes: B sequences of T tokens.
 
 from __future__ import annotations
 
-import importlib
 import math
 import time
 from collections.abc import Callable, Iterator
@@ -91,6 +90,8 @@ class Finished(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="fin
     failed_step: int | None = None
     """Counted from 0."""
     failed_loss: str = ""
+    fell_back: tuple[str, ...] = ()
+    """Names of the layers that ended in their own precision: of those the run says nothing."""
 
     def __str__(self) -> str:
         if self.failed_step is None:
@@ -190,13 +191,10 @@ class Results:
 
 
 def default_convert(module: nn.Module, recipe: str) -> nn.Module:
-    """``kernel_pytorch.precision.convert``, imported when it is first needed."""
-    try:
-        found: Any = importlib.import_module("kernel_pytorch.precision.convert")
-    except ModuleNotFoundError:
-        found = importlib.import_module("kernel_pytorch.precision")
-    converted: nn.Module = found.convert(module, recipe)
-    return converted
+    """``kp.fp8.convert``, imported when it is first needed."""
+    from kernel_pytorch.precision.convert import convert
+
+    return convert(module, recipe)
 
 
 def train(
@@ -223,6 +221,8 @@ def train(
         >>> 5 < run.held_out < 7
         True
     """
+    from kernel_pytorch.precision.monitor import layers_of
+
     settings = results.settings
     size = size_named(settings.size)
     device = torch.device(settings.device)
@@ -254,6 +254,7 @@ def train(
             held_out=_evaluate(model, held_out.to(device)),
             held_out_bf16=_evaluate(_unconverted(model, size).to(device), held_out.to(device)),
             peak_bytes=torch.get_device_module(device).max_memory_allocated(device) if counted else None,
+            fell_back=tuple(name for name, layer in layers_of(model).items() if layer.fp8_fallback is not None),
         )
     results.write(run)
     return run

@@ -276,6 +276,7 @@ def _run_rows(results: Results, summary: Summary) -> list[tuple[str, ...]]:
             ended = "interrupted"
         else:
             ended = "complete" if run.failed_step is None else f"loss {run.failed_loss} at step {run.failed_step}"
+            ended += f", {len(run.fell_back)} layers fell back" if run.fell_back else ""
         rows.append(
             (
                 f"{arm}, seed {seed}",

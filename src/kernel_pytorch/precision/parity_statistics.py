@@ -75,6 +75,8 @@ class Arm:
     samples: int
     peak_bytes: int | None
     failure: Finished | None
+    fell_back: tuple[str, ...] = ()
+    """Layers that ended in their own precision, from any seed."""
     steps_to_loss: int | None = None
     """Steps until the smoothed curve reaches the summary's target; None where it does not."""
 
@@ -162,6 +164,7 @@ def _arm(results: Results, name: str, window: int, warmup: int) -> Arm:
         samples=len(warm),
         peak_bytes=max((run.peak_bytes for run in runs.values() if run.peak_bytes), default=None),
         failure=results.failed(name),
+        fell_back=tuple(sorted({layer for run in runs.values() for layer in run.fell_back})),
     )
 
 
@@ -212,6 +215,8 @@ def _reason(baseline: Arm, arm: Arm, gaps: tuple[Gap, ...]) -> str:
     for failure in (arm.failure, baseline.failure):
         if failure is not None:
             return str(failure)
+    if arm.fell_back:
+        return f"{len(arm.fell_back)} layers fell back to their own precision, as {arm.fell_back[0]!r}"
     if not gaps:
         return f"no seed is finished in both {BASELINE} and {arm.name}"
     if arm.seeds != baseline.seeds:
