@@ -4,7 +4,7 @@ Nothing tells of every change: what is written through ``.data`` passes the vers
 unchanged only where its version and its place are the same, no optimizer has made a step, and its gradient shows that
 a backward has run since the last forward, and nothing else: who updates weights by hand clears that before the next
 forward. (One who does so beside an optimizer and clears later gets a cast that is out of date.) Where an optimizer
-has the weight in its care, anything may happen to its gradient.
+has the weight in its care, its first gradient shows that too.
 """
 
 from __future__ import annotations
