@@ -94,6 +94,23 @@ def test_a_checkpoint_in_the_middle_of_a_history(way: str, tmp_path: Path) -> No
     assert resume(without)[0] != losses  # the histories matter
 
 
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_a_compiled_run_resumes_bit_for_bit(backend: str) -> None:
+    torch._dynamo.reset()
+    model = kp.fp8.convert(block(), "delayed")
+    run, optimizer = torch.compile(model, backend=backend), torch.optim.AdamW(model.parameters(), lr=1e-2)
+    train(run, optimizer, range(4))
+    kept = copy.deepcopy({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+    losses = train(run, optimizer, range(4, 8), lambda number: 1.0 + 2 * (number == 6))
+    torch._dynamo.reset()
+    other = kp.fp8.convert(block(seed=1), "delayed")
+    again, own = torch.compile(other, backend=backend), torch.optim.AdamW(other.parameters(), lr=1e-2)
+    other.load_state_dict(kept["model"])
+    own.load_state_dict(kept["optimizer"])
+    assert train(again, own, range(4, 8), lambda number: 1.0 + 2 * (number == 6)) == losses
+    same(dict(other.state_dict()), dict(model.state_dict()))
+
+
 @pytest.mark.parametrize("recipe", ["delayed", "tensorwise", "auto"])
 def test_a_checkpoint_from_before_the_conversion(recipe: str) -> None:
     model = kp.fp8.convert(block(), recipe)
