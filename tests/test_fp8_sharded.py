@@ -424,8 +424,9 @@ def disagree(group: Any) -> list[str]:
     found = []
     rank = dist.get_rank(group)
     recipe = "delayed" if rank == 0 else "tensorwise"
-    different = kp.fp8.convert(nn.Sequential(nn.Linear(8, 8)), recipe)
-    for model in (different, nn.Sequential(nn.Linear(8, 8)), nn.Sequential(nn.Linear(8, 8, device="meta"))):
+    different, none = kp.fp8.convert(nn.Sequential(nn.Linear(8, 8)), recipe), nn.Sequential(nn.Linear(8, 8))
+    some = none if rank == 0 else different
+    for model in (different, some, none, nn.Sequential(nn.Linear(8, 8, device="meta"))):
         if model[0].weight.is_meta:
             kp.fp8.convert(model, "delayed")
         try:
@@ -437,10 +438,11 @@ def disagree(group: Any) -> list[str]:
 
 def test_ranks_that_cannot_be_synchronized_say_so_on_all_of_them(pool: Ranks) -> None:
     for errors in pool.run(disagree, 2):
-        assert len(errors) == 3
-        assert errors[0].startswith("group: its ranks 0 and 1 have different converted layers")
-        assert errors[1] == "model: it has no converted layer; use kp.fp8.convert(model) first"
-        assert errors[2].startswith("model: it has no memory yet")
+        assert len(errors) == 4
+        assert errors[0].startswith("group: its ranks 0 and 1 have different converted layers (1 and 1)")
+        assert errors[1].startswith("group: its ranks 0 and 1 have different converted layers (0 and 1)")
+        assert errors[2] == "model: it has no converted layer; use kp.fp8.convert(model) first"
+        assert errors[3].startswith("model: it has no memory yet")
 
 
 def test_synchronize_names_what_it_cannot_take() -> None:

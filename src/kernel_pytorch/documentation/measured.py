@@ -11,8 +11,8 @@ paragraph. ``refresh`` writes the numbers anew.
 
 The title is ``measured: QUANTITY; KEY=VALUE; ...``. Quantities: time, speedup, rate, bandwidth, memory, error (of its
 budget), noise (an error that is relative to a norm, in decibels), each also as ``lowest`` or ``highest`` of all that
-match; copy, of the whole record. Keys choose one measurement: case,
-phase, format, kernel or baseline, with ``*`` for any text; ``over`` names the baseline of a speedup, else the best.
+match; copy, of the whole record. Keys choose one measurement: case, phase, format, kernel or baseline, with ``*`` for
+any text; ``over`` names the baseline of a speedup, else the best.
 """
 
 from __future__ import annotations

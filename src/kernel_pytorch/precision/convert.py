@@ -394,7 +394,8 @@ def _layer_report(name: str, layer: Float8Linear, fused: str | None, norm: str |
         low = measured[-1].best if measured else layer.fp8_recipe.low_precision
         products = {product: "fp8" if product in low else "own" for product in PRODUCTS}
     refused = _without_matrix_units(layer)
-    notes += _filled_up(layer, [name for name, of in products.items() if of == "fp8" and name not in refused])
+    in_8 = [product for product, how in products.items() if how == "fp8" and product not in refused]
+    notes += _filled_up(layer, in_8)
     notes += _by_reason(refused)
     counts = torch.zeros(COUNTS_SHAPE, dtype=torch.int64) if layer.weight.is_meta else layer.fp8_counts.cpu()
     recipe = f"auto ({layer.fp8_recipe})" if layer.fp8_auto else str(layer.fp8_recipe)

@@ -41,20 +41,20 @@ def synchronize(model: nn.Module, group: dist.ProcessGroup | None = None) -> nn.
     layers = layers_of(model)
     together = dist.is_available() and dist.is_initialized()
     # Whatever is wrong on one rank is an error on all of them: none may wait for an answer.
-    mine = [(name, layer.fp8_text, str(layer.fp8_history.device.type)) for name, layer in layers.items()]
+    mine = [(name, layer.fp8_text, layer.fp8_history.device.type) for name, layer in layers.items()]
     found = [mine] * (dist.get_world_size(group) if together else 1)
     if together:
         dist.all_gather_object(found, mine, group=group)
-    if not found[0]:
-        raise ValueError("model: it has no converted layer; use kp.fp8.convert(model) first")
     for rank, theirs in enumerate(found):
         if theirs != found[0]:
             raise ValueError(
                 f"group: its ranks 0 and {rank} have different converted layers ({len(found[0])} and {len(theirs)}), "
                 f"recipes or devices; use the group of the ranks that hold the same"
             )
-        if any(device == "meta" for *_, device in theirs):
-            raise ValueError("model: it has no memory yet; use model.to_empty() and load or initialize it first")
+    if not mine:
+        raise ValueError("model: it has no converted layer; use kp.fp8.convert(model) first")
+    if any(device == "meta" for *_, device in mine):
+        raise ValueError("model: it has no memory yet; use model.to_empty() and load or initialize it first")
     if not together:
         return model
     device = next(iter(layers.values())).fp8_history.device
