@@ -141,10 +141,10 @@ def input_casts(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
 
 
 @pytest.fixture(scope="module")
-def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
-    """Ranks for all tests of a module; they read no measured choices of the user."""
+def pool(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[Ranks]:
+    """Ranks for all tests of a module, RANKS of them where it says so; they read no measured choices of the user."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("KERNEL_PYTORCH_CACHE", str(tmp_path_factory.mktemp("ranks") / "cache"))
-        with started(max(SIZES)) as ranks:
+        with started(getattr(request.module, "RANKS", max(SIZES))) as ranks:
             yield ranks
     assert not multiprocessing.active_children()

@@ -28,7 +28,7 @@ from kernel_pytorch.precision.plan import Measured, may_gain
 from kernel_pytorch.precision.recipe import PRODUCTS, RECIPES, Recipe, recipe_named
 from kernel_pytorch.precision.swiglu import fuse, fused_in, unfuse
 
-__all__ = ["LayerReport", "Report", "convert", "report", "revert"]
+__all__ = ["LayerReport", "Report", "check_module", "convert", "report", "revert"]
 
 AUTO = "delayed"
 """The recipe that ``auto`` measures products of: the one with the fewest passes over memory."""
@@ -83,7 +83,7 @@ def convert(
         >>> print(kp.fp8.report(model))  # doctest: +ELLIPSIS
         layer  K -> N     recipe      y    dx   dW ...
     """
-    _check_module(model)
+    check_module(model)
     if layers is not None and not callable(layers):
         raise TypeError(f"layers={layers!r}: expected a function of a layer's name and the layer, or None")
     if monitor is not None and (not isinstance(monitor, int) or isinstance(monitor, bool) or monitor < 1):
@@ -141,7 +141,8 @@ def convert(
     return model
 
 
-def _check_module(model: Any) -> None:
+def check_module(model: Any) -> None:
+    """An error where that is no module."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model={model!r}: expected a torch.nn.Module")
 
@@ -157,7 +158,7 @@ def revert(model: nn.Module) -> nn.Module:
         >>> type(model[0]).__name__
         'Linear'
     """
-    _check_module(model)
+    check_module(model)
     unwatch(model)
     unfuse(model)
     stop_gathering(model)
@@ -245,7 +246,7 @@ def report(model: nn.Module) -> Report:
     Waits for the device, for it reads the counts. What the casts lost is the largest part over input, weight and
     gradient since the conversion.
     """
-    _check_module(model)
+    check_module(model)
     converted = layers_of(model)
     if not converted:
         raise ValueError(

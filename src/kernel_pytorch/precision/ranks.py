@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from kernel_pytorch.precision.convert import check_module
 from kernel_pytorch.precision.monitor import layers_of
 
 __all__ = ["synchronize"]
@@ -32,8 +33,7 @@ def synchronize(model: nn.Module, group: dist.ProcessGroup | None = None) -> nn.
         >>> model = kp.fp8.convert(torch.nn.Sequential(torch.nn.Linear(8, 8)), "delayed")
         >>> state = kp.fp8.synchronize(model).state_dict()
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model={model!r}: expected a torch.nn.Module")
+    check_module(model)
     if group is not None and not isinstance(group, dist.ProcessGroup):
         raise TypeError(
             f"group={group!r}: expected a process group, as mesh['dp'].get_group(), or None for all ranks"
