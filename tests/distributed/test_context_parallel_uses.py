@@ -25,8 +25,8 @@ from kernel_pytorch.distributed.context import _contexts as contexts
 from kernel_pytorch.distributed.transport import Transport
 from kernel_pytorch.hardware_abstraction.dispatch import Function
 from kernel_pytorch.masks import Mask, blocks, causal, documents, full, prefix, sinks, window
+from mask_expressions import built
 from ranks import SIZES, Ranks, started
-from test_masks import built
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

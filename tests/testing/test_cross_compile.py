@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 import torch
 
-import test_backends
 from kernel_pytorch.evidence import Checks, Compilation, Interpretation, read_record
 from kernel_pytorch.hardware_abstraction.catalogue import CATALOGUE
 from kernel_pytorch.hardware_abstraction.op import Case, Kernel, Op, registered_op
@@ -26,7 +25,7 @@ from kernel_pytorch.testing.devices import test_device
 ARCHITECTURES = {"sm_80", "sm_90", "sm_100", "sm_120", "gfx90a", "gfx942", "gfx950", "gfx1100"}
 # Built anew, one of each vendor; the record, which is about the same sources, has them all.
 REBUILT = ("sm_90", "gfx942")
-EVIDENCE = Path(__file__).parents[1] / "benchmarks" / "evidence"
+EVIDENCE = Path(__file__).parents[2] / "benchmarks" / "evidence"
 KERNELS = {
     "rms_norm": rms_norm.KERNEL_TRITON,
     "attention": attention.KERNEL_TRITON,
@@ -77,8 +76,12 @@ def checks(op: Op, committed: Checks) -> Checks:
 
 
 def interpreted_here(op: Op) -> bool:
-    """Whether the record's cases are interpreted in this file; the contract in test_backends.py does it as well."""
+    """Whether the record's cases are interpreted in this file; the contract in tests/backends does it as well."""
     return op.name == "rms_norm" or test_device("nvidia").present
+
+
+class _Nvidia(BackendContract):
+    backend_name = "nvidia"
 
 
 class _Contract:
@@ -105,7 +108,7 @@ def interpreted(op: Op, checks: Checks) -> list[Interpretation]:
     kernel, device = KERNELS[op.name], test_device("nvidia")
     assert compile_targets(kernel)[0] == device
     held: dict[str, list[str]] = {}
-    for one, case, number_format in _Contract(test_backends.TestNvidia()).held:
+    for one, case, number_format in _Contract(_Nvidia()).held:
         if one == kernel:
             with prepared(kernel, device, case, getattr(torch, number_format)) as ready:
                 if not isinstance(ready, str):

@@ -32,7 +32,7 @@ from kernel_pytorch.evidence import (
 )
 from kernel_pytorch.hardware_abstraction import backend
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 ALL_PAGES = sorted(
     page
     for pattern in ("*.md", "docs/**/*.md", "demos/**/*.md", "benchmarks/**/*.md")

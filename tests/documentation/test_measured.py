@@ -312,7 +312,7 @@ def test_the_age_of_a_table_of_operators(project: Path, monkeypatch: pytest.Monk
 
 
 def test_every_record_of_the_checkout_has_an_age() -> None:
-    root = Path(__file__).parents[1]
+    root = Path(__file__).parents[2]
     records = named_evidence(root / "benchmarks" / "evidence")
     wanted = {name for name, record in records.items() if isinstance(record, (Benchmark, Checks, OpSupport))}
     assert "op-support.cpu" in wanted
@@ -320,7 +320,7 @@ def test_every_record_of_the_checkout_has_an_age() -> None:
 
 
 def test_what_records_measure_is_there() -> None:
-    root = Path(__file__).parents[1]
+    root = Path(__file__).parents[2]
     assert all(
         (root / "src" / "kernel_pytorch" / path).exists()
         for paths in freshness._MEASURES.values()
