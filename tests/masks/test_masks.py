@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-import time
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
@@ -245,15 +244,9 @@ def test_memory_of_a_table_follows_what_it_keeps() -> None:
     assert mask.code.nbytes < 5 * 2048 * 8
 
 
-def test_building_is_fast_and_the_same_mask_is_built_once() -> None:
-    mask = causal() & (window(4096) | sinks(64))
-    seconds = []
-    for _ in range(5):
-        layout.cache_clear()
-        start = time.perf_counter()
-        known = mask.layout(1 << 20, 1 << 20)
-        seconds.append(time.perf_counter() - start)
-    assert min(seconds) < 0.2  # four times what the benchmark demands: CI machines are busy
+def test_the_same_mask_is_built_once() -> None:
+    layout.cache_clear()
+    known = (causal() & (window(4096) | sinks(64))).layout(1 << 20, 1 << 20)
     assert (causal() & (window(4096) | sinks(64))).layout(1 << 20, 1 << 20) is known
     assert known.walk(64, 64) is known.walk(64, 64)
     layout.cache_clear()
@@ -373,11 +366,13 @@ def test_show() -> None:
     assert sinks(1).show(1000, size=3) == "░\n░\n░"
 
 
-def test_show_is_fast_at_any_length() -> None:
+def test_show_takes_memory_in_proportion_to_the_length() -> None:
     mask = causal() & (window(4096) | sinks(64))
-    start = time.perf_counter()
+    tracemalloc.start()
     lines = mask.show(1 << 20).split("\n")
-    assert time.perf_counter() - start < 2
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 128e6, "a dense matrix would be a terabyte"
     assert len(lines) == 32
     assert all(line[0] != " " and line[-1] != " " and len(line) == row + 1 for row, line in enumerate(lines))
 
