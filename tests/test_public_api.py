@@ -15,6 +15,7 @@ import pytest
 
 import kernel_pytorch as kp
 from kernel_pytorch.documentation.blocks import docstring_gaps, docstrings
+from requirements import needs_executorch
 
 PUBLIC = [
     "Backend",
@@ -45,6 +46,7 @@ MODULES = sorted(
 )
 
 
+@needs_executorch
 def test_the_public_names_are_frozen() -> None:
     assert sorted(kp.__all__) == PUBLIC
     assert sorted(PUBLIC) == PUBLIC
@@ -53,7 +55,14 @@ def test_the_public_names_are_frozen() -> None:
     assert sorted(kp.masks.__all__) == MASKS
 
 
-@pytest.mark.parametrize("name", [name for name in PUBLIC if name not in {"__version__", *PUBLIC_MODULES}])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=needs_executorch if name in ("load", "lower") else ())
+        for name in PUBLIC
+        if name not in {"__version__", *PUBLIC_MODULES}
+    ],
+)
 def test_every_public_name_has_a_docstring_with_an_example(name: str) -> None:
     text = inspect.getdoc(getattr(kp, name)) or ""
     assert text.splitlines()[0].strip()
@@ -74,6 +83,7 @@ def test_the_version_is_the_installed_one() -> None:
     assert kp.__version__ == importlib.metadata.version("kernel-pytorch")
 
 
+@needs_executorch
 def test_no_module_shares_a_public_functions_name() -> None:
     """``kernel_pytorch.devices`` must be the function, whatever was imported before."""
     functions = {f"kernel_pytorch.{name}" for name in set(PUBLIC) - PUBLIC_MODULES}
@@ -122,7 +132,9 @@ def test_the_command_line_imports_a_command_when_it_runs() -> None:
     assert packages.isdisjoint({"rich", "jinja2", "markdown_it"})
 
 
-@pytest.mark.parametrize("name", MODULES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=needs_executorch if ".lowering" in name else ()) for name in MODULES]
+)
 def test_the_doctests_of_a_module_pass(name: str) -> None:
     module = importlib.import_module(name)
     source = inspect.getsource(module)
