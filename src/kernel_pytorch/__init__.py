@@ -12,6 +12,7 @@ from kernel_pytorch.hardware_abstraction.selection import Policy, UnsupportedCal
 from kernel_pytorch.kv_cache import KVCache
 from kernel_pytorch.ops.attention import attention
 from kernel_pytorch.ops.rms_norm import rms_norm
+from kernel_pytorch.ops.rope import rope
 
 
 def __getattr__(name: str) -> object:
@@ -40,4 +41,5 @@ __all__ = [
     "masks",
     "policy",
     "rms_norm",
+    "rope",
 ]
