@@ -182,5 +182,5 @@ def four():
 
 def test_there_are_doctests() -> None:
     """The tests above would pass on a package without any."""
-    source = inspect.getsource(importlib.import_module("kernel_pytorch.precision.formats"))
+    source = inspect.getsource(importlib.import_module("kernel_pytorch.hardware_abstraction.formats"))
     assert sum(text.count(">>> ") for _, text in docstrings(source)) > 5
