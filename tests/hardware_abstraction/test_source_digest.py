@@ -45,5 +45,5 @@ def test_imported_triton_functions_count(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_a_missing_module_is_named() -> None:
-    with pytest.raises(ModuleNotFoundError, match="kernel_pytorch.nowhere"):
+    with pytest.raises(ModuleNotFoundError, match=r"kernel_pytorch\.nowhere"):
         source_digest("kernel_pytorch.nowhere")
