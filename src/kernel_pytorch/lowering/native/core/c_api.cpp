@@ -16,6 +16,8 @@ using kernel_pytorch::kMaxRank;
 using kernel_pytorch::Program;
 using kernel_pytorch::Reason;
 
+static_assert(sizeof(KernelPyTorchTensor::dims) == sizeof(Argument::dims), "c_api.h has the same maximum rank");
+
 namespace {
 
 bool report(const Reason& reason, char* text, size_t size) {
