@@ -49,7 +49,7 @@ check: install
 	$(BIN)/mypy
 
 fuzz: install
-	$(BIN)/python tests/fuzz_payload.py --cases 1000000 --write
+	$(BIN)/python tests/lowering/fuzz_payload.py --cases 1000000 --write
 
 cross: install
 	$(BIN)/python -m pip download --quiet --no-deps --only-binary :all: --platform manylinux_2_28_aarch64 \

@@ -21,7 +21,7 @@ SECONDS = {
     "tests/testing/test_cross_compile.py[fp8_swiglu_grad]": 25,
     "tests/fp8/test_fp8_swiglu_parts.py": 100,
     "tests/fp8/test_fp8_weight_casts.py": 75,
-    "tests/test_lowering_bad_payloads.py": 75,
+    "tests/lowering/test_lowering_bad_payloads.py": 75,
     "tests/backends/test_backends.py::TestAmd": 70,
     "tests/backends/test_backends.py::TestIntel": 70,
     "tests/distributed/test_context_parallel_models.py": 70,

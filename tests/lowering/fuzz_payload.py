@@ -1,4 +1,4 @@
-"""Feeds damaged payloads to the C++ runtime under AddressSanitizer: ``python tests/fuzz_payload.py --cases 9999``."""
+"""Fuzz the C++ runtime under AddressSanitizer: ``python tests/lowering/fuzz_payload.py --cases 9999``."""
 
 import argparse
 import hashlib
@@ -13,7 +13,7 @@ import kernel_pytorch as kp
 from kernel_pytorch.lowering.backend import build_payload
 from kernel_pytorch.lowering.build import SOURCES, _run, _tool, executorch_root
 
-RECORD = Path(__file__).parents[1] / "benchmarks" / "evidence" / "fuzz_payload.txt"
+RECORD = Path(__file__).parents[2] / "benchmarks" / "evidence" / "fuzz_payload.txt"
 
 
 class Cached(torch.nn.Module):

@@ -67,7 +67,7 @@ def test_every_flipped_bit_is_noticed() -> None:
     for bit in range(len(data) * 8):
         changed = bytearray(data)
         changed[bit // 8] ^= 1 << bit % 8
-        with pytest.raises(PayloadError, match=r"checksum|version|no payload|cut short"):
+        with pytest.raises(PayloadError, match=r"checksum|version|not a payload|cut short"):
             DirectProgram(bytes(changed))
 
 

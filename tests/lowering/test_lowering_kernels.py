@@ -236,7 +236,8 @@ print(json.dumps(max(errors)))
 
 @pytest.mark.parametrize("target", ["avx512", "avx2", "baseline"])
 def test_every_target_of_this_processor_computes_the_same(target: str) -> None:
-    environment = {**os.environ, "KERNEL_PYTORCH_TARGET": target, "PYTHONPATH": str(Path(__file__).parent)}
+    path = os.pathsep.join([str(Path(__file__).parent), *sys.path])  # the package that this process has imported
+    environment = {**os.environ, "KERNEL_PYTORCH_TARGET": target, "PYTHONPATH": path}
     done = subprocess.run([sys.executable, "-c", TARGETS], env=environment, capture_output=True, text=True)
     if "has no such target" in done.stderr:
         pytest.skip(f"this processor has no {target}")
