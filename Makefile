@@ -15,7 +15,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-CHECKED := src tests benchmarks demos docs conftest.py
+CHECKED := src tests tools benchmarks demos docs conftest.py
 SITE := docs/_build/html
 
 .PHONY: install demo test oldest check fuzz cross suite docs docs-gpu evidence evidence-check probe clean
@@ -63,18 +63,18 @@ docs: install
 	@echo 'open $(SITE)/index.html'
 
 docs-gpu: install
-	$(BIN)/python benchmarks/documentation.py --record
+	$(BIN)/python -m tools.website.execute --record
 
 evidence: install
 	$(BIN)/python -m kernel_pytorch.testing.checks --write
-	$(BIN)/python -m kernel_pytorch.documentation --write
+	$(BIN)/python -m tools.website --write
 
 probe: install
 	$(BIN)/kernel-pytorch backend docs cpu --out docs/backends/cpu --probe
-	$(BIN)/python -m kernel_pytorch.documentation --write
+	$(BIN)/python -m tools.website --write
 
 evidence-check: install
-	$(BIN)/python -m kernel_pytorch.documentation.freshness
+	$(BIN)/python -m tools.website.freshness
 
 clean:
 	rm -rf $(VENV) .venv-oldest $(SITE) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -12,9 +12,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from tools.website.blocks import docstring_gaps, docstrings
 
 import kernel_pytorch as kp
-from kernel_pytorch.documentation.blocks import docstring_gaps, docstrings
 from requirements import needs_executorch
 
 PUBLIC = [

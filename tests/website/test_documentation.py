@@ -14,10 +14,10 @@ from markdown_it import MarkdownIt
 from markdown_it.token import Token
 from sybil import Document
 from sybil.parsers.myst import PythonCodeBlockParser
+from tools.website import __main__ as command
+from tools.website import measured, pages
+from tools.website.blocks import OTHER_LANGUAGES, fences, page_gaps
 
-from kernel_pytorch.documentation import __main__ as command
-from kernel_pytorch.documentation import measured, pages
-from kernel_pytorch.documentation.blocks import OTHER_LANGUAGES, fences, page_gaps
 from kernel_pytorch.evidence import (
     Benchmark,
     Checks,
@@ -272,16 +272,16 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 
 def test_running_the_documentation_on_a_gpu_needs_one() -> None:
-    command = [sys.executable, str(ROOT / "benchmarks" / "documentation.py"), "--record"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    command = [sys.executable, "-m", "tools.website.execute", "--record"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, cwd=ROOT)
     assert done.returncode == 2
     assert "no GPU is here" in done.stderr
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="pretends that a GPU is here")
 def test_what_ran_on_a_gpu_is_counted() -> None:
-    pretend = "import sys; sys.path.insert(0, 'benchmarks'); import documentation, kernel_pytorch as kp; "
-    call = "sys.exit(documentation.main(['docs/setup.md'], kp.device('nvidia/h200')))"
+    pretend = "import sys, kernel_pytorch as kp; from tools.website import execute; "
+    call = "sys.exit(execute.main(['docs/setup.md'], kp.device('nvidia/h200')))"
     command = [sys.executable, "-c", pretend + call]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, cwd=ROOT)
     assert done.returncode == 0, done.stdout

@@ -1,7 +1,7 @@
 """Run every Python block of the documentation on the GPU that is here, and record which passed.
 
-    python benchmarks/documentation.py --record              # write benchmarks/evidence/documentation.<device>.json
-    python benchmarks/documentation.py docs/attention.md     # one page, no record
+    python -m tools.website.execute --record              # write benchmarks/evidence/documentation.<device>.json
+    python -m tools.website.execute docs/attention.md     # one page, no record
 
 Needs pytest and sybil besides what the package needs; in a checkout that is not installed, set PYTHONPATH=src.
 A block that needs a package which is not here (transformers, executorch, ...) is left out with that reason, and so is
@@ -15,7 +15,7 @@ import importlib.util
 import os
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,6 @@ import pytest
 
 import kernel_pytorch as kp
 from kernel_pytorch import benchmarking
-from kernel_pytorch.documentation.blocks import Fence, fences
 from kernel_pytorch.evidence import (
     Block,
     EvidenceError,
@@ -35,6 +34,7 @@ from kernel_pytorch.evidence import (
     write_record,
 )
 from kernel_pytorch.hardware_abstraction import Device
+from tools.website.blocks import Fence, fences
 
 OPTIONAL = ("executorch", "torchao", "transformers", "matplotlib")
 ROOT = benchmarking.checkout()
@@ -60,7 +60,7 @@ class Collector:
         return next((fence for fence in blocks if fence.first <= item.example.line <= fence.last), None)
 
     @pytest.hookimpl(hookwrapper=True)
-    def pytest_runtest_makereport(self, item: Any, call: Any) -> Iterator[None]:
+    def pytest_runtest_makereport(self, item: Any, call: Any) -> Generator[None, Any, None]:
         outcome = yield
         report = outcome.get_result()
         example, fence = item.example, self.fence(item)
@@ -101,9 +101,7 @@ def main(arguments: list[str] | None = None, device: Device | None = None) -> in
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("pages", nargs="*", type=Path, help="pages to run; all when left out")
     parser.add_argument("--record", action="store_true", help="keep the result as evidence; for all pages")
-    parser.add_argument(
-        "--out", type=Path, default=Path(__file__).parent / "evidence", help="folder for the record"
-    )
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "evidence", help="folder for the record")
     wanted = parser.parse_args(arguments)
     if wanted.record and wanted.pages:
         parser.error("--record is for all pages: leave the pages out")
@@ -136,7 +134,7 @@ def main(arguments: list[str] | None = None, device: Device | None = None) -> in
             device=facts(device),
             versions=versions(),
             commit=commit,
-            command="python benchmarks/documentation.py --record",
+            command="python -m tools.website.execute --record",
             recorded=now(),
             passed=collector.passed,
             skipped=collector.skipped,

@@ -6,12 +6,12 @@ from typing import Any
 
 import msgspec
 import pytest
+from tools.website import freshness
+from tools.website.measured import check, duration, refresh, resolve
+from tools.website.pages import renewed
+from tools.website.plots import PLOTS, drawn
 
-from kernel_pytorch.documentation import freshness
-from kernel_pytorch.documentation.measured import check, duration, refresh, resolve
 from kernel_pytorch.documentation.op_support import lowering_digest
-from kernel_pytorch.documentation.pages import renewed
-from kernel_pytorch.documentation.plots import PLOTS, drawn
 from kernel_pytorch.evidence import (
     Benchmark,
     Block,

@@ -1,4 +1,4 @@
-"""``python -m kernel_pytorch.documentation.freshness``: which recorded numbers are older than the code they measure.
+"""``python -m tools.website.freshness``: which recorded numbers are older than the code they measure.
 
 A record is *stale* where the very text of a kernel that it names has changed: its numbers no longer count, and
 pages that show them fail to build. It is *older* where other files of what it measures have changed since its commit,
@@ -20,13 +20,13 @@ from pathlib import Path
 import msgspec
 
 from kernel_pytorch.benchmarking import checkout
-from kernel_pytorch.documentation.blocks import fences
-from kernel_pytorch.documentation.measured import stale_kernels
 from kernel_pytorch.documentation.op_support import lowering_digest, lowering_sources
-from kernel_pytorch.documentation.pages import hand_written
-from kernel_pytorch.documentation.plots import PLOTS
 from kernel_pytorch.evidence import Benchmark, Checks, Execution, OpSupport, Record, named_evidence
 from kernel_pytorch.hardware_abstraction.registry import backends
+from tools.website.blocks import fences
+from tools.website.measured import stale_kernels
+from tools.website.pages import hand_written
+from tools.website.plots import PLOTS
 
 __all__ = ["Age", "ages"]
 
@@ -131,7 +131,7 @@ def _blocks_without_a_record(root: Path, records: list[Record]) -> list[Age]:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m kernel_pytorch.documentation.freshness",
+        prog="python -m tools.website.freshness",
         description=__doc__.partition(": ")[2] if __doc__ else None,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -22,9 +22,9 @@ from sphinx.transforms import SphinxTransform
 from sphinx.util import logging
 from sphinx.writers.html5 import HTML5Translator
 
-from kernel_pytorch.documentation.measured import PREFIX, check, resolve
-from kernel_pytorch.documentation.pages import hand_written
 from kernel_pytorch.evidence import Benchmark, EvidenceError, named_evidence
+from tools.website.measured import PREFIX, check, resolve
+from tools.website.pages import hand_written
 
 __all__ = ["setup"]
 

@@ -1,4 +1,4 @@
-"""``python -m kernel_pytorch.documentation``: write the generated pages, or check that they are up to date."""
+"""``python -m tools.website``: write the generated pages, or check that they are up to date."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import argparse
 import sys
 
 from kernel_pytorch.benchmarking import checkout
-from kernel_pytorch.documentation.pages import PAGES, outdated, write_pages
 from kernel_pytorch.evidence import evidence_directory
+from tools.website.pages import PAGES, outdated, write_pages
 
-REMEDY = "run 'python -m kernel_pytorch.documentation --write' and commit what it changes"
+REMEDY = "run 'python -m tools.website --write' and commit what it changes"
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m kernel_pytorch.documentation",
+        prog="python -m tools.website",
         description=f"Make the generated pages: {', '.join(PAGES)}, docs/backends.",
     )
     mode = parser.add_mutually_exclusive_group(required=True)

@@ -17,8 +17,8 @@ from typing import Any
 
 import msgspec
 
-from kernel_pytorch.documentation.measured import provenance, stale_kernels
 from kernel_pytorch.evidence import Benchmark, Measurement, Record
+from tools.website.measured import provenance, stale_kernels
 
 __all__ = ["PLOTS", "Chart", "drawn"]
 

@@ -241,7 +241,7 @@ def _check_link(link: Token, shown: str, page: Path, records: Mapping[str, Recor
     except EvidenceError as error:
         return str(error)
     if shown != right:
-        return f"{shown!r} is {right!r} in the record: run 'python -m kernel_pytorch.documentation --write'"
+        return f"{shown!r} is {right!r} in the record: run 'python -m tools.website --write'"
     return ""
 
 
