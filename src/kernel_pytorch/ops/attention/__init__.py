@@ -12,7 +12,7 @@ from kernel_pytorch.hardware_abstraction.device import Device
 from kernel_pytorch.hardware_abstraction.dispatch import Function
 from kernel_pytorch.hardware_abstraction.op import Call, Kernel
 from kernel_pytorch.masks import Mask, full
-from kernel_pytorch.masks.code import PART
+from kernel_pytorch.masks.code import NOT_IN_RUNTIME
 from kernel_pytorch.ops.attention.definition import ATTENTION, lse_dtype, lse_flows
 
 __all__ = ["KERNEL_CPU_FLASH", "KERNEL_CUDNN", "KERNEL_FLASH", "KERNEL_TILED", "KERNEL_TRITON", "attention"]
@@ -131,8 +131,8 @@ def _native_supports(call: Call, device: Device) -> str | None:
         return f"computes in float32, and q is {q.format}; use float32 or the tiled kernel"
     if call["wanted"] == "parts" and q.dtype != lse_dtype(q.dtype):
         return f"rounds its results to {q.format}, and parts are merged unrounded"
-    if call["mask"].node.uses(PART):
-        return "takes whole masks, and this is a part of one"
+    if call["mask"].node.uses(*NOT_IN_RUNTIME):
+        return f"does not read this mask: {call['mask']}"
     return _runtime_missing()
 
 
