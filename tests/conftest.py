@@ -13,9 +13,10 @@ import pytest
 import torch
 
 from ranks import SIZES, Ranks, started
+from requirements import pytest_pycollect_makemodule
 from scheduling import Clock, pytest_xdist_make_scheduler
 
-__all__ = ["pytest_xdist_make_scheduler"]
+__all__ = ["pytest_pycollect_makemodule", "pytest_xdist_make_scheduler"]
 
 HAS_GPU = torch.cuda.is_available() or (hasattr(torch, "xpu") and torch.xpu.is_available())
 if not HAS_GPU:

@@ -18,7 +18,8 @@ from torch.nn import functional
 from torch.utils.flop_counter import FlopCounterMode
 
 import kernel_pytorch as kp
-from kernel_pytorch import benchmarking, cli, parity_command
+from kernel_pytorch import benchmarking, cli
+from kernel_pytorch.cli import parity as parity_command
 from kernel_pytorch.evidence import Benchmark, EvidenceError, read_record
 from kernel_pytorch.hardware_abstraction.device import Rates
 from kernel_pytorch.precision import fp8_linear, parity, parity_model, parity_report
@@ -342,7 +343,6 @@ def test_smoothing_is_a_trailing_mean() -> None:
 
 @pytest.fixture
 def command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[int, str]]:
-    monkeypatch.setattr(cli, "_debug", False)
     monkeypatch.setattr(parity_command.run, "__kwdefaults__", {"convert": in_8_bits})
 
     def call(*arguments: str) -> tuple[int, str]:

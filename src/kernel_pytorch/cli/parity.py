@@ -20,7 +20,7 @@ from rich.table import Table
 from torch import nn
 
 from kernel_pytorch import benchmarking
-from kernel_pytorch.bench_command import present_device
+from kernel_pytorch.cli.bench import present_device
 from kernel_pytorch.evidence import EvidenceError, Measurement, clean_commit, evidence_directory, write_record
 from kernel_pytorch.hardware_abstraction.device import Device
 from kernel_pytorch.precision import parity, parity_report

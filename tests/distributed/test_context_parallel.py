@@ -14,14 +14,14 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 import kernel_pytorch as kp
+from attention_shapes import Shape
 from context_parallel_calls import CASES, Case, Run, backward, forward, local, small
 from kernel_pytorch.distributed import parts, schedules
 from kernel_pytorch.distributed.placement import table_unit
 from kernel_pytorch.masks import causal, window
 from kernel_pytorch.ops.attention.definition import ATTENTION
+from mask_expressions import built, expressions
 from ranks import SIZES, Ranks
-from test_attention_properties import Shape
-from test_masks import built, expressions
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

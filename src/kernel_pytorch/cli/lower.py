@@ -1,27 +1,16 @@
-"""``kernel-pytorch lower``, ``run`` and ``build-runtime``, with progress."""
+"""``kernel-pytorch lower``: lower a model, report what was delegated, and compare with eager PyTorch."""
 
 from __future__ import annotations
 
 import importlib
-import statistics
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
 
-__all__ = ["build_runtime", "lower", "run"]
-
-
-def build_runtime(backend: str, *, only_path: bool = False) -> None:
-    from kernel_pytorch.lowering.target import lowering_of
-
-    with Console(stderr=only_path).status("looking for the runtime") as status:
-        ready = lowering_of(backend).build(tell=status.update)
-    said = str(ready.prefix) if only_path else f"the runtime is in {ready.prefix}"
-    Console().print(said, markup=False, highlight=False, soft_wrap=True)
+__all__ = ["lower"]
 
 
 def _model(source: str) -> tuple[torch.nn.Module, tuple[Any, ...]]:
@@ -53,27 +42,3 @@ def lower(source: str, out: Path, backend: str, recipe: str | None) -> None:
     for difference in differences:
         console.print(str(difference), markup=False)
     console.print(f"written to {out}", markup=False, soft_wrap=True)
-
-
-def run(program: Path, given: tuple[Path, ...], method: str, repeat: int) -> None:
-    from kernel_pytorch.lowering.runtime import load
-
-    console = Console()
-    loaded = load(program)
-    inputs = [torch.load(path, weights_only=True) for path in given] or loaded.ones(method)
-    seconds = []
-    outputs: Any = None
-    with console.status(f"running {program.name}"):
-        for _ in range(repeat):
-            start = time.perf_counter()
-            outputs = loaded.run(method, inputs)
-            seconds.append(time.perf_counter() - start)
-    for number, output in enumerate(outputs if isinstance(outputs, tuple) else (outputs,)):
-        if isinstance(output, torch.Tensor):
-            kind = str(output.dtype).removeprefix("torch.")
-            console.print(
-                f"output {number}: {kind}{list(output.shape)}, mean {output.double().mean():.6g}", markup=False
-            )
-        else:
-            console.print(f"output {number}: {output}", markup=False)
-    console.print(f"median of {repeat}: {statistics.median(seconds) * 1e3:.3f} ms", markup=False)

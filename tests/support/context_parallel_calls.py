@@ -14,14 +14,14 @@ import numpy as np
 import torch
 
 import kernel_pytorch as kp
+from attention_shapes import FORMATS, Shape, one_key_mostly
 from kernel_pytorch.context_parallel import Context
 from kernel_pytorch.distributed.schedules import heads_refusal
 from kernel_pytorch.masks import Mask
 from kernel_pytorch.ops.attention.definition import ATTENTION, reference
 from kernel_pytorch.testing import Comparison, compare, poisoned
+from mask_expressions import Expression, built
 from ranks import Ranks
-from test_attention_properties import FORMATS, Shape, one_key_mostly
-from test_masks import Expression, built
 
 # What runs on the ranks.
 

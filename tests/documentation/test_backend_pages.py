@@ -18,7 +18,7 @@ from kernel_pytorch.hardware_abstraction import Backend, backend
 from kernel_pytorch.lowering import PartitionerOptions, lowering_of
 from kernel_pytorch.lowering.recipes import RECIPES
 
-DOCS = Path(__file__).parents[1] / "docs" / "backends"
+DOCS = Path(__file__).parents[2] / "docs" / "backends"
 OURS = ("cpu", "nvidia", "amd", "intel")
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from kernel_pytorch.context_parallel import Placement, place
 from kernel_pytorch.distributed.placement import needed_keys, table_unit
 from kernel_pytorch.masks import Mask, blocks, causal, documents, full, prefix, sinks, window
-from test_masks import built, expressions
+from mask_expressions import built, expressions
 
 STYLES = ("auto", "contiguous", "zigzag", "balanced")
 

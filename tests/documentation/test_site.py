@@ -17,7 +17,7 @@ import pytest
 bs4 = pytest.importorskip("bs4", reason="the extra docs is not installed")
 pytest.importorskip("furo", reason="the extra docs is not installed")
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 PHONE = {"width": 360, "height": 740}
 

@@ -7,7 +7,9 @@ from rich.console import Console
 from rich.rule import Rule
 
 import kernel_pytorch as kp
-from kernel_pytorch import bench_command, benchmarking, diagnosis
+from kernel_pytorch import benchmarking
+from kernel_pytorch.cli.bench import measurement_table
+from kernel_pytorch.cli.doctor import diagnose, show
 from kernel_pytorch.hardware_abstraction.op import registered_op
 
 __all__ = ["run"]
@@ -16,7 +18,7 @@ __all__ = ["run"]
 def run() -> None:
     console = Console()
     console.print(Rule("1. What is here: kernel-pytorch doctor"))
-    diagnosis.show(diagnosis.diagnose())
+    show(diagnose())
 
     console.print(Rule("2. One op: RMSNorm, and which kernel serves it"))
     best = kp.device()
@@ -52,7 +54,7 @@ def run() -> None:
         for step in work.steps:
             with console.status(f"{op_name} {step}: checking, then timing"):
                 measurements += list(benchmarking.run(work, step, 0.3))
-    console.print(bench_command.measurement_table(measurements))
+    console.print(measurement_table(measurements))
 
     console.print(Rule("Next"))
     console.print("kernel-pytorch bench attention   every benchmark case of an op", highlight=False)

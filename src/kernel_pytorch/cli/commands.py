@@ -1,4 +1,4 @@
-"""The ``kernel-pytorch`` command."""
+"""The commands of ``kernel-pytorch`` and their options. A command's module is imported when it runs."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import shlex
 import sys
 import traceback
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,8 +20,24 @@ app = typer.Typer(
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-_debug = False
-_arguments: list[str] | None = None  # what main was given, where not the command line
+
+
+@dataclass
+class Invocation:
+    """What the commands and ``main`` share of one call of the command line."""
+
+    arguments: list[str]
+    debug: bool = False
+
+    @property
+    def command(self) -> str:
+        """The command as a record keeps it: without ``--out``, which is one machine's own and changes no number."""
+        words, skip = ["kernel-pytorch"], False
+        for word in self.arguments:
+            if not skip and word != "--out" and not word.startswith("--out="):
+                words.append(word)
+            skip = word == "--out"
+        return shlex.join(words)
 
 
 def _version(wanted: bool) -> None:
@@ -33,14 +50,14 @@ def _version(wanted: bool) -> None:
 
 @app.callback()
 def options(
+    context: typer.Context,
     debug: Annotated[bool, typer.Option("--debug", help="Show the whole traceback of an error.")] = False,
     version: Annotated[
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
     """[bold]kernel-pytorch[/bold]: start with [bold]kernel-pytorch tour[/bold] or [bold]doctor[/bold]."""
-    global _debug
-    _debug = debug
+    context.obj.debug = debug
 
 
 @app.command(
@@ -52,21 +69,21 @@ def doctor(
     measure: Annotated[bool, typer.Option(help="Also measure bandwidth and matmul rates (seconds).")] = False,
 ) -> None:
     """Show what is here: devices, formats, the kernels that would be chosen, versions, broken plug-ins."""
-    from kernel_pytorch import diagnosis
+    from kernel_pytorch.cli.doctor import diagnose, show
 
-    report = diagnosis.diagnose(measure=measure)
+    report = diagnose(measure=measure)
     if as_json:
         typer.echo(json.dumps(report, indent=2))
     else:
-        diagnosis.show(report)
+        show(report)
 
 
 @app.command(epilog="Example:  [bold]kernel-pytorch tour[/bold]")
 def tour() -> None:
     """A guided first minute: what is here, and one op's way from its definition to a measured kernel."""
-    from kernel_pytorch import guided_tour
+    from kernel_pytorch.cli.tour import run
 
-    guided_tour.run()
+    run()
 
 
 @app.command(
@@ -75,6 +92,7 @@ def tour() -> None:
     "[bold]kernel-pytorch bench rms_norm --record[/bold]"
 )
 def bench(
+    context: typer.Context,
     op: Annotated[str, typer.Argument(help="An op of the table, such as rms_norm.")],
     case: Annotated[list[str] | None, typer.Option(help="A case by name; may be repeated.")] = None,
     number_format: Annotated[
@@ -86,9 +104,9 @@ def bench(
     out: Annotated[Path | None, typer.Option(help="Folder for the record; benchmarks/evidence by default.")] = None,
 ) -> None:
     """Check an op's kernels against float64, then time them beside what a user would call without us."""
-    from kernel_pytorch import bench_command
+    from kernel_pytorch.cli.bench import run
 
-    bench_command.run(
+    run(
         op,
         cases=tuple(case or ()),
         formats=tuple(number_format or ()),
@@ -96,7 +114,7 @@ def bench(
         seconds=seconds,
         record=record,
         out=out,
-        command=_repeatable(sys.argv[1:] if _arguments is None else _arguments),
+        command=context.obj.command,
     )
 
 
@@ -107,6 +125,7 @@ def bench(
     "[bold]kernel-pytorch parity --from runs/100m[/bold]"
 )
 def parity(
+    context: typer.Context,
     size: Annotated[str, typer.Option(help="small fits a CPU, 100m wants a GPU.")] = "small",
     steps: Annotated[
         int | None, typer.Option(help="Steps of each run; the size's own when left out.", min=2)
@@ -132,14 +151,14 @@ def parity(
     Ends with status 1 where the loss of a recipe is further from that of bf16 than its seeds are from each other,
     and more than 0.25 %.
     """
-    from kernel_pytorch import parity_command
+    from kernel_pytorch.cli.parity import redraw, run
 
     if source is not None:
         if record:
             raise ValueError("--record with --from: a record is of runs on this machine, leave one of them out")
-        summary = parity_command.redraw(source, out)
+        summary = redraw(source, out)
     else:
-        summary = parity_command.run(
+        summary = run(
             size=size,
             steps=steps,
             seeds=seeds,
@@ -148,7 +167,7 @@ def parity(
             compiled=compiled,
             record=record,
             out=out or Path("parity"),
-            command=_repeatable(sys.argv[1:] if _arguments is None else _arguments),
+            command=context.obj.command,
         )
     if not summary.passes:
         raise typer.Exit(1)
@@ -166,9 +185,9 @@ def lower_command(
     recipe: Annotated[str | None, typer.Option(help="How to quantize it; not at all when left out.")] = None,
 ) -> None:
     """Lower a model to a .pte, say who runs what, and compare it with eager PyTorch."""
-    from kernel_pytorch.lowering import commands
+    from kernel_pytorch.cli.lower import lower
 
-    commands.lower(source, out, backend, recipe)
+    lower(source, out, backend, recipe)
 
 
 @app.command(
@@ -185,9 +204,9 @@ def run_command(
     repeat: Annotated[int, typer.Option(help="How often to run it.", min=1)] = 1,
 ) -> None:
     """Run a .pte on ExecuTorch's runtime with our delegate, and show its outputs and its time."""
-    from kernel_pytorch.lowering import commands
+    from kernel_pytorch.cli.run import run
 
-    commands.run(program, tuple(given or ()), method, repeat)
+    run(program, tuple(given or ()), method, repeat)
 
 
 @app.command(
@@ -195,14 +214,14 @@ def run_command(
     epilog="Examples:  [bold]kernel-pytorch build-runtime[/bold]   "
     "[bold]kernel-pytorch build-runtime --backend acme[/bold]",
 )
-def build_runtime(
+def build_runtime_command(
     backend: Annotated[str, typer.Option(help="Whose runtime, as in lower --backend.")] = "cpu",
     path: Annotated[bool, typer.Option("--path", help="Print its folder and nothing else, for scripts.")] = False,
 ) -> None:
     """Build the C++ runtime that .pte files need; it is built on first use otherwise."""
-    from kernel_pytorch.lowering import commands
+    from kernel_pytorch.cli.build_runtime import build_runtime
 
-    commands.build_runtime(backend, only_path=path)
+    build_runtime(backend, only_path=path)
 
 
 backend_app = typer.Typer(
@@ -225,9 +244,9 @@ def backend_new(
     ] = None,
 ) -> None:
     """Make a project of your own: a backend with C++ delegate, quantizer, tests, documentation and CI."""
-    from kernel_pytorch.documentation import commands
+    from kernel_pytorch.cli.backend import new
 
-    commands.new(name, out)
+    new(name, out)
 
 
 @backend_app.command(
@@ -246,9 +265,9 @@ def backend_docs(
     ] = False,
 ) -> None:
     """Render a backend's pages from its records: the same set, with the same sections, for every backend."""
-    from kernel_pytorch.documentation import commands
+    from kernel_pytorch.cli.backend import docs
 
-    if not commands.docs(name, out, probe=probe, only_check=check):
+    if not docs(name, out, probe=probe, only_check=check):
         raise typer.Exit(1)
 
 
@@ -267,38 +286,23 @@ def backend_check(
     Ends with status 1 where a required page or section is missing, empty or a placeholder, or where a block, a link
     or the table is broken.
     """
-    from kernel_pytorch.documentation import commands
+    from kernel_pytorch.cli.backend import check
 
-    if not commands.check(folder, as_json=as_json, strict=strict):
+    if not check(folder, as_json=as_json, strict=strict):
         raise typer.Exit(1)
-
-
-def _repeatable(arguments: list[str]) -> str:
-    """The command as a record keeps it: without the folder, which is one machine's own and changes no number."""
-    words, skip = ["kernel-pytorch"], False
-    for word in arguments:
-        if not skip and word != "--out" and not word.startswith("--out="):
-            words.append(word)
-        skip = word == "--out"
-    return shlex.join(words)
 
 
 def main(arguments: list[str] | None = None) -> Any:
     """Run the command line; an error is one clear line, its traceback behind ``--debug``."""
-    global _arguments
-    _arguments = arguments
+    invocation = Invocation(sys.argv[1:] if arguments is None else arguments)
     try:
-        return app(args=arguments, standalone_mode=True)
+        return app(args=invocation.arguments, obj=invocation)
     except (KeyboardInterrupt, BrokenPipeError):
         sys.exit(130)
     except Exception as error:
-        if _debug:
+        if invocation.debug:
             traceback.print_exc()
         else:
             text = " ".join(str(error).split()) or type(error).__name__
             typer.secho(f"kernel-pytorch: {text} (kernel-pytorch --debug shows the traceback)", fg="red", err=True)
         sys.exit(1)
-
-
-if __name__ == "__main__":
-    main()

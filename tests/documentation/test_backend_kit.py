@@ -20,7 +20,7 @@ from kernel_pytorch.documentation import scaffold
 from kernel_pytorch.documentation.scaffold import create_project
 from kernel_pytorch.evidence import Benchmark, OpSupport, load_evidence
 
-PAGE = Path(__file__).parents[1] / "docs" / "backends" / "adding-a-backend.md"
+PAGE = Path(__file__).parents[2] / "docs" / "backends" / "adding-a-backend.md"
 
 
 # What only a hosted runner does, and why the walk can do without.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -286,11 +285,9 @@ def test_a_windows_keys_are_gathered_and_plain_causal_goes_round_or_by_heads() -
 
 
 @pytest.mark.parametrize("mask", [CAUSAL, SINKS], ids=str)
-def test_the_largest_cluster_and_sequence_are_predicted_while_one_waits(mask: masks.Mask) -> None:
-    placement = place(mask, 1 << 23, 1024)
-    began = time.perf_counter()
-    found = predictions(mask, placement=placement, link=CLUSTER)
-    assert time.perf_counter() - began < 10  # about half a second; a count for each rank of all keys takes minutes
+def test_the_largest_cluster_and_sequence_are_predicted(mask: masks.Mask) -> None:
+    """Takes about half a second; counting all keys once for each rank would take minutes."""
+    found = predictions(mask, placement=place(mask, 1 << 23, 1024), link=CLUSTER)
     assert found["ring"].seconds > found["ring"].compute_seconds > 0
     assert found["heads"].refusal
 

@@ -15,7 +15,8 @@ import pytest
 import torch
 
 import kernel_pytorch as kp
-from kernel_pytorch import benchmarking, cli
+from kernel_pytorch import benchmarking
+from kernel_pytorch.cli import commands, main
 from kernel_pytorch.evidence import Benchmark, read_record, schema
 from kernel_pytorch.hardware_abstraction.device import Rates
 from kernel_pytorch.hardware_abstraction.dispatch import forget_choices
@@ -24,9 +25,9 @@ from kernel_pytorch.ops.rms_norm import torch_kernel
 
 SMALL = ("bench", "rms_norm", "--device", "cpu", "--case", "one-row", "--format", "float32", "--seconds", "0.01")
 COMMANDS = [
-    command.name or command.callback.__name__ for command in cli.app.registered_commands if command.callback
+    command.name or command.callback.__name__ for command in commands.app.registered_commands if command.callback
 ]
-GROUPED = [f"backend {command.name}" for command in cli.backend_app.registered_commands]
+GROUPED = [f"backend {command.name}" for command in commands.backend_app.registered_commands]
 
 
 @dataclass(frozen=True)
@@ -50,14 +51,13 @@ class Run:
     def __call__(self, *arguments: str) -> Outcome:
         self.capsys.readouterr()
         with pytest.raises(SystemExit) as ended:
-            cli.main(list(arguments))
+            main(list(arguments))
         out, err = self.capsys.readouterr()
         return Outcome(ended.value.code or 0, out, err)
 
 
 @pytest.fixture
 def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
-    monkeypatch.setattr(cli, "_debug", False)
     return Run(capsys)
 
 

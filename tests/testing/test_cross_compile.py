@@ -12,13 +12,12 @@ from pathlib import Path
 import pytest
 import torch
 
-import test_backends
 from kernel_pytorch.evidence import Checks, Compilation, Interpretation, read_record
 from kernel_pytorch.hardware_abstraction.catalogue import CATALOGUE
 from kernel_pytorch.hardware_abstraction.op import Case, Kernel, Op, registered_op
-from kernel_pytorch.ops import attention, fp8_cast, fp8_rms_norm, fp8_swiglu, rms_norm
+from kernel_pytorch.ops import rms_norm
 from kernel_pytorch.testing import BackendContract
-from kernel_pytorch.testing.checks import compile_targets, make_checks
+from kernel_pytorch.testing.checks import compile_targets, make_checks, triton_kernels, triton_ops
 from kernel_pytorch.testing.contract import prepared
 from kernel_pytorch.testing.cross_compile import cross_compile
 from kernel_pytorch.testing.devices import test_device
@@ -26,24 +25,7 @@ from kernel_pytorch.testing.devices import test_device
 ARCHITECTURES = {"sm_80", "sm_90", "sm_100", "sm_120", "gfx90a", "gfx942", "gfx950", "gfx1100"}
 # Built anew, one of each vendor; the record, which is about the same sources, has them all.
 REBUILT = ("sm_90", "gfx942")
-EVIDENCE = Path(__file__).parents[1] / "benchmarks" / "evidence"
-KERNELS = {
-    "rms_norm": rms_norm.KERNEL_TRITON,
-    "attention": attention.KERNEL_TRITON,
-    "fp8_cast": fp8_cast.KERNEL_TRITON,
-    "fp8_rms_norm": fp8_rms_norm.KERNEL_TRITON,
-    "fp8_swiglu": fp8_swiglu.KERNEL_TRITON,
-    "fp8_swiglu_grad": fp8_swiglu.GRAD_KERNEL_TRITON,
-}
-# How the functions are called that every compiled case launches, forward and backward.
-PHASES = {
-    "rms_norm": ("_forward", "_backward"),
-    "attention": ("_forward", "_dq", "_dkdv"),
-    "fp8_cast": ("cast",),
-    "fp8_rms_norm": ("_norm",),
-    "fp8_swiglu": ("_cast",),
-    "fp8_swiglu_grad": ("_cast",),
-}
+EVIDENCE = Path(__file__).parents[2] / "benchmarks" / "evidence"
 # Attention holds a tile of scores beside its sums; where that is too much, the record says how much was spilled.
 MAY_SPILL = {"attention", "fp8_cast", "fp8_rms_norm", "fp8_swiglu", "fp8_swiglu_grad"}
 
@@ -55,16 +37,21 @@ def remedy(op: Op) -> str:
 # One op at a time: pytest keeps the tests of one parameter together, so each record is made once.
 
 
-@pytest.fixture(scope="module", params=list(KERNELS))
+@pytest.fixture(scope="module", params=[op.name for op in triton_ops()])
 def op(request: pytest.FixtureRequest) -> Op:
     return registered_op(request.param)
 
 
 @pytest.fixture(scope="module")
+def kernel(op: Op) -> Kernel:
+    (found,) = triton_kernels(op)
+    return found
+
+
+@pytest.fixture(scope="module")
 def committed(op: Op) -> Checks:
     path = EVIDENCE / f"{op.name}.checks.json"
-    if not path.exists():
-        pytest.skip(f"{path.name} is not recorded yet; {remedy(op)}")
+    assert path.exists(), f"no record {path.name}; {remedy(op)}"
     record = read_record(path)
     assert isinstance(record, Checks)
     return record
@@ -77,8 +64,12 @@ def checks(op: Op, committed: Checks) -> Checks:
 
 
 def interpreted_here(op: Op) -> bool:
-    """Whether the record's cases are interpreted in this file; the contract in test_backends.py does it as well."""
+    """Whether the record's cases are interpreted in this file; the contract in tests/backends does it as well."""
     return op.name == "rms_norm" or test_device("nvidia").present
+
+
+class _Nvidia(BackendContract):
+    backend_name = "nvidia"
 
 
 class _Contract:
@@ -94,7 +85,7 @@ class _Contract:
         self.held += rows
 
 
-def interpreted(op: Op, checks: Checks) -> list[Interpretation]:
+def interpreted(op: Op, kernel: Kernel, checks: Checks) -> list[Interpretation]:
     """What passes in the interpreter: by the new record, or what the contract holds to the same budget.
 
     Both run a kernel on the first device that it is compiled for, on poisoned memory, and compare outputs and
@@ -102,10 +93,10 @@ def interpreted(op: Op, checks: Checks) -> list[Interpretation]:
     """
     if interpreted_here(op):
         return checks.interpreted
-    kernel, device = KERNELS[op.name], test_device("nvidia")
+    device = test_device("nvidia")
     assert compile_targets(kernel)[0] == device
     held: dict[str, list[str]] = {}
-    for one, case, number_format in _Contract(test_backends.TestNvidia()).held:
+    for one, case, number_format in _Contract(_Nvidia()).held:
         if one == kernel:
             with prepared(kernel, device, case, getattr(torch, number_format)) as ready:
                 if not isinstance(ready, str):
@@ -117,12 +108,34 @@ def key(row: Compilation) -> tuple[str, ...]:
     return row.kernel, row.function, row.arch, row.case, row.format
 
 
-def launched_functions(kernel: Kernel) -> set[str]:
-    """The kernels the module launches, from its text; imported under the interpreter it would tell nothing."""
+def source(kernel: Kernel) -> ast.Module:
     spec = importlib.util.find_spec(kernel.module)
     assert spec is not None
     assert spec.origin is not None
-    tree = ast.parse(Path(spec.origin).read_text())
+    return ast.parse(Path(spec.origin).read_text(encoding="utf-8"))
+
+
+def reached(kernel: Kernel, phase: str) -> set[str]:
+    """The names that a phase of the kernel's module uses, directly or through other definitions of the module."""
+    definitions: dict[str, ast.AST] = {}
+    for node in source(kernel).body:
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            definitions[node.name] = node
+        elif isinstance(node, ast.Assign):
+            definitions |= {name.id: node for name in node.targets if isinstance(name, ast.Name)}
+    found, wanted = set(), {phase}
+    while wanted:
+        name = wanted.pop()
+        found.add(name)
+        if name in definitions:
+            used = {node.id for node in ast.walk(definitions[name]) if isinstance(node, ast.Name)}
+            wanted |= used - found
+    return found
+
+
+def launched_functions(kernel: Kernel) -> set[str]:
+    """The Triton functions the module launches, from its source: under the interpreter they cannot be compiled."""
+    tree = source(kernel)
     functions = [node for node in tree.body if isinstance(node, ast.FunctionDef)]
     compiled = {node.name for node in functions if "triton.jit" in map(ast.unparse, node.decorator_list)}
     imports = [node for node in tree.body if isinstance(node, ast.ImportFrom) and ".triton_" in str(node.module)]
@@ -137,13 +150,13 @@ def launched_functions(kernel: Kernel) -> set[str]:
     return launched & compiled
 
 
-def test_the_record_of_rms_norm_is_there() -> None:
-    """The tests below skip where there is no record, so one must be known to be."""
-    assert (EVIDENCE / "rms_norm.checks.json").exists()
+def test_the_registry_has_ops_with_triton_kernels() -> None:
+    """The tests below would pass without any."""
+    assert {"attention", "rms_norm"} <= {op.name for op in triton_ops()}
 
 
-def test_every_function_is_built_for_every_architecture(committed: Checks, op: Op) -> None:
-    functions = launched_functions(KERNELS[op.name])
+def test_every_function_is_built_for_every_architecture(committed: Checks, kernel: Kernel) -> None:
+    functions = launched_functions(kernel)
     assert functions
     built = {(row.function, row.arch) for row in committed.compiled}
     assert {(function, arch) for function in functions for arch in ARCHITECTURES} <= built
@@ -151,12 +164,16 @@ def test_every_function_is_built_for_every_architecture(committed: Checks, op: O
     assert len({key(row) for row in committed.compiled}) == len(committed.compiled)
 
 
-def test_every_compile_case_is_built_forward_and_backward(committed: Checks, op: Op) -> None:
-    assert op.compile_cases
-    for phase in PHASES[op.name]:
-        built = {(row.arch, row.case) for row in committed.compiled if phase in row.function}
-        assert {(arch, case) for arch in ARCHITECTURES for case in op.compile_cases} <= built
+def test_every_compile_case_is_built_forward_and_backward(committed: Checks, op: Op, kernel: Kernel) -> None:
     assert {row.case for row in committed.compiled} == set(op.compile_cases)
+    for case in op.compile_cases:
+        built = {
+            arch: {row.function for row in committed.compiled if (row.arch, row.case) == (arch, case)}
+            for arch in ARCHITECTURES
+        }
+        assert len(set(map(frozenset, built.values()))) == 1, "every architecture launches the same functions"
+        for phase in ("forward", "backward") if kernel.backward and op.differentiable_outputs else ("forward",):
+            assert built["sm_90"] & reached(kernel, phase), (case, phase)
 
 
 def test_compile_cases_name_a_small_case_and_one_that_fills_a_device(op: Op) -> None:
@@ -176,10 +193,10 @@ def test_kernels_fit_the_device(checks: Checks, committed: Checks, op: Op) -> No
         assert 0 <= row.shared_memory_bytes <= shared[row.arch], row
 
 
-def test_every_small_case_passes_in_the_interpreter(checks: Checks, op: Op) -> None:
+def test_every_small_case_passes_in_the_interpreter(checks: Checks, op: Op, kernel: Kernel) -> None:
     small = [case.name for case in op.cases if not case.benchmark]
-    passed = [Interpretation("triton", name, small) for name in ("float32", "float16")]
-    assert interpreted(op, checks) == passed
+    passed = [Interpretation(kernel.name, name, small) for name in ("float32", "float16")]
+    assert interpreted(op, kernel, checks) == passed
 
 
 def test_the_committed_record_is_about_the_present_sources(checks: Checks, committed: Checks, op: Op) -> None:
@@ -194,9 +211,9 @@ def test_the_committed_record_lists_what_compiles_now(checks: Checks, committed:
 
 
 def test_the_committed_record_lists_what_the_interpreter_passes_now(
-    checks: Checks, committed: Checks, op: Op
+    checks: Checks, committed: Checks, op: Op, kernel: Kernel
 ) -> None:
-    assert committed.interpreted == interpreted(op, checks), remedy(op)
+    assert committed.interpreted == interpreted(op, kernel, checks), remedy(op)
 
 
 def test_compiling_under_the_interpreter_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

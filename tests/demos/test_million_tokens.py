@@ -24,7 +24,7 @@ CPU = torch.device("cpu")
 
 
 def _demo() -> Any:
-    path = Path(__file__).parent.parent / "demos" / "million_tokens.py"
+    path = Path(__file__).parents[2] / "demos" / "million_tokens.py"
     spec = importlib.util.spec_from_file_location("million_tokens", path)
     assert spec is not None
     assert spec.loader is not None

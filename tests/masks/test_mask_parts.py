@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from kernel_pytorch.masks import Mask, blocks, causal, documents, from_code, full, prefix, sinks, window
 from kernel_pytorch.masks import code as mask_code
-from test_masks import Expression, built, cases, check_layout
+from mask_expressions import Expression, built, cases, check_layout
 
 Ranges = list[tuple[int, int]]
 

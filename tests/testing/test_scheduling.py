@@ -9,10 +9,10 @@ import pytest
 
 import scheduling
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 CONFTEST = f"""
 import sys
-sys.path.insert(0, {str(Path(__file__).parent)!r})
+sys.path.insert(0, {str(Path(scheduling.__file__).parent)!r})
 import scheduling
 from scheduling import pytest_xdist_make_scheduler
 scheduling.SECONDS = {{"test_few.py": 9, "test_split.py[b]": 5}}
@@ -50,8 +50,11 @@ def test_long_scopes_come_first_and_a_parameter_may_be_a_scope(tmp_path: Path) -
         ("tests/test_x.py::test_one[aten::add-2]", "tests/test_x.py"),
         ("tests/test_x.py::TestA::test_one[2]", "tests/test_x.py::TestA"),
         ("docs/setup.md::line:12,column:1", "docs/setup.md"),
-        ("tests/test_cross_compile.py::test_one[attention]", "tests/test_cross_compile.py[attention]"),
-        ("tests/test_cross_compile.py::test_one", "tests/test_cross_compile.py"),
+        (
+            "tests/testing/test_cross_compile.py::test_one[attention]",
+            "tests/testing/test_cross_compile.py[attention]",
+        ),
+        ("tests/testing/test_cross_compile.py::test_one", "tests/testing/test_cross_compile.py"),
     ],
 )
 def test_what_is_run_in_one_go(test: str, scope: str) -> None:

@@ -14,41 +14,41 @@ import pytest
 # Seconds of one worker, roughly, with nothing compiled before: they decide the order and nothing else. What is not
 # named comes after, as loadscope has it; the end of a run says what ought to be named.
 SECONDS = {
-    "tests/test_cross_compile.py[attention]": 30,
-    "tests/test_backends.py::TestNvidia": 190,
-    "tests/test_backend_kit.py": 140,
-    "tests/test_lowering.py": 130,
-    "tests/test_cross_compile.py[fp8_swiglu_grad]": 25,
+    "tests/testing/test_cross_compile.py[attention]": 30,
+    "tests/backends/test_backends.py::TestNvidia": 190,
+    "tests/documentation/test_backend_kit.py": 140,
+    "tests/lowering/test_lowering.py": 130,
+    "tests/testing/test_cross_compile.py[fp8_swiglu_grad]": 25,
     "tests/test_fp8_swiglu_parts.py": 100,
     "tests/test_fp8_weight_casts.py": 75,
     "tests/test_lowering_bad_payloads.py": 75,
-    "tests/test_backends.py::TestAmd": 70,
-    "tests/test_backends.py::TestIntel": 70,
-    "tests/test_context_parallel_models.py": 70,
-    "tests/test_lowering_models.py": 65,
-    "tests/test_cross_compile.py[fp8_cast]": 20,
-    "tests/test_cross_compile.py[fp8_rms_norm]": 20,
-    "tests/test_cross_compile.py[fp8_swiglu]": 20,
-    "tests/test_kv_cache.py": 60,
+    "tests/backends/test_backends.py::TestAmd": 70,
+    "tests/backends/test_backends.py::TestIntel": 70,
+    "tests/distributed/test_context_parallel_models.py": 70,
+    "tests/lowering/test_lowering_models.py": 65,
+    "tests/testing/test_cross_compile.py[fp8_cast]": 20,
+    "tests/testing/test_cross_compile.py[fp8_rms_norm]": 20,
+    "tests/testing/test_cross_compile.py[fp8_swiglu]": 20,
+    "tests/lowering/test_kv_cache.py": 60,
     "tests/test_fp8_cast.py": 55,
-    "tests/test_context_parallel.py": 50,
-    "tests/test_context_parallel_uses.py": 50,
+    "tests/distributed/test_context_parallel.py": 50,
+    "tests/distributed/test_context_parallel_uses.py": 50,
     "docs/lowering.md": 50,
-    "tests/test_documentation.py": 50,
+    "tests/documentation/test_documentation.py": 50,
     "tests/test_fp8_norm_compile.py": 30,
     "tests/test_fp8_rms_norm.py": 50,
     "tests/test_fp8_sharded.py": 50,
     "tests/test_fp8_swiglu.py": 50,
-    "tests/test_site.py": 50,
-    "tests/test_third_party_backend.py": 50,
-    "tests/test_lowering_suite.py": 45,
+    "tests/documentation/test_site.py": 50,
+    "tests/backends/test_third_party_backend.py": 50,
+    "tests/lowering/test_lowering_suite.py": 45,
     "docs/tutorials/lower-a-llama.md": 40,
     "tests/test_fp8_norm.py": 40,
-    "tests/test_cross_compile.py[rms_norm]": 30,
+    "tests/testing/test_cross_compile.py[rms_norm]": 30,
     "API.md": 30,
-    "tests/test_attention_layout.py": 30,
-    "tests/test_attention_properties.py": 30,
-    "tests/test_backends.py::TestCpu": 30,
+    "tests/ops/test_attention_layout.py": 30,
+    "tests/ops/test_attention_properties.py": 30,
+    "tests/backends/test_backends.py::TestCpu": 30,
     "tests/test_fp8_linear.py": 30,
     "tests/test_fp8_norm_training.py": 15,
     "tests/test_fp8_compile.py": 10,
@@ -57,7 +57,7 @@ SECONDS = {
     "tests/test_fp8_norm_casts.py": 5,
 }
 # Files whose tests share nothing but what belongs to their last parameter: each parameter is a scope of its own.
-BY_PARAMETER = {"tests/test_cross_compile.py"}
+BY_PARAMETER = {"tests/testing/test_cross_compile.py"}
 LONG = 60
 
 
@@ -101,5 +101,5 @@ class Clock:
         ]
         for scope, spent in unnamed:
             terminalreporter.write_line(
-                f"{scope} took {spent:.0f} s: name it in tests/scheduling.py, to begin earlier"
+                f"{scope} took {spent:.0f} s: name it in tests/support/scheduling.py, to begin earlier"
             )

@@ -28,6 +28,7 @@ from kernel_pytorch.evidence import (
 )
 from kernel_pytorch.hardware_abstraction import backend
 from kernel_pytorch.ops.rms_norm import KERNEL_TORCH
+from requirements import needs_executorch
 
 CPU = Facts("Some CPU", "arm", "cpu", "neon", 8 << 30, 4)
 
@@ -311,8 +312,9 @@ def test_the_age_of_a_table_of_operators(project: Path, monkeypatch: pytest.Monk
     assert age(sources={"lowering": "another"}).changed == ("ops/rms_norm/api.py",)
 
 
+@needs_executorch  # whose version is in a record's digest
 def test_every_record_of_the_checkout_has_an_age() -> None:
-    root = Path(__file__).parents[1]
+    root = Path(__file__).parents[2]
     records = named_evidence(root / "benchmarks" / "evidence")
     wanted = {name for name, record in records.items() if isinstance(record, (Benchmark, Checks, OpSupport))}
     assert "op-support.cpu" in wanted
@@ -320,7 +322,7 @@ def test_every_record_of_the_checkout_has_an_age() -> None:
 
 
 def test_what_records_measure_is_there() -> None:
-    root = Path(__file__).parents[1]
+    root = Path(__file__).parents[2]
     assert all(
         (root / "src" / "kernel_pytorch" / path).exists()
         for paths in freshness._MEASURES.values()
