@@ -25,6 +25,7 @@ PUBLIC = [
     "UnsupportedCallError",
     "__version__",
     "attention",
+    "attention_everywhere",
     "context_parallel",
     "device",
     "devices",

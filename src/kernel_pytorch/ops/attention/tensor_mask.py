@@ -3,16 +3,34 @@
 from __future__ import annotations
 
 import torch
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from kernel_pytorch.masks import Mask, from_dense, full
 
-__all__ = ["mask_and_bias"]
+__all__ = ["mask_and_bias", "recognised"]
 
 _FAR_BELOW = -1e30  # what models write for "do not attend"; in float16 its lowest number
 _LARGEST_READ = 1 << 28  # pairs
 
 
+_read: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+"""What a tensor was recognised as, with its version: the layers of a model share one mask."""
+
+
 def mask_and_bias(tensor: torch.Tensor, q_len: int, kv_len: int) -> tuple[Mask, torch.Tensor | None]:
+    """As ``recognised``; asking again about a tensor that was not changed costs nothing."""
+    if _fake(tensor) or tensor.is_inference() or tensor.requires_grad:
+        return recognised(tensor, q_len, kv_len)
+    key = (tensor._version, q_len, kv_len)
+    found: tuple[object, tuple[Mask, torch.Tensor | None]] | None = _read.get(tensor)
+    if found is None or found[0] != key:
+        found = (key, recognised(tensor, q_len, kv_len))
+        if found[1][1] is None:  # a bias would keep the tensor alive
+            _read[tensor] = found
+    return found[1]
+
+
+def recognised(tensor: torch.Tensor, q_len: int, kv_len: int) -> tuple[Mask, torch.Tensor | None]:
     """A tensor that SDPA takes as ``attn_mask``, as a mask and what is left to be added to the scores.
 
     Booleans that all heads share become a mask. Addends become a mask where all of them are 0 or far below every
