@@ -25,6 +25,7 @@ PUBLIC = [
     "UnsupportedCallError",
     "__version__",
     "attention",
+    "attention_everywhere",
     "context_parallel",
     "device",
     "devices",
@@ -37,7 +38,9 @@ PUBLIC = [
     "rms_norm",
 ]
 PUBLIC_MODULES = {"context_parallel", "fp8", "masks"}  # the public names that are meant to be modules
-MASKS = ["Mask", "blocks", "causal", "documents", "full", "prefix", "sinks", "window"]
+MASKS = """
+Mask blocks causal dilated documents from_dense full intervals padding prefix sinks window
+""".split()
 # Kernel modules need a device or the interpreter to be imported, and have no doctests.
 MODULES = sorted(
     module.name

@@ -11,7 +11,11 @@ from kernel_pytorch.hardware_abstraction.registry import Backend, device, device
 from kernel_pytorch.hardware_abstraction.selection import Policy, UnsupportedCallError
 from kernel_pytorch.kv_cache import KVCache
 from kernel_pytorch.ops.attention import attention
+from kernel_pytorch.ops.attention.everywhere import attention_everywhere
+from kernel_pytorch.ops.attention.hugging_face import register_with_transformers
 from kernel_pytorch.ops.rms_norm import rms_norm
+
+register_with_transformers()
 
 
 def __getattr__(name: str) -> object:
@@ -30,6 +34,7 @@ __all__ = [
     "UnsupportedCallError",
     "__version__",
     "attention",
+    "attention_everywhere",
     "context_parallel",
     "device",
     "devices",
