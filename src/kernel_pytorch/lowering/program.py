@@ -13,6 +13,7 @@ import torch
 from executorch.exir import EdgeCompileConfig, to_edge_transform_and_lower
 from torch.export import ExportedProgram
 
+from kernel_pytorch.lowering.checksum import add_checksum
 from kernel_pytorch.lowering.recipes import find_recipe
 from kernel_pytorch.lowering.report import Report, joined, report_of
 from kernel_pytorch.lowering.runtime import LoadedProgram
@@ -64,7 +65,7 @@ class LoweredProgram:
     """
 
     buffer: bytes
-    """The ``.pte`` itself."""
+    """The ``.pte`` itself, with a checksum behind it that ``kp.load`` verifies."""
     report: Report
     eager: Mapping[str, Callable[..., Any]] = field(repr=False)
     """What each method was made from: the model, quantized where a recipe says so."""
@@ -195,6 +196,6 @@ def lower_exported(
     ]
     tell("planning memory and writing the program")
     finished = edge.to_executorch()
-    buffer = bytes(finished.buffer)
+    buffer = add_checksum(bytes(finished.buffer))
     planned = sum(sum(plan.non_const_buffer_sizes) for plan in finished.executorch_program.execution_plan)
     return LoweredProgram(buffer, joined(reports, program_bytes=len(buffer), planned_bytes=planned), eager, inputs)
