@@ -15,6 +15,7 @@ from torch.export import ExportedProgram
 
 from kernel_pytorch.lowering.checksum import add_checksum
 from kernel_pytorch.lowering.recipes import find_recipe
+from kernel_pytorch.lowering.refusals import refuse_without_kernels
 from kernel_pytorch.lowering.report import Report, joined, report_of
 from kernel_pytorch.lowering.runtime import LoadedProgram
 from kernel_pytorch.lowering.target import CPU, Lowering, lowering_of
@@ -183,6 +184,9 @@ def lower_exported(
 ) -> LoweredProgram:
     """The second half of ``lower``, for methods that are exported already."""
     tell = tell or _silent
+    if target is CPU:  # a backend elsewhere may take any custom operator
+        for program in exported.values():
+            refuse_without_kernels(program)
     partitioners = {method: target.partitioners(target.checked(options)) for method in exported}
     tell(f"partitioning the graph for {target.delegate}")
     edge = to_edge_transform_and_lower(

@@ -61,7 +61,7 @@ class LoadedProgram:
 
         fault = verify(data)
         if fault is not None:
-            raise ValueError(f"{name} cannot be loaded: {fault}")
+            raise ValueError(f"{name} is no program that this runtime can load: {fault}")
         self._library = registered()
         register_delegates(data)
         self._name = name
