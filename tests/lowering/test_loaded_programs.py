@@ -49,19 +49,19 @@ def test_every_damage_of_a_file_is_refused_or_harmless() -> None:
 def test_a_flipped_bit_is_named(small: bytes, at: float) -> None:
     flipped = bytearray(small)
     flipped[int(len(small) * at)] ^= 1
-    with pytest.raises(ValueError, match=r"the program is no program that this runtime can load: it is damaged: its checksum is wrong"):
+    with pytest.raises(ValueError, match=r"the program is no program .*: it is damaged: its checksum is wrong"):
         kp.load(bytes(flipped))
 
 
 def test_a_cut_file_is_named(small: bytes) -> None:
-    with pytest.raises(ValueError, match=r"the program is no program that this runtime can load: it is cut: it has [\d,]+ bytes and needs"):
+    with pytest.raises(ValueError, match=r"the program is no program .*: it is cut: it has [\d,]+ bytes and needs"):
         kp.load(small[: len(small) // 2])
 
 
 def test_another_file_is_named(tmp_path) -> None:
     path = tmp_path / "notes.pte"
     path.write_text("no program")
-    with pytest.raises(ValueError, match=r"notes.pte is no program that this runtime can load: it has no ExecuTorch header"):
+    with pytest.raises(ValueError, match=r"notes.pte is no program .*: it has no ExecuTorch header"):
         kp.load(path)
 
 
