@@ -24,6 +24,7 @@ PUBLIC = [
     "Policy",
     "UnsupportedCallError",
     "__version__",
+    "apply",
     "attention",
     "context_parallel",
     "device",
@@ -33,6 +34,7 @@ PUBLIC = [
     "load",
     "lower",
     "masks",
+    "optimize",
     "policy",
     "rms_norm",
 ]
