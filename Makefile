@@ -17,7 +17,6 @@ VENV := .venv
 BIN := $(VENV)/bin
 CHECKED := src tests benchmarks demos docs conftest.py
 SITE := docs/_build/html
-RECORDED := rms_norm attention fp8_cast fp8_rms_norm fp8_swiglu fp8_swiglu_grad
 
 .PHONY: install demo test oldest check fuzz cross suite docs docs-gpu evidence evidence-check probe clean
 
@@ -42,7 +41,7 @@ oldest:
 	test -x .venv-oldest/bin/python || $(PYTHON) -m venv .venv-oldest
 	.venv-oldest/bin/python -m pip install --quiet 'torch==2.11.*' 'numpy<2.4' hypothesis pytest pytest-xdist --editable '.[plots]'
 	.venv-oldest/bin/python -m pytest -n auto --maxprocesses 4 --dist loadscope --confcutdir=tests \
-		tests/test_fp8_*.py tests/test_attention_compile.py tests/test_dispatch.py tests/test_parity.py
+		tests/fp8/test_fp8_*.py tests/ops/test_attention_compile.py tests/hardware_abstraction/test_dispatch.py tests/parity/test_parity.py
 
 check: install
 	$(BIN)/ruff check $(CHECKED)
@@ -67,7 +66,7 @@ docs-gpu: install
 	$(BIN)/python benchmarks/documentation.py --record
 
 evidence: install
-	for op in $(RECORDED); do $(BIN)/python -m kernel_pytorch.testing.checks $$op --write || exit 1; done
+	$(BIN)/python -m kernel_pytorch.testing.checks --write
 	$(BIN)/python -m kernel_pytorch.documentation --write
 
 probe: install

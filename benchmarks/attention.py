@@ -20,7 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import kernel_pytorch as kp
 from kernel_pytorch import benchmarking, masks
-from kernel_pytorch.bench_command import measurement_table
+from kernel_pytorch.cli.bench import measurement_table
 from kernel_pytorch.evidence import (
     Measurement,
     Quantiles,

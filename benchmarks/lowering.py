@@ -20,7 +20,7 @@ from rich.console import Console
 
 import kernel_pytorch as kp
 from kernel_pytorch import benchmarking
-from kernel_pytorch.bench_command import measurement_table
+from kernel_pytorch.cli.bench import measurement_table
 from kernel_pytorch.evidence import Measurement, Quantiles, clean_commit, evidence_directory, write_record
 from kernel_pytorch.hardware_abstraction.op import registered_op
 from kernel_pytorch.hardware_abstraction.timing import quantiles

@@ -16,7 +16,7 @@ from rich.console import Console
 
 import kernel_pytorch as kp
 from kernel_pytorch import benchmarking
-from kernel_pytorch.bench_command import measurement_table
+from kernel_pytorch.cli.bench import measurement_table
 from kernel_pytorch.evidence import (
     Measurement,
     Quantiles,

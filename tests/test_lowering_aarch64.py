@@ -11,7 +11,7 @@ import torch
 
 import kernel_pytorch as kp
 from kernel_pytorch.lowering.build import SOURCES, _run, _tool
-from test_lowering import Block
+from lowering_models import Block
 
 WHEELS = sorted((Path(sys.prefix) / "aarch64").glob("executorch-*aarch64.whl"))
 

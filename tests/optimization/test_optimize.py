@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 import kernel_pytorch as kp
-from fakes import ScriptedTimer, rewrite, unchanged
+from optimization_fakes import ScriptedTimer, rewrite, unchanged
 from kernel_pytorch.optimization import Edits, Plan, PlanError, Progress, registered_candidates
 from kernel_pytorch.optimization.timing import alternate, noise_of
 

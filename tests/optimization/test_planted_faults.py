@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import kernel_pytorch as kp
-from fakes import ScriptedTimer, rewrite, unchanged
+from optimization_fakes import ScriptedTimer, rewrite, unchanged
 from kernel_pytorch.optimization import Edits, Forward, Stage
 
 

@@ -130,7 +130,7 @@ def fitting(call: Call, device: Device, policy: Policy) -> tuple[tuple[Kernel, .
 def select(
     call: Call,
     device: Device,
-    policy: Policy = Policy(),  # noqa: B008 - frozen
+    policy: Policy = Policy(),
     timings: tuple[tuple[str, float], ...] | None = None,
 ) -> Choice:
     """The kernel that serves the call on the device under the policy, with every reason.

@@ -13,11 +13,11 @@ import torch
 from executorch.exir import EdgeCompileConfig, to_edge_transform_and_lower
 from torch.export import ExportedProgram
 
+from kernel_pytorch.fp8.monitor import layers_of
 from kernel_pytorch.lowering.recipes import find_recipe
 from kernel_pytorch.lowering.report import Report, joined, report_of
 from kernel_pytorch.lowering.runtime import LoadedProgram
 from kernel_pytorch.lowering.target import CPU, Lowering, lowering_of
-from kernel_pytorch.precision.monitor import layers_of
 
 __all__ = ["Difference", "LoweredProgram", "lower"]
 

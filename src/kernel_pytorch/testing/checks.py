@@ -1,7 +1,8 @@
 """Making the record of what is known about an op's kernels without their hardware.
 
 ``python -m kernel_pytorch.testing.checks rms_norm --write`` compiles the Triton kernels for every catalogue
-architecture, runs them in the interpreter, and writes ``<op>.checks.json``. CI sees that the record is about the
+architecture, runs them in the interpreter, and writes ``<op>.checks.json``; without an op it does so for every op
+that has a Triton kernel. CI sees that the record is about the
 present sources, makes it anew for one architecture of each vendor, and compares, so it cannot be out of date.
 """
 
@@ -27,14 +28,19 @@ from kernel_pytorch.evidence import (
 )
 from kernel_pytorch.hardware_abstraction.device import Device
 from kernel_pytorch.hardware_abstraction.dispatch import function_of
-from kernel_pytorch.hardware_abstraction.op import Kernel, Op, registered_op
+from kernel_pytorch.hardware_abstraction.op import Kernel, Op, registered_op, registered_ops
 from kernel_pytorch.hardware_abstraction.registry import backends
 from kernel_pytorch.testing.budget import compare, exceeded
 from kernel_pytorch.testing.contract import prepared
 from kernel_pytorch.testing.cross_compile import cross_compile
 from kernel_pytorch.testing.poison import poisoned
 
-__all__ = ["make_checks"]
+__all__ = ["make_checks", "triton_ops"]
+
+
+def triton_ops() -> list[Op]:
+    """The ops that have a Triton kernel: each has a record of what compiles and passes in the interpreter."""
+    return [op for op in registered_ops() if triton_kernels(op)]
 
 
 def triton_kernels(op: Op) -> list[Kernel]:
@@ -114,26 +120,28 @@ def _in_process(op: Op, part: str, environment: dict[str, str], result: type, mo
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("op")
+    parser.add_argument("ops", nargs="*", metavar="op", help="all that have a Triton kernel when left out")
     parser.add_argument("--part", choices=["compile", "interpret"], help="print one part as JSON")
     parser.add_argument(
         "--architectures", nargs="+", default=[], help="compile for these alone, with --part compile"
     )
     parser.add_argument("--write", action="store_true", help="write the record instead of printing it")
     arguments = parser.parse_args()
-    op = registered_op(arguments.op)
+    ops = [registered_op(name) for name in arguments.ops] or triton_ops()
     if arguments.part:
+        (op,) = ops
         part = compile_all(op, arguments.architectures) if arguments.part == "compile" else interpret_all(op)
         sys.stdout.buffer.write(msgspec.json.encode(part))
         return
-    checks = make_checks(op)
-    if arguments.write:
-        directory = evidence_directory()
-        if directory is None:
-            raise EvidenceError("no evidence folder: run this in a checkout of the project")
-        write_record(checks, directory / f"{op.name}.checks.json")
-    else:
-        sys.stdout.buffer.write(msgspec.json.format(msgspec.json.encode(checks), indent=1) + b"\n")
+    directory = evidence_directory()
+    if arguments.write and directory is None:
+        raise EvidenceError("no evidence folder: run this in a checkout of the project")
+    for op in ops:
+        checks = make_checks(op)
+        if arguments.write and directory is not None:
+            write_record(checks, directory / f"{op.name}.checks.json")
+        else:
+            sys.stdout.buffer.write(msgspec.json.format(msgspec.json.encode(checks), indent=1) + b"\n")
 
 
 if __name__ == "__main__":

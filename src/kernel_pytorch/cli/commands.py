@@ -1,0 +1,308 @@
+"""The commands of ``kernel-pytorch`` and their options. A command's module is imported when it runs."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+app = typer.Typer(
+    name="kernel-pytorch",
+    help="Fast, exact PyTorch kernels for whatever hardware is there, chosen automatically and explained.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+@dataclass
+class Invocation:
+    """What the commands and ``main`` share of one call of the command line."""
+
+    arguments: list[str]
+    debug: bool = False
+
+    @property
+    def command(self) -> str:
+        """The command as a record keeps it: without ``--out``, which is one machine's own and changes no number."""
+        words, skip = ["kernel-pytorch"], False
+        for word in self.arguments:
+            if not skip and word != "--out" and not word.startswith("--out="):
+                words.append(word)
+            skip = word == "--out"
+        return shlex.join(words)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        import kernel_pytorch
+
+        typer.echo(kernel_pytorch.__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    context: typer.Context,
+    debug: Annotated[bool, typer.Option("--debug", help="Show the whole traceback of an error.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """[bold]kernel-pytorch[/bold]: start with [bold]kernel-pytorch tour[/bold] or [bold]doctor[/bold]."""
+    context.obj.debug = debug
+
+
+@app.command(
+    epilog="Examples:  [bold]kernel-pytorch doctor[/bold]   "
+    "[bold]kernel-pytorch doctor --measure[/bold]   [bold]kernel-pytorch doctor --json | jq .devices[/bold]"
+)
+def doctor(
+    as_json: Annotated[bool, typer.Option("--json", help="Print data instead of tables.")] = False,
+    measure: Annotated[bool, typer.Option(help="Also measure bandwidth and matmul rates (seconds).")] = False,
+) -> None:
+    """Show what is here: devices, formats, the kernels that would be chosen, versions, broken plug-ins."""
+    from kernel_pytorch.cli.doctor import diagnose, show
+
+    report = diagnose(measure=measure)
+    if as_json:
+        typer.echo(json.dumps(report, indent=2))
+    else:
+        show(report)
+
+
+@app.command(epilog="Example:  [bold]kernel-pytorch tour[/bold]")
+def tour() -> None:
+    """A guided first minute: what is here, and one op's way from its definition to a measured kernel."""
+    from kernel_pytorch.cli.tour import run
+
+    run()
+
+
+@app.command(
+    epilog="Examples:  [bold]kernel-pytorch bench rms_norm[/bold]   "
+    "[bold]kernel-pytorch bench rms_norm --case 16384x4096 --format bfloat16[/bold]   "
+    "[bold]kernel-pytorch bench rms_norm --record[/bold]"
+)
+def bench(
+    context: typer.Context,
+    op: Annotated[str, typer.Argument(help="An op of the table, such as rms_norm.")],
+    case: Annotated[list[str] | None, typer.Option(help="A case by name; may be repeated.")] = None,
+    number_format: Annotated[
+        list[str] | None, typer.Option("--format", help="A number format, such as bfloat16; may be repeated.")
+    ] = None,
+    device: Annotated[str | None, typer.Option(help="A torch device; the best one when left out.")] = None,
+    seconds: Annotated[float, typer.Option(help="Time to sample each measurement for.", min=0.01)] = 0.3,
+    record: Annotated[bool, typer.Option(help="Keep the result as evidence; needs a clean checkout.")] = False,
+    out: Annotated[Path | None, typer.Option(help="Folder for the record; benchmarks/evidence by default.")] = None,
+) -> None:
+    """Check an op's kernels against float64, then time them beside what a user would call without us."""
+    from kernel_pytorch.cli.bench import run
+
+    run(
+        op,
+        cases=tuple(case or ()),
+        formats=tuple(number_format or ()),
+        device=device,
+        seconds=seconds,
+        record=record,
+        out=out,
+        command=context.obj.command,
+    )
+
+
+@app.command(
+    epilog="Examples:  [bold]kernel-pytorch parity[/bold]   "
+    "[bold]kernel-pytorch parity --recipe tensorwise --recipe rowwise --steps 100[/bold]   "
+    "[bold]kernel-pytorch parity --size 100m --seeds 3 --out runs/100m[/bold]   "
+    "[bold]kernel-pytorch parity --from runs/100m[/bold]"
+)
+def parity(
+    context: typer.Context,
+    size: Annotated[str, typer.Option(help="small fits a CPU, 100m wants a GPU.")] = "small",
+    steps: Annotated[
+        int | None, typer.Option(help="Steps of each run; the size's own when left out.", min=2)
+    ] = None,
+    seeds: Annotated[int, typer.Option(help="Runs of each arm; their spread is the yardstick.", min=1)] = 3,
+    recipe: Annotated[
+        list[str] | None, typer.Option(help="An FP8 recipe, delayed when left out; may be repeated.")
+    ] = None,
+    device: Annotated[str | None, typer.Option(help="A torch device; the best one when left out.")] = None,
+    compiled: Annotated[
+        bool | None, typer.Option("--compile/--eager", help="Compile the blocks; on a GPU when left out.")
+    ] = None,
+    record: Annotated[bool, typer.Option(help="Keep the result as evidence; needs a clean checkout.")] = False,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder of results and report, continued if it exists; parity by default.")
+    ] = None,
+    source: Annotated[
+        Path | None, typer.Option("--from", help="Train nothing: report on the results in this folder.")
+    ] = None,
+) -> None:
+    """Train a transformer in FP8 and in bf16 from the same seeds; compare losses and times in one report.
+
+    Ends with status 1 where the loss of a recipe is further from that of bf16 than its seeds are from each other,
+    and more than 0.25 %.
+    """
+    from kernel_pytorch.cli.parity import redraw, run
+
+    if source is not None:
+        if record:
+            raise ValueError("--record with --from: a record is of runs on this machine, leave one of them out")
+        summary = redraw(source, out)
+    else:
+        summary = run(
+            size=size,
+            steps=steps,
+            seeds=seeds,
+            recipes=tuple(recipe or ("delayed",)),
+            device=device,
+            compiled=compiled,
+            record=record,
+            out=out or Path("parity"),
+            command=context.obj.command,
+        )
+    if not summary.passes:
+        raise typer.Exit(1)
+
+
+@app.command(
+    "lower",
+    epilog="Examples:  [bold]kernel-pytorch lower my_package.models:small --out small.pte[/bold]   "
+    "[bold]kernel-pytorch lower my_package.models:small --out small.pte --recipe int8-dynamic[/bold]",
+)
+def lower_command(
+    source: Annotated[str, typer.Argument(help="package.module:function; it returns (model, inputs).")],
+    out: Annotated[Path, typer.Option(help="The .pte to write.")],
+    backend: Annotated[str, typer.Option(help="Where it will run.")] = "cpu",
+    recipe: Annotated[str | None, typer.Option(help="How to quantize it; not at all when left out.")] = None,
+) -> None:
+    """Lower a model to a .pte, say who runs what, and compare it with eager PyTorch."""
+    from kernel_pytorch.cli.lower import lower
+
+    lower(source, out, backend, recipe)
+
+
+@app.command(
+    "run",
+    epilog="Examples:  [bold]kernel-pytorch run small.pte[/bold]   "
+    "[bold]kernel-pytorch run small.pte --input x.pt --repeat 20[/bold]",
+)
+def run_command(
+    program: Annotated[Path, typer.Argument(help="A .pte file.")],
+    given: Annotated[
+        list[Path] | None, typer.Option("--input", help="A tensor saved with torch.save; ones when left out.")
+    ] = None,
+    method: Annotated[str, typer.Option(help="The method to run.")] = "forward",
+    repeat: Annotated[int, typer.Option(help="How often to run it.", min=1)] = 1,
+) -> None:
+    """Run a .pte on ExecuTorch's runtime with our delegate, and show its outputs and its time."""
+    from kernel_pytorch.cli.run import run
+
+    run(program, tuple(given or ()), method, repeat)
+
+
+@app.command(
+    "build-runtime",
+    epilog="Examples:  [bold]kernel-pytorch build-runtime[/bold]   "
+    "[bold]kernel-pytorch build-runtime --backend acme[/bold]",
+)
+def build_runtime_command(
+    backend: Annotated[str, typer.Option(help="Whose runtime, as in lower --backend.")] = "cpu",
+    path: Annotated[bool, typer.Option("--path", help="Print its folder and nothing else, for scripts.")] = False,
+) -> None:
+    """Build the C++ runtime that .pte files need; it is built on first use otherwise."""
+    from kernel_pytorch.cli.build_runtime import build_runtime
+
+    build_runtime(backend, only_path=path)
+
+
+backend_app = typer.Typer(
+    help="Backends of your own: make one, document it, check its documentation.",
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+)
+app.add_typer(backend_app, name="backend")
+
+
+@backend_app.command(
+    "new",
+    epilog="Examples:  [bold]kernel-pytorch backend new acme[/bold]   "
+    "[bold]kernel-pytorch backend new acme --out ~/src/acme-backend[/bold]",
+)
+def backend_new(
+    name: Annotated[str, typer.Argument(help="The backend's name: one lower-case word.")],
+    out: Annotated[
+        Path | None, typer.Option(help="Folder to make; NAME-backend here when left out. It must not exist.")
+    ] = None,
+) -> None:
+    """Make a project of your own: a backend with C++ delegate, quantizer, tests, documentation and CI."""
+    from kernel_pytorch.cli.backend import new
+
+    new(name, out)
+
+
+@backend_app.command(
+    "docs",
+    epilog="Examples:  [bold]kernel-pytorch backend docs cpu --out docs/backends/cpu[/bold]   "
+    "[bold]kernel-pytorch backend docs acme --out docs --probe[/bold]",
+)
+def backend_docs(
+    name: Annotated[str, typer.Argument(help="A backend that is installed.")],
+    out: Annotated[Path, typer.Option(help="Folder of the pages; other files in it are left alone.")],
+    probe: Annotated[
+        bool, typer.Option("--probe", help="First lower and run every operator anew (minutes).")
+    ] = False,
+    check: Annotated[
+        bool, typer.Option("--check", help="Write nothing; end with status 1 where a page is out of date.")
+    ] = False,
+) -> None:
+    """Render a backend's pages from its records: the same set, with the same sections, for every backend."""
+    from kernel_pytorch.cli.backend import docs
+
+    if not docs(name, out, probe=probe, only_check=check):
+        raise typer.Exit(1)
+
+
+@backend_app.command(
+    "check",
+    epilog="Examples:  [bold]kernel-pytorch backend check docs/backends/cpu[/bold]   "
+    "[bold]kernel-pytorch backend check path/to/docs --json[/bold]",
+)
+def backend_check(
+    folder: Annotated[Path, typer.Argument(help="A folder with the documentation of any backend.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print data instead of tables.")] = False,
+    strict: Annotated[bool, typer.Option("--strict", help="Warnings count as errors.")] = False,
+) -> None:
+    """Check anybody's backend documentation: pages, sections, Python blocks, links and the table of operators.
+
+    Ends with status 1 where a required page or section is missing, empty or a placeholder, or where a block, a link
+    or the table is broken.
+    """
+    from kernel_pytorch.cli.backend import check
+
+    if not check(folder, as_json=as_json, strict=strict):
+        raise typer.Exit(1)
+
+
+def main(arguments: list[str] | None = None) -> Any:
+    """Run the command line; an error is one clear line, its traceback behind ``--debug``."""
+    invocation = Invocation(sys.argv[1:] if arguments is None else arguments)
+    try:
+        return app(args=invocation.arguments, obj=invocation)
+    except (KeyboardInterrupt, BrokenPipeError):
+        sys.exit(130)
+    except Exception as error:
+        if invocation.debug:
+            traceback.print_exc()
+        else:
+            text = " ".join(str(error).split()) or type(error).__name__
+            typer.secho(f"kernel-pytorch: {text} (kernel-pytorch --debug shows the traceback)", fg="red", err=True)
+        sys.exit(1)

@@ -1,0 +1,306 @@
+"""The command line: what each command shows, how it fails, and when it records."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import torch
+
+import kernel_pytorch as kp
+from kernel_pytorch import benchmarking
+from kernel_pytorch.cli import commands, main
+from kernel_pytorch.evidence import Benchmark, read_record, schema
+from kernel_pytorch.hardware_abstraction.device import Rates
+from kernel_pytorch.hardware_abstraction.dispatch import forget_choices
+from kernel_pytorch.hardware_abstraction.op import registered_op
+from kernel_pytorch.ops.rms_norm import torch_kernel
+
+SMALL = ("bench", "rms_norm", "--device", "cpu", "--case", "one-row", "--format", "float32", "--seconds", "0.01")
+COMMANDS = [
+    command.name or command.callback.__name__ for command in commands.app.registered_commands if command.callback
+]
+GROUPED = [f"backend {command.name}" for command in commands.backend_app.registered_commands]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    code: object
+    out: str
+    err: str
+
+    @property
+    def words(self) -> str:
+        """The output without line breaks, which depend on the terminal's width, and frames."""
+        return " ".join(self.out.replace("│", " ").split())
+
+
+class Run:
+    """Calls the command line in this process."""
+
+    def __init__(self, capsys: pytest.CaptureFixture[str]) -> None:
+        self.capsys = capsys
+
+    def __call__(self, *arguments: str) -> Outcome:
+        self.capsys.readouterr()
+        with pytest.raises(SystemExit) as ended:
+            main(list(arguments))
+        out, err = self.capsys.readouterr()
+        return Outcome(ended.value.code or 0, out, err)
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
+    return Run(capsys)
+
+
+def git(folder: Path, *arguments: str) -> str:
+    command = ["git", "-C", str(folder), "-c", "user.name=t", "-c", "user.email=t@example.org", *arguments]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+
+@pytest.fixture
+def clean_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A committed checkout that the benchmark takes for the project's."""
+    folder = tmp_path / "checkout"
+    folder.mkdir()
+    git(folder, "init", "--quiet")
+    (folder / "kernel.py").write_text("pass\n")
+    git(folder, "add", ".")
+    git(folder, "commit", "--quiet", "--no-gpg-sign", "--message", "one")
+    monkeypatch.setattr(benchmarking, "checkout", lambda: folder)
+    return folder
+
+
+@pytest.fixture
+def no_measuring(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Notes each benchmark that is planned or run."""
+    noted: list[str] = []
+
+    def refuse(*arguments: Any, **keywords: Any) -> Any:
+        noted.append("measured")
+        raise AssertionError("measured although the record was to be refused")
+
+    monkeypatch.setattr(benchmarking, "plan", refuse)
+    monkeypatch.setattr(benchmarking, "run", refuse)
+    return noted
+
+
+@pytest.fixture
+def wrong_kernel(monkeypatch: pytest.MonkeyPatch) -> Any:
+    right = torch_kernel.forward
+
+    def wrong(*arguments: Any) -> Any:
+        y, rstd = right(*arguments)
+        return y * 1.01, rstd
+
+    monkeypatch.setattr(torch_kernel, "forward", wrong)
+    forget_choices()
+    yield
+    forget_choices()
+
+
+def test_doctor_shows_devices_kernels_and_versions(run: Run) -> None:
+    outcome = run("doctor")
+    assert outcome.code == 0
+    assert torch.__version__ in outcome.words
+    cpu = kp.device("cpu")
+    for fact in (cpu.arch, "rms_norm float32", "kernel torch", "What is known about each kernel"):
+        assert fact in outcome.words
+
+
+def test_doctor_json_is_data_with_the_documented_keys(run: Run) -> None:
+    report = json.loads(run("doctor", "--json").out)
+    assert list(report) == ["versions", "devices", "broken_backends", "support", "install_for_more"]
+    assert {"kernel_pytorch", "python", "torch", "triton"} <= set(report["versions"])
+    assert len(report["devices"]) == len(kp.devices())
+    cpu = report["devices"][-1]
+    assert (cpu["backend"], cpu["torch_device"], cpu["rates"]) == ("cpu", "cpu", None)
+    assert cpu["formats"] == sorted(kp.device("cpu").formats)
+    assert cpu["kernels"]["rms_norm float32"] == "torch"
+    assert {"op", "kernel", "backend", "status", "detail"} == set(report["support"][0])
+    assert {"package", "for", "install"} == set(report["install_for_more"][0])
+
+
+def test_doctor_measures_when_asked(run: Run) -> None:
+    report = json.loads(run("doctor", "--json", "--measure").out)
+    for known in report["devices"]:
+        assert known["rates"]["source"] == "measured"
+        assert known["rates"]["bandwidth"] > 0
+        assert known["rates"]["matmul"]["float32"] > 0
+
+
+def test_tour_visits_every_section(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = benchmarking.plan
+    monkeypatch.setattr(
+        benchmarking, "plan", lambda op, device, *_: plan(op, device, (op.cases[0].name,), ("float32",))
+    )
+    outcome = run("tour")
+    assert outcome.code == 0, outcome.err
+    for heading in ("1. What is here", "2. One op: RMSNorm", "3. It trains", "4. Attention", "5. Correct", "Next"):
+        assert heading in outcome.words
+    for content in (
+        "on nvidia/h200 (sm_90)",
+        "gradient norms: x",
+        "one-row float32 backward",
+        "full float32 backward",
+        "speed-up",
+    ):
+        assert content in outcome.words
+
+
+def test_bench_prints_a_table_of_checked_times(run: Run) -> None:
+    outcome = run(*SMALL)
+    assert outcome.code == 0, outcome.err
+    for content in ("rms_norm on", "median", "speed-up", "one-row float32 forward", "one-row float32 backward"):
+        assert content in outcome.words
+    ours = [line for line in outcome.out.splitlines() if line.startswith("│   torch ")]
+    assert len(ours) == 2, "one line for each phase"
+    for line in ours:
+        assert line.rstrip(" │").endswith("%"), "the error's share of its budget"
+    assert "recorded" not in outcome.out
+
+
+@pytest.mark.parametrize("command", [*COMMANDS, *GROUPED])
+def test_help_has_an_example_of_the_command(run: Run, command: str) -> None:
+    outcome = run(*command.split(), "--help")
+    assert outcome.code == 0
+    _, found, examples = outcome.words.partition("Example")
+    assert found
+    assert f"kernel-pytorch {command}" in examples
+
+
+def test_help_and_version(run: Run) -> None:
+    outcome = run("--help")
+    assert outcome.code == 0
+    for command in (*COMMANDS, "backend"):
+        assert command in outcome.words
+    assert run("--version").out.strip() == kp.__version__
+
+
+MISTAKES = {
+    "op": (("bench", "nope"), ["op='nope'", "rms_norm"]),
+    "case": (("bench", "rms_norm", "--case", "nope"), ["case='nope'", "one-row", "16384x4096"]),
+    "format": (("bench", "rms_norm", "--format", "nope"), ["format='nope'", "bfloat16", "float32"]),
+    "device": (("bench", "rms_norm", "--device", "nope"), ["device='nope'", "cpu"]),
+    "kind": (("bench", "rms_norm", "--device", "mtia:0"), ["device='mtia:0'", "cpu"]),
+    "catalogue": (("bench", "rms_norm", "--device", "nvidia/h200"), ["device='nvidia/h200'", "not here", "cpu"]),
+    "unlisted": (("bench", "rms_norm", "--device", "nvidia/nope"), ["device='nvidia/nope'", "cpu"]),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_one_line_that_names_the_argument_and_the_choices(run: Run, mistake: str) -> None:
+    arguments, expected = MISTAKES[mistake]
+    outcome = run(*arguments)
+    assert outcome.code == 1
+    (line,) = outcome.err.splitlines()
+    assert line.startswith("kernel-pytorch: ")
+    for text in expected:
+        assert text in line
+    assert "Traceback" not in outcome.out + outcome.err
+
+
+def test_debug_shows_the_traceback(run: Run) -> None:
+    outcome = run("--debug", "bench", "nope")
+    assert outcome.code == 1
+    assert outcome.err.startswith("Traceback (most recent call last)")
+    assert outcome.err.rstrip().splitlines()[-1].startswith("ValueError: op='nope'")
+
+
+def test_a_wrong_use_of_the_command_line_is_not_an_error_of_ours(run: Run) -> None:
+    outcome = run("bench")
+    assert outcome.code == 2
+    assert "Traceback" not in outcome.err
+
+
+def test_record_in_a_dirty_tree_is_refused_before_measuring(
+    run: Run, clean_repository: Path, no_measuring: list[str]
+) -> None:
+    (clean_repository / "kernel.py").write_text("changed = True\n")
+    outcome = run(*SMALL, "--record", "--out", str(clean_repository / "evidence"))
+    assert outcome.code == 1
+    (line,) = outcome.err.splitlines()
+    assert "uncommitted changes" in line
+    assert "kernel.py" in line
+    assert no_measuring == []
+    assert not (clean_repository / "evidence").exists()
+
+
+def test_record_outside_git_is_refused_before_measuring(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_measuring: list[str]
+) -> None:
+    monkeypatch.setattr(benchmarking, "checkout", lambda: tmp_path)
+    outcome = run(*SMALL, "--record", "--out", str(tmp_path / "evidence"))
+    assert outcome.code == 1
+    (line,) = outcome.err.splitlines()
+    assert "needs a git checkout" in line
+    assert no_measuring == []
+    assert not (tmp_path / "evidence").exists()
+
+
+@pytest.mark.usefixtures("wrong_kernel")
+def test_a_kernel_with_wrong_numbers_is_neither_timed_nor_recorded(
+    run: Run, clean_repository: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    timed: list[object] = []
+    monkeypatch.setattr(benchmarking, "sample_seconds", lambda *arguments: timed.append(arguments))
+    outcome = run(*SMALL, "--record", "--out", str(clean_repository / "evidence"))
+    assert outcome.code == 1
+    (line,) = outcome.err.splitlines()
+    assert "rms_norm kernel 'torch'" in line
+    assert "y: error 0.0" in line
+    assert "EXCEEDS its budget" in line
+    assert timed == []
+    assert not (clean_repository / "evidence").exists()
+
+
+def test_a_record_is_valid_and_says_how_it_was_made(
+    run: Run, clean_repository: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Measuring the rates takes ten seconds here, and doctor's test does it.
+    monkeypatch.setattr(benchmarking, "measure_rates", lambda _: Rates(bandwidth=2e9, source="measured"))
+    folder = clean_repository / "evidence [1]"  # brackets: a path is not markup
+    arguments = (*SMALL, "--record", "--out", str(folder))
+    outcome = run(*arguments)
+    assert outcome.code == 0, outcome.err
+    (path,) = folder.iterdir()
+    assert f"recorded in {path}" in outcome.out
+    assert path.name == benchmarking.record_name(registered_op("rms_norm"), kp.device("cpu"))
+    jsonschema.validate(json.loads(path.read_text()), schema())
+    record = read_record(path)
+    assert isinstance(record, Benchmark)
+    assert record.commit == git(clean_repository, "rev-parse", "HEAD")
+    assert record.command.startswith("kernel-pytorch bench rms_norm --device cpu --case one-row")
+    assert "--out" not in record.command, "a folder is one machine's own"
+    assert record.device.name == kp.device("cpu").name
+    assert record.copy_bandwidth == 2e9
+    subjects = {(row.phase, row.subject) for row in record.measurements}
+    for phase in ("forward", "backward"):
+        assert {(phase, "kernel:torch"), (phase, "baseline:torch.nn.functional")} <= subjects
+    for row in record.measurements:
+        assert 0 < row.seconds.p20 <= row.seconds.median <= row.seconds.p80
+        if row.subject == "kernel:torch":
+            assert row.error is not None
+            assert row.budget is not None
+            assert row.error <= row.budget
+
+
+@pytest.mark.parametrize("way", ["script", "module"])
+def test_the_command_is_installed(way: str) -> None:
+    script = shutil.which("kernel-pytorch", path=str(Path(sys.executable).parent))
+    assert script, "kernel-pytorch is not beside this python; install the project with: make install"
+    command = [script] if way == "script" else [sys.executable, "-m", "kernel_pytorch.cli"]
+    shown = subprocess.run([*command, "--version"], capture_output=True, text=True, check=True)
+    assert shown.stdout.strip() == kp.__version__
+    failed = subprocess.run([*command, "bench", "nope"], capture_output=True, text=True, check=False)
+    assert failed.returncode == 1
+    (line,) = failed.stderr.splitlines()
+    assert "op='nope'" in line
