@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 import kernel_pytorch as kp
-from optimization_fakes import ScriptedTimer, rewrite, unchanged
 from kernel_pytorch.optimization import Edits, Forward, Stage
+from optimization_fakes import ScriptedTimer, rewrite, unchanged
 
 
 def small(dropout: float = 0.0) -> nn.Sequential:
