@@ -24,6 +24,7 @@ PUBLIC = [
     "Policy",
     "UnsupportedCallError",
     "__version__",
+    "apply",
     "attention",
     "attention_everywhere",
     "context_parallel",
@@ -34,6 +35,7 @@ PUBLIC = [
     "load",
     "lower",
     "masks",
+    "optimize",
     "policy",
     "rms_norm",
 ]

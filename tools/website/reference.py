@@ -36,6 +36,10 @@ _MODULES = {
         "from kernel_pytorch.hardware_abstraction.formats import E4M3FN, E4M3FNUZ, E5M2\n"
         "from kernel_pytorch.fp8.linear import COUNTS_SHAPE, fp8_linear",
     ),
+    "kernel_pytorch.optimization": (
+        "Automatic optimisation: candidates, plans and reports. [docs/optimize.md](docs/optimize.md) is the guide.",
+        "",
+    ),
     "kernel_pytorch.lowering": (
         "Programs for devices, with the extra `lowering`. [docs/lowering.md](docs/lowering.md) is the guide.",
         "from kernel_pytorch.lowering import (\n"
