@@ -40,9 +40,20 @@ PUBLIC = [
     "rms_norm",
 ]
 PUBLIC_MODULES = {"context_parallel", "fp8", "masks"}  # the public names that are meant to be modules
-MASKS = """
-Mask blocks causal dilated documents from_dense full intervals padding prefix sinks window
-""".split()
+MASKS = [
+    "Mask",
+    "blocks",
+    "causal",
+    "dilated",
+    "documents",
+    "from_dense",
+    "full",
+    "intervals",
+    "padding",
+    "prefix",
+    "sinks",
+    "window",
+]
 # Kernel modules need a device or the interpreter to be imported, and have no doctests.
 MODULES = sorted(
     module.name

@@ -5,10 +5,10 @@ import subprocess
 import sys
 import threading
 
-import fuzz_pte
 import pytest
 import torch
 
+import fuzz_pte
 import kernel_pytorch as kp
 
 
