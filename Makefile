@@ -41,7 +41,7 @@ oldest:
 	test -x .venv-oldest/bin/python || $(PYTHON) -m venv .venv-oldest
 	.venv-oldest/bin/python -m pip install --quiet 'torch==2.11.*' 'numpy<2.4' hypothesis pytest pytest-xdist --editable '.[plots]'
 	.venv-oldest/bin/python -m pytest -n auto --maxprocesses 4 --dist loadscope --confcutdir=tests \
-		tests/test_fp8_*.py tests/ops/test_attention_compile.py tests/hardware_abstraction/test_dispatch.py tests/test_parity.py
+		tests/fp8/test_fp8_*.py tests/ops/test_attention_compile.py tests/hardware_abstraction/test_dispatch.py tests/parity/test_parity.py
 
 check: install
 	$(BIN)/ruff check $(CHECKED)
@@ -49,7 +49,7 @@ check: install
 	$(BIN)/mypy
 
 fuzz: install
-	$(BIN)/python tests/fuzz_payload.py --cases 1000000 --write
+	$(BIN)/python tests/lowering/fuzz_payload.py --cases 1000000 --write
 
 cross: install
 	$(BIN)/python -m pip download --quiet --no-deps --only-binary :all: --platform manylinux_2_28_aarch64 \

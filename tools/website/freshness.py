@@ -31,7 +31,7 @@ from tools.website.plots import PLOTS
 __all__ = ["Age", "ages"]
 
 # What a record measures where that is more than the kernels of one op, by the first part of its name.
-_FP8 = ("precision", "ops/fp8_cast", "ops/fp8_matmul")
+_FP8 = ("fp8", "ops/fp8_cast", "ops/fp8_matmul")
 _FP8_MODELS = (*_FP8, "ops/fp8_rms_norm", "ops/fp8_swiglu", "ops/attention")
 _MEASURES = {
     "attention-long": ("ops/attention", "distributed/chunks.py", "distributed/parts.py"),

@@ -17,6 +17,7 @@ BACKEND = Backend(
         attention.KERNEL_CPU_FLASH,
         attention.KERNEL_NATIVE,
         attention.KERNEL_TILED,
+        attention.KERNEL_SCORE_MOD,
         rms_norm.KERNEL_TORCH,
         rope.KERNEL_TORCH,
         fp8_cast.KERNEL_TORCH,

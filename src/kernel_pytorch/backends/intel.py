@@ -16,6 +16,7 @@ BACKEND = Backend(
     kernels=(
         attention.KERNEL_TRITON,
         attention.KERNEL_TILED,
+        attention.KERNEL_SCORE_MOD,
         rms_norm.KERNEL_TRITON,
         rms_norm.KERNEL_TORCH,
         rope.KERNEL_TRITON,

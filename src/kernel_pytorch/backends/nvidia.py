@@ -18,6 +18,7 @@ BACKEND = Backend(
         attention.KERNEL_FLASH,
         attention.KERNEL_TRITON,
         attention.KERNEL_TILED,
+        attention.KERNEL_SCORE_MOD,
         rms_norm.KERNEL_TRITON,
         rms_norm.KERNEL_TORCH,
         rope.KERNEL_TRITON,
