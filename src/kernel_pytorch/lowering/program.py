@@ -13,6 +13,7 @@ import torch
 from executorch.exir import EdgeCompileConfig, to_edge_transform_and_lower
 from torch.export import ExportedProgram
 
+from kernel_pytorch._compat.structures import pytree
 from kernel_pytorch.fp8.monitor import layers_of
 from kernel_pytorch.lowering.checksum import add_checksum
 from kernel_pytorch.lowering.recipes import find_recipe
@@ -96,10 +97,10 @@ class LoweredProgram:
         if method not in self.inputs:
             raise ValueError(f"method={method!r}: the program has {', '.join(self.inputs)}")
         given = inputs or self.inputs[method]
-        leaves = torch.utils._pytree.tree_leaves(given)
-        found = torch.utils._pytree.tree_leaves(self._loaded.run(method, leaves))
+        leaves = pytree.tree_leaves(given)
+        found = pytree.tree_leaves(self._loaded.run(method, leaves))
         with torch.no_grad():
-            wanted = torch.utils._pytree.tree_leaves(self.eager[method](*given))
+            wanted = pytree.tree_leaves(self.eager[method](*given))
         if len(found) != len(wanted):
             raise AssertionError(f"the program has {len(found)} outputs, eager {len(wanted)}")
         return tuple(difference(n, *pair) for n, pair in enumerate(zip(found, wanted, strict=True)))
