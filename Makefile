@@ -15,7 +15,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-CHECKED := src tests benchmarks demos docs conftest.py
+CHECKED := src tests tools benchmarks demos docs conftest.py
 SITE := docs/_build/html
 
 .PHONY: install demo test oldest check fuzz cross suite docs docs-gpu evidence evidence-check probe clean
@@ -41,7 +41,7 @@ oldest:
 	test -x .venv-oldest/bin/python || $(PYTHON) -m venv .venv-oldest
 	.venv-oldest/bin/python -m pip install --quiet 'torch==2.11.*' 'numpy<2.4' hypothesis pytest pytest-xdist --editable '.[plots]'
 	.venv-oldest/bin/python -m pytest -n auto --maxprocesses 4 --dist loadscope --confcutdir=tests \
-		tests/test_fp8_*.py tests/ops/test_attention_compile.py tests/hardware_abstraction/test_dispatch.py tests/test_parity.py
+		tests/fp8/test_fp8_*.py tests/ops/test_attention_compile.py tests/hardware_abstraction/test_dispatch.py tests/parity/test_parity.py
 
 check: install
 	$(BIN)/ruff check $(CHECKED)
@@ -49,7 +49,7 @@ check: install
 	$(BIN)/mypy
 
 fuzz: install
-	$(BIN)/python tests/fuzz_payload.py --cases 1000000 --write
+	$(BIN)/python tests/lowering/fuzz_payload.py --cases 1000000 --write
 
 cross: install
 	$(BIN)/python -m pip download --quiet --no-deps --only-binary :all: --platform manylinux_2_28_aarch64 \
@@ -63,18 +63,18 @@ docs: install
 	@echo 'open $(SITE)/index.html'
 
 docs-gpu: install
-	$(BIN)/python benchmarks/documentation.py --record
+	$(BIN)/python -m tools.website.execute --record
 
 evidence: install
 	$(BIN)/python -m kernel_pytorch.testing.checks --write
-	$(BIN)/python -m kernel_pytorch.documentation --write
+	$(BIN)/python -m tools.website --write
 
 probe: install
 	$(BIN)/kernel-pytorch backend docs cpu --out docs/backends/cpu --probe
-	$(BIN)/python -m kernel_pytorch.documentation --write
+	$(BIN)/python -m tools.website --write
 
 evidence-check: install
-	$(BIN)/python -m kernel_pytorch.documentation.freshness
+	$(BIN)/python -m tools.website.freshness
 
 clean:
 	rm -rf $(VENV) .venv-oldest $(SITE) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

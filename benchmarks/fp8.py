@@ -41,11 +41,11 @@ from torch import nn
 import kernel_pytorch as kp
 from kernel_pytorch import benchmarking
 from kernel_pytorch.evidence import Measurement, Quantiles, clean_commit, write_record
+from kernel_pytorch.fp8.monitor import monitor_of
 from kernel_pytorch.hardware_abstraction.op import registered_op
 from kernel_pytorch.hardware_abstraction.rates import measure_rates
 from kernel_pytorch.hardware_abstraction.registry import backend
 from kernel_pytorch.hardware_abstraction.timing import quantiles
-from kernel_pytorch.precision.monitor import monitor_of
 
 os.environ.setdefault("TORCHAO_FORCE_SKIP_LOADING_SO_FILES", "1")  # its binaries are for one version of torch
 choices = tempfile.TemporaryDirectory()

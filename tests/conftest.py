@@ -3,6 +3,7 @@
 import importlib.util
 import multiprocessing
 import os
+import sys
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -83,7 +84,7 @@ def one_thread() -> Iterator[None]:
 @pytest.fixture
 def own_monitors(monkeypatch: pytest.MonkeyPatch) -> None:
     """A step of any optimizer counts for every model that is watched: not for those of other tests."""
-    monkeypatch.setattr("kernel_pytorch.precision.monitor._monitors", weakref.WeakKeyDictionary())
+    monkeypatch.setattr("kernel_pytorch.fp8.monitor._monitors", weakref.WeakKeyDictionary())
 
 
 @pytest.fixture
@@ -95,8 +96,8 @@ def an_optimizer_has_made_a_step() -> None:
 @pytest.fixture
 def products(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     """The shape of every 8-bit product that a layer on its own computes."""
+    linear_module = sys.modules["kernel_pytorch.fp8.linear"]  # the package has a function of that name
     from kernel_pytorch.ops import fp8_matmul as matmul_module
-    from kernel_pytorch.precision import linear as linear_module
 
     seen: list[tuple[int, ...]] = []
 
@@ -111,7 +112,7 @@ def products(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
 @pytest.fixture
 def fused_calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """One entry for each time that the fused SwiGLU has run."""
-    from kernel_pytorch.precision import swiglu as swiglu_module
+    from kernel_pytorch.fp8 import swiglu as swiglu_module
 
     calls: list[int] = []
     run = swiglu_module.fp8_swiglu_mlp
@@ -127,7 +128,7 @@ def fused_calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 @pytest.fixture
 def input_casts(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     """The shapes of the inputs that layers have to cast themselves."""
-    from kernel_pytorch.precision import linear as linear_module
+    linear_module = sys.modules["kernel_pytorch.fp8.linear"]  # the package has a function of that name
 
     seen: list[tuple[int, ...]] = []
     cast = linear_module.kept_cast

@@ -11,8 +11,9 @@ from typing import Any
 import jsonschema
 import msgspec
 import pytest
+from tools.website.support_tables import support_markdown
 
-from kernel_pytorch.documentation.support import Status, Support, support_markdown, support_table
+from kernel_pytorch.documentation.support import Status, Support, support_table
 from kernel_pytorch.evidence import (
     Benchmark,
     Checks,

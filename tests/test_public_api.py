@@ -12,9 +12,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from tools.website.blocks import docstring_gaps, docstrings
 
 import kernel_pytorch as kp
-from kernel_pytorch.documentation.blocks import docstring_gaps, docstrings
 from requirements import needs_executorch
 
 PUBLIC = [
@@ -24,6 +24,7 @@ PUBLIC = [
     "Policy",
     "UnsupportedCallError",
     "__version__",
+    "apply",
     "attention",
     "attention_everywhere",
     "context_parallel",
@@ -34,13 +35,25 @@ PUBLIC = [
     "load",
     "lower",
     "masks",
+    "optimize",
     "policy",
     "rms_norm",
 ]
 PUBLIC_MODULES = {"context_parallel", "fp8", "masks"}  # the public names that are meant to be modules
-MASKS = """
-Mask blocks causal dilated documents from_dense full intervals padding prefix sinks window
-""".split()
+MASKS = [
+    "Mask",
+    "blocks",
+    "causal",
+    "dilated",
+    "documents",
+    "from_dense",
+    "full",
+    "intervals",
+    "padding",
+    "prefix",
+    "sinks",
+    "window",
+]
 # Kernel modules need a device or the interpreter to be imported, and have no doctests.
 MODULES = sorted(
     module.name
@@ -185,5 +198,5 @@ def four():
 
 def test_there_are_doctests() -> None:
     """The tests above would pass on a package without any."""
-    source = inspect.getsource(importlib.import_module("kernel_pytorch.precision.formats"))
+    source = inspect.getsource(importlib.import_module("kernel_pytorch.hardware_abstraction.formats"))
     assert sum(text.count(">>> ") for _, text in docstrings(source)) > 5

@@ -23,6 +23,8 @@ def __getattr__(name: str) -> object:
         return importlib.import_module(f"kernel_pytorch.{name}")
     if name in ("load", "lower"):  # the same: ExecuTorch takes seconds
         return getattr(importlib.import_module("kernel_pytorch.lowering"), name)
+    if name in ("apply", "optimize"):
+        return getattr(importlib.import_module("kernel_pytorch.optimization"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
@@ -33,6 +35,7 @@ __all__ = [
     "Policy",
     "UnsupportedCallError",
     "__version__",
+    "apply",
     "attention",
     "attention_everywhere",
     "context_parallel",
@@ -43,6 +46,7 @@ __all__ = [
     "load",
     "lower",
     "masks",
+    "optimize",
     "policy",
     "rms_norm",
 ]

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
+from kernel_pytorch.fp8.kept_cast import direct_cast
 from kernel_pytorch.ops import triton_launch
 from kernel_pytorch.ops.fp8_cast import fp8_cast
 from kernel_pytorch.ops.triton_launch import Place, empty, number_beside, zeros
-from kernel_pytorch.precision.kept_cast import direct_cast
 from kernel_pytorch.testing import poisoned
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")

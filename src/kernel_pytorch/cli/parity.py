@@ -22,12 +22,13 @@ from torch import nn
 from kernel_pytorch import benchmarking
 from kernel_pytorch.cli.bench import present_device
 from kernel_pytorch.evidence import EvidenceError, Measurement, clean_commit, evidence_directory, write_record
+from kernel_pytorch.fp8.plan import may_gain
 from kernel_pytorch.hardware_abstraction.device import Device
-from kernel_pytorch.precision import parity, parity_report
-from kernel_pytorch.precision.parity import BASELINE, Convert, Finished, Results, Settings, Steps
-from kernel_pytorch.precision.parity_model import batches, held_out_batches, size_named
-from kernel_pytorch.precision.parity_statistics import Summary
-from kernel_pytorch.precision.plan import may_gain
+from kernel_pytorch.parity import report as parity_report
+from kernel_pytorch.parity import training as parity
+from kernel_pytorch.parity.model import batches, held_out_batches, size_named
+from kernel_pytorch.parity.statistics import Summary
+from kernel_pytorch.parity.training import BASELINE, Convert, Finished, Results, Settings, Steps
 
 __all__ = ["redraw", "run"]
 

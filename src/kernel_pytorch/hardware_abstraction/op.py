@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import hashlib
 import importlib
-import importlib.util
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal
 
 import torch
 
 from kernel_pytorch.hardware_abstraction.device import Device
+from kernel_pytorch.hardware_abstraction.source_digest import source_digest
 
 __all__ = ["Call", "Case", "Codec", "Kernel", "Op", "TensorSpec", "registered_op", "registered_ops"]
 
@@ -138,21 +135,8 @@ class Kernel:
 
     @cached_property
     def source_digest(self) -> str:
-        """A fingerprint of the kernel's source text and of the Triton functions that it imports.
-
-        A record about another text proves nothing about this one.
-        """
-        texts: dict[str, bytes] = {}
-        wanted = [self.module]
-        while wanted:
-            module = wanted.pop()
-            spec = importlib.util.find_spec(module)
-            if spec is None or spec.origin is None:
-                raise ModuleNotFoundError(f"kernel {self.name!r} of {self.op!r}: no module {module!r}")
-            texts[module] = Path(spec.origin).read_bytes()
-            found = re.findall(rb"^from (\S+\.\w*triton_\w+) import", texts[module], re.MULTILINE)
-            wanted += [name.decode() for name in found if name.decode() not in texts]
-        return hashlib.sha256(b"".join(texts[module] for module in sorted(texts))).hexdigest()[:16]
+        """The digest of the kernel's code; a record of another digest says nothing about this kernel."""
+        return source_digest(self.module)
 
     def function(self, phase: Phase) -> Callable[..., Any]:
         function: Callable[..., Any] = getattr(self.implementation, phase)

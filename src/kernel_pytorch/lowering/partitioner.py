@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -109,11 +109,8 @@ class KernelPartitioner(Partitioner):  # type: ignore[misc]
         module = exported_program.graph_module
         constants = Constants(exported_program)
         reasons = {node: self._reason(node, constants) for node in module.graph.nodes if node.op == "call_function"}
-        taken = {node for node, reason in reasons.items() if reason is None}
-        # What is computed from constants for taken nodes alone is worked out ahead of time, whatever it is.
-        for node in reversed(list(reasons)):
-            if isinstance(constants.of(node), torch.Tensor):
-                (taken.add if all(user in taken for user in node.users) else taken.discard)(node)
+        known = {node for node in reasons if constants.of(node) is not None}
+        taken = {node for node, reason in reasons.items() if reason is None and node not in known}
         tags: dict[str, DelegationSpec] = {}
         spec = DelegationSpec(KernelPyTorchBackend.__name__, [])
         for number, partition in enumerate(_partitions(module, taken)):
@@ -123,7 +120,7 @@ class KernelPartitioner(Partitioner):  # type: ignore[misc]
                 continue
             tag = f"kernel_pytorch_{number}"
             tags[tag] = spec
-            for node in partition:
+            for node in (*partition, *_private_constants(partition, known)):
                 node.meta["delegation_tag"] = tag
                 reasons[node] = None
         tag_constant_data(exported_program)
@@ -155,6 +152,26 @@ class KernelPartitioner(Partitioner):  # type: ignore[misc]
 def _kind(node: Node) -> str:
     rule = RULES.get(operator_name(node))
     return rule.kind if rule is not None else "view"
+
+
+def _private_constants(partition: Sequence[Node], known: set[Node]) -> list[Node]:
+    """Return the constant nodes that this partition alone reads: they are evaluated when its payload is built.
+
+    A constant that two delegates read is computed outside of both, with everything it is computed from: inside one of
+    them it would be an input of the other, which then could not evaluate what it computes from it.
+    """
+    inside = set(partition)
+    for node in reversed(partition[0].graph.nodes):  # users first
+        if node in known and node.users and all(user in inside for user in node.users):
+            inside.add(node)
+    own = inside & known
+    while True:
+        outside = {node for node in own if not inside.issuperset(known.intersection(node.all_input_nodes))}
+        outside |= {node for node in own if not inside.issuperset(node.users)}
+        if not outside:
+            return list(own)
+        own -= outside
+        inside -= outside
 
 
 def _partitions(module: GraphModule, taken: set[Node]) -> list[list[Node]]:

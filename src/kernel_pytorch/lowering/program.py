@@ -13,11 +13,13 @@ import torch
 from executorch.exir import EdgeCompileConfig, to_edge_transform_and_lower
 from torch.export import ExportedProgram
 
+from kernel_pytorch.fp8.monitor import layers_of
+from kernel_pytorch.lowering.checksum import add_checksum
 from kernel_pytorch.lowering.recipes import find_recipe
+from kernel_pytorch.lowering.refusals import refuse_without_kernels
 from kernel_pytorch.lowering.report import Report, joined, report_of
 from kernel_pytorch.lowering.runtime import LoadedProgram
 from kernel_pytorch.lowering.target import CPU, Lowering, lowering_of
-from kernel_pytorch.precision.monitor import layers_of
 
 __all__ = ["Difference", "LoweredProgram", "lower"]
 
@@ -64,7 +66,7 @@ class LoweredProgram:
     """
 
     buffer: bytes
-    """The ``.pte`` itself."""
+    """The ``.pte`` itself, with a checksum behind it that ``kp.load`` verifies."""
     report: Report
     eager: Mapping[str, Callable[..., Any]] = field(repr=False)
     """What each method was made from: the model, quantized where a recipe says so."""
@@ -182,6 +184,9 @@ def lower_exported(
 ) -> LoweredProgram:
     """The second half of ``lower``, for methods that are exported already."""
     tell = tell or _silent
+    if target is CPU:  # a backend elsewhere may take any custom operator
+        for program in exported.values():
+            refuse_without_kernels(program)
     partitioners = {method: target.partitioners(target.checked(options)) for method in exported}
     tell(f"partitioning the graph for {target.delegate}")
     edge = to_edge_transform_and_lower(
@@ -195,6 +200,6 @@ def lower_exported(
     ]
     tell("planning memory and writing the program")
     finished = edge.to_executorch()
-    buffer = bytes(finished.buffer)
+    buffer = add_checksum(bytes(finished.buffer))
     planned = sum(sum(plan.non_const_buffer_sizes) for plan in finished.executorch_program.execution_plan)
     return LoweredProgram(buffer, joined(reports, program_bytes=len(buffer), planned_bytes=planned), eager, inputs)

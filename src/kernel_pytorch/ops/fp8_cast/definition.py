@@ -64,8 +64,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from kernel_pytorch.hardware_abstraction.formats import FORMATS, Format, format_named
 from kernel_pytorch.hardware_abstraction.op import Call, Case, Draw, Op, TensorSpec
-from kernel_pytorch.precision.formats import FORMATS, Format, format_named
 
 __all__ = [
     "BLOCK",

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 
 from kernel_pytorch.hardware_abstraction import dispatch
+from kernel_pytorch.hardware_abstraction.formats import FORMATS
 from kernel_pytorch.hardware_abstraction.registry import device_preferring
 from kernel_pytorch.ops.fp8_cast import KERNEL_TRITON
 from kernel_pytorch.ops.fp8_cast.torch_kernel import _quantised, group_amax, scale_from_amax
-from kernel_pytorch.precision.formats import FORMATS
 
 __all__ = ["amax_of_part", "cast_of_part", "inverses_from"]
 

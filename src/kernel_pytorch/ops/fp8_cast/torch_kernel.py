@@ -10,8 +10,8 @@ from __future__ import annotations
 import torch
 
 from kernel_pytorch.hardware_abstraction.device import Device
+from kernel_pytorch.hardware_abstraction.formats import FORMATS, Format
 from kernel_pytorch.ops.fp8_cast.definition import BLOCK, LARGEST_SCALE, empty_inverse
-from kernel_pytorch.precision.formats import FORMATS, Format
 
 
 def group_amax(magnitude_RC: torch.Tensor, granularity: str) -> torch.Tensor:

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from kernel_pytorch.hardware_abstraction.device import Device
-from kernel_pytorch.precision.formats import Format
+from kernel_pytorch.hardware_abstraction.formats import Format
 
 # Number formats.
 

@@ -34,5 +34,5 @@ def product(
 def _has_units(index: int | None) -> bool:
     device = device_of(torch.device("cuda") if index is None else torch.device("cuda", index))
     multiplies = {"float8_e4m3fn", "float8_e5m2"} <= set(device.matrix_formats)
-    plain = dispatch.effective_policy(None) == Policy().encoded
+    plain = dispatch.effective_policy("fp8_matmul", None) == Policy().encoded
     return device.backend == "nvidia" and multiplies and plain

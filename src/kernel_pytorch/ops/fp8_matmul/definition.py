@@ -35,9 +35,9 @@ from typing import Any
 
 import torch
 
+from kernel_pytorch.hardware_abstraction.formats import E4M3FN, E5M2, FORMATS, Format
 from kernel_pytorch.hardware_abstraction.op import Call, Case, Draw, Op, TensorSpec
 from kernel_pytorch.ops.fp8_cast.definition import BLOCK, inverse_shape
-from kernel_pytorch.precision.formats import E4M3FN, E5M2, FORMATS, Format
 
 __all__ = ["BLOCK_PAIRS", "FP8_MATMUL", "OUTPUTS", "PAIRS", "SUMS", "adds_up_fast", "granularities"]
 

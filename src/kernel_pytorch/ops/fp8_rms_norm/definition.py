@@ -26,10 +26,10 @@ from typing import Any
 
 import torch
 
+from kernel_pytorch.hardware_abstraction.formats import E4M3FN, FORMATS, format_named
 from kernel_pytorch.hardware_abstraction.op import Call, Case, Draw, Op, TensorSpec
 from kernel_pytorch.ops.fp8_cast import definition as fp8_cast
 from kernel_pytorch.ops.rms_norm import definition as rms_norm
-from kernel_pytorch.precision.formats import E4M3FN, FORMATS, format_named
 
 __all__ = ["FP8_RMS_NORM", "without_cast"]
 

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from kernel_pytorch.hardware_abstraction.device import Device
+from kernel_pytorch.hardware_abstraction.formats import FORMATS
 from kernel_pytorch.ops.fp8_cast.triton_tiles import (
     SCRATCH,
     SCRATCH_TRIED,
@@ -26,7 +27,6 @@ from kernel_pytorch.ops.fp8_cast.triton_tiles import (
 )
 from kernel_pytorch.ops.fp8_swiglu.triton_kernel import scale_to_try, settle
 from kernel_pytorch.ops.triton_launch import Launches, Place, empty, zeros
-from kernel_pytorch.precision.formats import FORMATS
 
 __all__ = ["PreparedNormCast"]
 

@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 
 from kernel_pytorch.hardware_abstraction.device import Device
+from kernel_pytorch.hardware_abstraction.formats import FORMATS
 from kernel_pytorch.ops.fp8_cast import torch_kernel as fp8_cast
 from kernel_pytorch.ops.fp8_cast.triton_kernel import cast_whole, settle
 from kernel_pytorch.ops.fp8_cast.triton_tiles import (
@@ -35,7 +36,6 @@ from kernel_pytorch.ops.fp8_cast.triton_tiles import (
 )
 from kernel_pytorch.ops.fp8_rms_norm.definition import without_cast
 from kernel_pytorch.ops.triton_launch import Launches, Place, empty, zeros
-from kernel_pytorch.precision.formats import FORMATS
 
 # Rows, columns and warps of a tile, as in fp8_cast.
 _TILE = (32, 128, 4)

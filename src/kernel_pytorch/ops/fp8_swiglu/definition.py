@@ -39,9 +39,9 @@ from typing import Any
 
 import torch
 
+from kernel_pytorch.hardware_abstraction.formats import FORMATS, format_named
 from kernel_pytorch.hardware_abstraction.op import Call, Case, Draw, Op, TensorSpec
 from kernel_pytorch.ops.fp8_cast import definition as fp8_cast
-from kernel_pytorch.precision.formats import FORMATS, format_named
 
 __all__ = [
     "DRAWN",

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from kernel_pytorch.hardware_abstraction.formats import FORMATS, format_named
 from kernel_pytorch.hardware_abstraction.op import Call, Case, Draw, Op, TensorSpec
 from kernel_pytorch.ops.fp8_cast import definition as fp8_cast
 from kernel_pytorch.ops.fp8_swiglu.definition import (
@@ -23,7 +24,6 @@ from kernel_pytorch.ops.fp8_swiglu.definition import (
     matrices,
     plain_cast,
 )
-from kernel_pytorch.precision.formats import FORMATS, format_named
 
 __all__ = ["FP8_SWIGLU_GRAD"]
 

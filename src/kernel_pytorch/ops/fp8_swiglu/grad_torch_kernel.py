@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 
 from kernel_pytorch.hardware_abstraction.device import Device
+from kernel_pytorch.hardware_abstraction.formats import FORMATS, Format
 from kernel_pytorch.ops.fp8_cast import torch_kernel as fp8_cast
 from kernel_pytorch.ops.fp8_swiglu.definition import gradients
-from kernel_pytorch.precision.formats import FORMATS, Format
 
 
 def _turned(h_MF: torch.Tensor, inverse: torch.Tensor, chosen: Format) -> torch.Tensor:

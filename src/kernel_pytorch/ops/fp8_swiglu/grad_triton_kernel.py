@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 
 from kernel_pytorch.hardware_abstraction.device import Device
+from kernel_pytorch.hardware_abstraction.formats import FORMATS
 from kernel_pytorch.ops.fp8_cast.triton_tiles import (
     SCRATCH,
     SCRATCH_TRIED,
@@ -36,7 +37,6 @@ from kernel_pytorch.ops.fp8_cast.triton_tiles import (
 from kernel_pytorch.ops.fp8_swiglu import grad_torch_kernel
 from kernel_pytorch.ops.fp8_swiglu.triton_kernel import scale_to_try, settle, sigmoid
 from kernel_pytorch.ops.triton_launch import Launches, Place, empty, zeros
-from kernel_pytorch.precision.formats import FORMATS
 
 # Rows, columns and warps of a tile: the fastest of those tried on an H200.
 _TILE = (32, 64, 4)

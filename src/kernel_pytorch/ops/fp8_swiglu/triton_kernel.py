@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from kernel_pytorch.hardware_abstraction.device import Device
+from kernel_pytorch.hardware_abstraction.formats import FORMATS
 from kernel_pytorch.ops.fp8_cast.triton_tiles import (
     SCRATCH,
     SCRATCH_LARGEST,
@@ -37,7 +38,6 @@ from kernel_pytorch.ops.fp8_cast.triton_tiles import (
 )
 from kernel_pytorch.ops.fp8_swiglu import torch_kernel
 from kernel_pytorch.ops.triton_launch import Launches, Place, empty, zeros
-from kernel_pytorch.precision.formats import FORMATS
 
 # Rows, columns and warps of a tile: the fastest of those tried on an H200.
 _TILE = (32, 128, 4)

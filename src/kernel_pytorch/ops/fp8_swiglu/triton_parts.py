@@ -15,10 +15,10 @@ import triton
 import triton.language as tl
 
 from kernel_pytorch.hardware_abstraction.device import Device
+from kernel_pytorch.hardware_abstraction.formats import FORMATS
 from kernel_pytorch.ops.fp8_cast.triton_tiles import add_count, encode, encoding
 from kernel_pytorch.ops.fp8_swiglu.grad_triton_kernel import prepared
 from kernel_pytorch.ops.triton_launch import Launches, Place
-from kernel_pytorch.precision.formats import FORMATS
 
 __all__ = ["PreparedParts"]
 

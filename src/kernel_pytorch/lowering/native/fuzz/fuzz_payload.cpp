@@ -1,10 +1,10 @@
-// A coverage-guided fuzzer of the payload reader and of everything that runs after it.
+// A coverage-guided fuzzer of the payload reader and the runtime.
 //
 //   kernel_pytorch_fuzz CASES SEED payload...
 //
-// Takes payloads that are good, changes them, mends the checksum of most, loads them, and runs those that load on
-// inputs of the declared shapes. A case that reaches new code joins the payloads that are changed. Anything but an
-// error in words is a fault that the sanitizers stop at; the case is then written to ./crash.payload.
+// Mutates valid payloads, corrects the checksum of most, loads them, and runs those that load on inputs of the declared
+// shapes. A case that reaches new code becomes a seed. The sanitizers stop at the first fault, and the case is then
+// written to ./crash.payload.
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -43,6 +43,7 @@ namespace {
 using kernel_pytorch::Argument;
 using kernel_pytorch::Program;
 using kernel_pytorch::Reason;
+using kernel_pytorch::size_of;
 using kernel_pytorch::fuzz::Bytes;
 using kernel_pytorch::fuzz::Mutator;
 
@@ -61,7 +62,7 @@ bool run(Program& program) {
   size_t bytes = 0;
   for (size_t n = 0; n < inputs.size(); ++n) {
     const auto& shape = program.input_shape(n);
-    inputs[n].is_integer = program.input(n).kind == kernel_pytorch::format::kInteger;
+    inputs[n].is_integer = program.input(n).kind == kernel_pytorch::format::ArgumentKind::kInteger;
     inputs[n].integer = 1;
     inputs[n].dtype = shape.dtype;
     inputs[n].rank = shape.rank;
@@ -69,7 +70,7 @@ bool run(Program& program) {
     const size_t own = static_cast<size_t>(shape.numel()) * size_of(shape.dtype);
     bytes += own;
     if (bytes > (1 << 22)) return false;
-    memory.emplace_back(new char[own]());  // exactly as large as declared, so that one number too far is seen
+    memory.emplace_back(new char[own]());  // exactly as large as declared, so that an out-of-bounds access is detected
     inputs[n].data = memory.back().get();
   }
   Reason reason;
@@ -114,7 +115,6 @@ int main(int count, char** words) {
     fresh = false;
     counting = true;
     Reason reason;
-    // Exactly as many bytes as there are, at the alignment that ExecuTorch gives.
     std::unique_ptr<uint8_t[]> exact(new uint8_t[data.size() + 1]);
     std::memcpy(exact.get(), data.data(), data.size());
     kernel_pytorch::Host host;
@@ -123,7 +123,7 @@ int main(int count, char** words) {
     if (program) {
       ++loaded;
       const bool once = run(*program);
-      ran += once && (!program->has_caches() || run(*program)) ? 1 : 0;  // what a cache keeps is read the second time
+      ran += once && (!program->has_caches() || run(*program)) ? 1 : 0;  // the second run reads what the first wrote to the cache
     } else if (reason.text[0] == 0) {
       std::fprintf(stderr, "kernel_pytorch_fuzz: a payload was refused without a reason\n");
       return 1;

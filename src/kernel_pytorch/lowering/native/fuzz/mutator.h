@@ -1,4 +1,4 @@
-// Changes to bytes that have a chance to be read as something else: flips, numbers at the edges, pieces of others.
+// Mutations for fuzzing: bit flips, boundary values, and pieces of other inputs.
 #pragma once
 
 #include <algorithm>
@@ -15,10 +15,10 @@ namespace kernel_pytorch::fuzz {
 
 using Bytes = std::vector<uint8_t>;
 
-// Gives a payload the size and the checksum that fit its bytes.
+// Corrects the magic, version, size and checksum of a payload.
 inline void mend(uint8_t* payload, uint64_t size) {
   if (size < format::kHeaderBytes) return;
-  std::memcpy(payload, format::kMagic, sizeof(format::kMagic));
+  std::memcpy(payload, format::kMagic, 8);
   std::memcpy(payload + 8, &format::kVersion, 4);
   std::memcpy(payload + 16, &size, 8);
   const uint32_t sum = crc32(payload + 16, size - 16);
@@ -53,7 +53,7 @@ class Mutator {
         break;
       case 2:
       case 3: {
-        // Numbers of four and eight bytes, where they usually stand.
+        // Numbers of four and eight bytes at aligned offsets.
         const size_t width = below(2) ? 4 : 8, place = at / 4 * 4;
         const int64_t value = kInteresting[below(std::size(kInteresting))];
         if (place + width <= data.size()) std::memcpy(data.data() + place, &value, width);

@@ -1,0 +1,29 @@
+"""FP8 training: convert a model, see what became of it, turn it back; the recipes and the formats.
+
+``kernel-pytorch parity`` compares training in bf16 and in 8 bits.
+"""
+
+from __future__ import annotations
+
+from kernel_pytorch.fp8.convert import LayerReport, Report, convert, report, revert
+from kernel_pytorch.fp8.gathering import gather
+from kernel_pytorch.fp8.linear import fp8_linear as linear
+from kernel_pytorch.fp8.monitor import Losses
+from kernel_pytorch.fp8.ranks import synchronize
+from kernel_pytorch.fp8.recipe import RECIPES, Recipe
+from kernel_pytorch.hardware_abstraction.formats import Format
+
+__all__ = [
+    "RECIPES",
+    "Format",
+    "LayerReport",
+    "Losses",
+    "Recipe",
+    "Report",
+    "convert",
+    "gather",
+    "linear",
+    "report",
+    "revert",
+    "synchronize",
+]

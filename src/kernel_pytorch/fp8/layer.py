@@ -1,0 +1,388 @@
+"""A linear layer that trains in 8 bits: an ``nn.Linear`` in all but its arithmetic.
+
+Weight and bias stay the Parameters they were, under their names. What a layer adds are two small buffers that no
+state dict has as such: the counts of what its casts lost, and the state of a delayed recipe. The latter, and whether
+the layer has fallen back to its own precision, travel in checkpoints under one more key, ``fp8_state``, which may be
+missing when a checkpoint of the model before it was converted is loaded.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, NoReturn
+
+import torch
+from torch import is_grad_enabled, nn
+from torch.autograd import forward_ad
+from torch.compiler import is_compiling, is_dynamo_compiling
+from torch.nn import functional
+from torch.utils._python_dispatch import _disable_current_modes
+
+from kernel_pytorch.fp8.gathered_weight import GatheredWeight
+from kernel_pytorch.fp8.kept_cast import Kept
+from kernel_pytorch.fp8.linear import (
+    COUNTS_SHAPE,
+    STATE_SHAPE,
+    Memory,
+    Products,
+    cast_of_weight,
+    check_linear,
+    checked_linear,
+    working_dtype,
+)
+from kernel_pytorch.fp8.offer import meet
+from kernel_pytorch.fp8.plan import Measured, call_of, can_measure, may_gain, measured_for, rounded
+from kernel_pytorch.fp8.recipe import Recipe, recipe_of
+from kernel_pytorch.fp8.transforms import refuse, refuse_transforms, transforms_active
+from kernel_pytorch.fp8.weight_uses import Uses, register, repeats_forward
+
+__all__ = ["BUFFERS", "Float8Linear"]
+
+_STATE_KEY = "fp8_state"
+BUFFERS = {
+    "fp8_forward_counts": ((COUNTS_SHAPE[0] - 1, *COUNTS_SHAPE[1:]), torch.int64),
+    "fp8_history": (STATE_SHAPE[1:], torch.float32),
+    "fp8_gradient_counts": ((1, *COUNTS_SHAPE[1:]), torch.int64),
+    "fp8_gradient_history": (STATE_SHAPE[1:], torch.float32),
+}
+"""What a layer adds: ``Memory`` has their meaning."""
+_FOUND_OUT: Mapping[str, Callable[[], Any]] = {
+    "fp8_uses": Uses,
+    "fp8_codes": lambda: None,
+    "_kept_cast": lambda: None,
+    "_plain_numel": dict,
+    "_plain_up_to": lambda: -1,
+    "_narrow": bool,
+    "_calls": dict,
+}
+"""What a layer learns from its calls, and what it knows before the first; copies and pickles learn it anew."""
+_SET = ("fp8_text", "fp8_auto", "fp8_alone", "fp8_fallback", "fp8_gather")
+"""What ``made_from`` sets besides."""
+
+
+def _new_buffers(device: torch.device) -> dict[str, torch.Tensor]:
+    """Those of a layer that has counted nothing and remembers nothing."""
+    with torch.inference_mode(False):
+        return {name: torch.zeros(shape, dtype=dtype, device=device) for name, (shape, dtype) in BUFFERS.items()}
+
+
+class Float8Linear(nn.Linear):
+    """Made out of an ``nn.Linear`` in place by ``kp.fp8.convert``; see there."""
+
+    fp8_text: str
+    """That of the recipe, ``Recipe.text``: all that a compiled step compares of it."""
+    fp8_auto: bool
+    """Whether each product is in 8 bits only where that was measured to be faster."""
+    fp8_alone: bool
+    """Whether no other layer of the model was converted with it."""
+    fp8_fallback: str | None
+    """Why the layer computes in its own precision from now on, or None."""
+    fp8_gather: Any
+    """How FSDP2 gathers the weight: a ``Shard`` of ``gathering``, or why in its own precision; None if unasked."""
+    fp8_forward_counts: torch.Tensor
+    fp8_history: torch.Tensor
+    fp8_gradient_counts: torch.Tensor
+    fp8_gradient_history: torch.Tensor
+    fp8_uses: Uses
+    fp8_codes: tuple[torch.Tensor, ...] | None
+    """As ``weight_uses.Layer`` says."""
+    _kept_cast: tuple[Any, Kept] | None
+    """What the cast is of, and the cast."""
+    _plain_numel: dict[Any, int]
+    """Inputs of at most so many numbers are known to gain nothing, by ``_kind``."""
+    _plain_up_to: int
+    """The one of these for calls that need every gradient, if the weight is narrow: known by one comparison. (What
+    gains nothing in three products gains next to nothing in two.)"""
+    _narrow: bool
+    """Whether autocast would make little difference to what was measured."""
+    _calls: dict[tuple[Any, ...], tuple[Recipe, Products] | None]
+
+    @staticmethod
+    def made_from(linear: nn.Linear, recipe: Recipe, auto: bool, alone: bool) -> Float8Linear:
+        """The same object, with another forward."""
+        linear.__class__ = Float8Linear
+        layer: Any = linear
+        layer.fp8_text, layer.fp8_auto, layer.fp8_fallback, layer.fp8_gather = recipe.text, auto, None, None
+        layer.fp8_alone = alone
+        for name, nothing in _FOUND_OUT.items():
+            setattr(layer, name, nothing())
+        for name, buffer in _new_buffers(layer.weight.device).items():
+            layer.register_buffer(name, buffer, False)
+        layer._forget()
+        converted: Float8Linear = layer
+        return converted
+
+    def plain(self) -> nn.Linear:
+        """The same object as the ``nn.Linear`` that it was."""
+        for name in BUFFERS:
+            del self._buffers[name]
+            self._non_persistent_buffers_set.discard(name)
+        for name in (*_SET, *_FOUND_OUT):
+            delattr(self, name)
+        self.__class__ = nn.Linear  # type: ignore[assignment]
+        return self
+
+    @property
+    def fp8_recipe(self) -> Recipe:
+        """What was asked for."""
+        return recipe_of(self.fp8_text)
+
+    @fp8_recipe.setter
+    def fp8_recipe(self, recipe: Recipe) -> None:
+        self.fp8_text = recipe.text
+        self._forget()
+
+    def _forget(self) -> None:
+        """What is known of calls, where that is not so any more."""
+        self._calls.clear()
+        self.fp8_uses, self.fp8_codes, self._kept_cast = Uses(), None, None
+        self._plain_numel.clear()
+        self._plain_up_to = -1
+        self._narrow = self.weight.itemsize < 4
+        register(self)
+
+    def recipe_for(self, x: torch.Tensor) -> Recipe | None:
+        """The recipe of a call, with the products that are in 8 bits; None for plain arithmetic."""
+        call = self._call_for(x, False)
+        return None if call is None else call[0]
+
+    def _call_for(self, x: torch.Tensor, own: bool) -> tuple[Recipe, Products] | None:
+        """How calls with such inputs are computed, worked out and checked once; None for plain arithmetic.
+
+        Where x is not the layer's own input but that of the module around it, only what they have in common counts.
+        """
+        if self.fp8_fallback is not None and not isinstance(self.weight, GatheredWeight):
+            return None
+        if is_compiling():
+            return self._new_call_for(x, own)
+        weight, bias, kind = self.weight, self.bias, x.device.type
+        mixed = torch.is_autocast_enabled(kind) if kind != "meta" else False
+        key = (
+            own,
+            x.shape,
+            x.dtype,
+            x.device,
+            x.requires_grad,
+            weight.requires_grad,
+            weight.dtype,
+            weight.device,
+            None if bias is None else bias.dtype,
+            is_grad_enabled(),
+            torch.get_autocast_dtype(kind) if mixed else None,
+            self.training,
+        )
+        if key not in self._calls:
+            if len(self._calls) > 4096:
+                self._calls.clear()
+            found = self._new_call_for(x, own)
+            if self.fp8_auto and (torch._C._is_tracing() or not can_measure(kind)):
+                return found  # sizes are no numbers, or nothing is known of their calls
+            if self._narrow != (weight.itemsize < 4):
+                self._forget()
+            self._calls[key] = found
+            recording = weight.requires_grad and is_grad_enabled()
+            if found is None and self.fp8_auto and own and recording and kind != "meta":
+                # Fewer rows gain even less: from now on they cost one comparison.
+                same = self._kind(x)
+                self._plain_numel[same] = max(self._plain_numel.get(same, -1), x.numel())
+                if self._narrow:
+                    self._plain_up_to = self._plain_numel.get(True, -1)
+        call = self._calls[key]
+        if call is not None and (transforms_active() or forward_ad._current_level >= 0):
+            refuse_transforms(x, weight, bias)
+        return call
+
+    def _new_call_for(self, x: torch.Tensor, own: bool) -> tuple[Recipe, Products] | None:
+        weight, recording = self.weight, is_grad_enabled()
+        if self.fp8_auto and not may_gain(x.device.type):
+            return None
+        rows = rounded(math.prod(x.shape[:-1])) if self.fp8_auto else 0
+        call = call_of(
+            self.fp8_text, self.training, rows, self.fp8_alone, is_compiling(), x.device.type,
+            x.device.index, working_dtype(x), tuple(weight.shape), weight.dtype, self.bias is not None,
+            recording and x.requires_grad, recording and weight.requires_grad,
+        )  # fmt: skip
+        if call is None:
+            return None
+        if own:
+            check_linear(x, weight, self.bias)
+        recipe, products = call
+        return recipe, Products(*products)
+
+    def fp8_gains_nothing(self, x: torch.Tensor) -> bool:
+        """Whether that is known already: what the eager calls cost that auto leaves as they were."""
+        numel = x.numel()
+        return numel <= self._plain_up_to or numel <= self._plain_for(x)
+
+    def _plain_for(self, x: torch.Tensor) -> int:
+        """How many numbers an input such as x may have and be known to gain nothing; -1 where nothing is known."""
+        known = self._plain_numel
+        return known.get(self._kind(x), -1) if known else -1
+
+    def _kind(self, x: torch.Tensor) -> Any:
+        """What else decides if a call gains, besides its rows; a call that is not recorded is like one that is."""
+        recorded = x.requires_grad or not is_grad_enabled()
+        return recorded if self._narrow else (working_dtype(x), recorded)
+
+    def fp8_last_call(self) -> tuple[torch.Size | None, tuple[Recipe, Products] | None]:
+        """The shape of the input at the last kind of eager call of the layer itself, and how it is computed."""
+        return next(((key[1], call) for key, call in reversed(self._calls.items()) if key[0]), (None, None))
+
+    def fp8_measured(self) -> tuple[Measured, ...]:
+        """What auto has measured for calls such as this layer's in training, in the order of its rows."""
+        recording = {key[4] for key in self._calls if key[9]}  # whether inputs needed gradients, in eager mode
+        needs_dx = (True, False) if len(recording) != 1 else (*recording,)
+        found = (measured_for(self.weight, self.bias is not None, self.fp8_recipe, each) for each in needs_dx)
+        return next(filter(None, found), ())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not is_dynamo_compiling():  # a graph must not depend on what follows
+            # ``fp8_gains_nothing`` without its call, and past nn.Module's search for names, which takes longer than
+            # what is asked here: no call may be slower than it was. Sizes that are symbols are not compared.
+            numel = x.numel()
+            if type(numel) is int and (numel <= self._plain_up_to or numel <= self._plain_for(x)):
+                own: Any = self._parameters
+                try:
+                    weight, bias = own["weight"], own["bias"]
+                except KeyError:  # one that torch works out of others
+                    weight, bias = self.weight, self.bias
+                return functional.linear(x, weight, bias)
+        call = self._call_for(x, True)
+        if call is None:
+            return functional.linear(x, self.weight, self.bias)
+        recipe, products = call
+        if products.y_in_8 and not is_compiling():
+            meet(x, self, recipe, products.forward_format, products.needs_dw and products.dw_in_8)
+        cast = self.weight_cast(recipe, products.forward_format, products.needs_dx and products.dx_in_8)
+        return checked_linear(x, self.weight, self.bias, recipe, products, self.fp8_memory(recipe), cast)
+
+    def fp8_memory(self, recipe: Recipe) -> Memory:
+        """What a call brings up to date."""
+        counts, history = self.fp8_forward_counts, self.fp8_history if recipe.delayed else None
+        if not is_compiling() and repeats_forward():
+            # It has been counted and remembered. Whoever watches operators must see the same ones both times.
+            with _disable_current_modes():
+                counts, history = counts.clone(), None if history is None else history.clone()
+        gradient_history = self.fp8_gradient_history if recipe.delayed else None
+        return Memory(counts, history, self.fp8_gradient_counts, gradient_history)
+
+    @property
+    def fp8_counts(self) -> torch.Tensor:
+        """A copy, of shape ``COUNTS_SHAPE``."""
+        return torch.cat([self.fp8_forward_counts, self.fp8_gradient_counts])
+
+    @property
+    def fp8_state(self) -> torch.Tensor:
+        """A copy, of shape ``STATE_SHAPE``."""
+        return torch.stack([self.fp8_history, self.fp8_gradient_history])
+
+    def weight_cast(self, recipe: Recipe, number_format: str, transposed: bool) -> Kept | None:
+        """The cast of the weight since it last changed, kept where gradients are accumulated over several forwards.
+
+        What FSDP2 has gathered in 8 bits is the cast. None where the call should make one of its own: with one
+        forward a step, keeping a cast would only take memory. To what is being compiled the cast is memory for it.
+        """
+        weight = self.weight
+        if isinstance(weight, GatheredWeight):
+            return weight.cast()
+        if not (self.training and is_grad_enabled()) or ("y" in recipe.high_precision and not transposed):
+            return None
+        if is_compiling():
+            return self._memory_for_cast(transposed)
+        if weight.is_inference():
+            return None
+        uses = self.fp8_uses
+        number = uses.seen(weight)
+        kind = (number, number_format, recipe.weight, recipe.power_of_two)
+        kept = self._kept_cast
+        if kept is not None and kept[0] != kind:
+            kept = self._kept_cast = None
+        if not uses.accumulates or number == 0:
+            return None
+        if kept is None or (transposed and kept[1].data_t.numel() != weight.numel()):
+            cast = cast_of_weight(
+                weight, recipe, number_format, transposed=transposed, counts=self.fp8_memory(recipe).counts
+            )
+            kept = self._kept_cast = (kind, cast)
+        return kept[1]
+
+    def _memory_for_cast(self, transposed: bool) -> Kept | None:
+        """For compiled steps, which fill it themselves; None where there is none."""
+        codes, weight = self.fp8_codes, self.weight
+        if codes is None or codes[0] is not weight:  # of torch.func.functional_call, or parametrized
+            return None
+        _, data, data_t, inverse, *other = codes
+        if data.shape != weight.shape or (transposed and data_t.numel() != weight.numel()):
+            return None
+        return Kept(data, data_t, inverse, other[0] if other else inverse, to_fill=True)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        """Moving or converting a model moves counts and state along, and leaves their formats alone."""
+        kept = {name: self._buffers[name] for name in BUFFERS}
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        device = self.weight.device
+        for name, fresh in _new_buffers(device).items():
+            before = kept[name]
+            assert before is not None
+            self._buffers[name] = fresh if before.is_meta or device.type == "meta" else before.to(device)
+        self._forget()  # on another device, or in another format, other calls gain
+        return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: kept for name, kept in self.__dict__.items() if name not in _FOUND_OUT} | {"fp8_gather": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__({name: nothing() for name, nothing in _FOUND_OUT.items()} | state)  # type: ignore[no-untyped-call]
+        register(self)
+
+    def __prepare_scriptable__(self) -> NoReturn:
+        # What torch.jit.script asks a module first.
+        refuse("torch.jit.script", "use torch.compile")
+
+    # Checkpoints.
+
+    def fp8_remembered(self) -> torch.Tensor:
+        """A copy of what must go on with the weight: the histories, and whether the layer has fallen back."""
+        state = self.fp8_state
+        return torch.cat([state, state.new_full((1, state.shape[1]), float(self.fp8_fallback is not None))])
+
+    @torch.no_grad()
+    def fp8_remember(self, found: torch.Tensor, why: str) -> None:
+        """Go on with that; ``why`` is the reason of a layer that has not fallen back yet."""
+        self.fp8_history.copy_(found[0])
+        self.fp8_gradient_history.copy_(found[1])
+        if self.fp8_fallback is None and bool(found[-1, 0]):
+            self.fp8_fallback = why
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if self.fp8_recipe.delayed or self.fp8_fallback is not None:
+            destination[prefix + _STATE_KEY] = self.fp8_remembered()
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
+        found = state_dict.pop(prefix + _STATE_KEY, None)
+        errors: list[str] = rest[-1]
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+        self._forget()  # the weight may be another, of another format
+        if self.fp8_history.is_meta and not self.weight.is_meta:  # assigned to a model without memory
+            self._buffers.update(_new_buffers(self.weight.device))
+        if found is None:
+            if prefix + "weight" in state_dict:  # the histories of another one say nothing
+                self.fp8_history.zero_()
+                self.fp8_gradient_history.zero_()
+                self.fp8_fallback = None
+        elif tuple(found.shape) != (STATE_SHAPE[0] + 1, STATE_SHAPE[1]) or not bool((found >= 0).all()):
+            errors.append(
+                f"{prefix}{_STATE_KEY} has shape {list(found.shape)} or negative numbers: expected the histories "
+                f"that a converted layer saves, of shape {[STATE_SHAPE[0] + 1, STATE_SHAPE[1]]}"
+            )
+        else:
+            self.fp8_fallback = None
+            self.fp8_remember(found, "it had when the checkpoint was saved")
+
+    def extra_repr(self) -> str:
+        products = "auto" if self.fp8_auto else ", ".join(self.fp8_recipe.low_precision)
+        if self.fp8_fallback is not None:
+            products = "fell back to its own precision"
+        return f"{super().extra_repr()}, fp8={self.fp8_recipe} ({products})"

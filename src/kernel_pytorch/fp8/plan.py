@@ -1,0 +1,285 @@
+"""Which of a layer's three products are in 8 bits: measured on this device, for the layer's own shapes.
+
+Every choice of products is timed as it would run: forward and backward of the layer, one after another without
+waiting, so that what Python costs counts where the device waits for it. One that is not clearly faster than the
+layer in its own precision is not taken, so a converted layer is never slower than it was.
+
+In a loop of the same calls the CPU is quicker than in a step, where other code comes in between. Inside a model the
+work of other layers makes up for that; a layer that is alone must be faster even if it waits for ``ALONE`` times the
+CPU's part of such a call. A layer that is being compiled cannot be timed as it will run: inside a model it is less
+work for the CPU than an eager call, which then errs on the safe side, and alone ``COMPILED`` times as much.
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from kernel_pytorch.fp8.linear import (
+    COUNTS_SHAPE,
+    STATE_SHAPE,
+    Memory,
+    checked_linear,
+    products_for,
+    products_of,
+)
+from kernel_pytorch.fp8.recipe import PRODUCTS, Recipe, recipe_of
+from kernel_pytorch.fp8.transforms import refuse_transforms
+from kernel_pytorch.hardware_abstraction import choice_cache
+from kernel_pytorch.hardware_abstraction.registry import device_of
+
+__all__ = ["Measured", "call_of", "may_gain", "measured_choice", "measured_for", "rounded"]
+
+CLEARLY = 0.98
+"""A choice must take at most this part of the time of the layer as it was."""
+ALONE = 1.3
+"""The CPU's part of a layer's call in a step, over that in a loop."""
+COMPILED = 1.5
+"""The CPU's part of a call of one compiled layer, over that of an eager call, at most."""
+_ROUNDS, _SECONDS_A_ROUND = 5, 0.004
+_OWN = "own"
+"""The name of the choice of no product."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What the products of one shape of layer take."""
+
+    rows: int
+    seconds: tuple[tuple[tuple[str, ...], float], ...]
+    """(products in 8 bits, seconds for forward and backward), the layer as it was among them as ()."""
+
+    @property
+    def best(self) -> tuple[str, ...]:
+        """The products to compute in 8 bits."""
+        products, seconds = min(self.seconds, key=lambda entry: entry[1])
+        return products if seconds <= CLEARLY * self.plain else ()
+
+    @property
+    def plain(self) -> float:
+        return dict(self.seconds)[()]
+
+    @property
+    def speedup(self) -> float:
+        return self.plain / dict(self.seconds)[self.best]
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def call_of(
+    text: str,
+    training: bool,
+    rows: int,
+    alone: bool,
+    compiled: bool,
+    kind: str,
+    index: int | None,
+    dtype: torch.dtype,
+    weight_shape: tuple[int, int],
+    weight_dtype: torch.dtype,
+    bias: bool,
+    needs_dx: bool,
+    needs_dw: bool,
+) -> tuple[Recipe, tuple[Any, ...]] | None:
+    """How a layer computes calls of one kind: recipe and ``Products``, None for plain arithmetic.
+
+    A constant to torch.compile, which takes no objects as arguments of such a function, and compares nothing of its
+    result before the next call.
+
+    Args:
+        text: that of the layer's recipe.
+        training: whether the layer trains.
+        rows: what to measure the three products for, as ``rounded``, or 0: all that the recipe says are in 8 bits.
+        alone: whether nothing else of the model is computed in 8 bits.
+        compiled: whether the call is being compiled.
+        dtype: what the layer computes in.
+    """
+    recipe = recipe_of(text)
+    if rows:
+        waits = ALONE * (COMPILED if compiled else 1) if alone else 0.0
+        low = _measured_products(
+            kind, index, rows, weight_shape, dtype, weight_dtype, bias, recipe, needs_dx, needs_dw, waits
+        )
+        recipe = replace(recipe, high_precision=tuple(product for product in PRODUCTS if product not in low))
+    if len(recipe.high_precision) == len(PRODUCTS):
+        return None
+    # What is compiled, and what torch.jit traces (with sizes that are tensors), is asked about each time.
+    refuse_transforms()
+    if recipe.delayed and not training:  # what is only looked at must not change what training remembers
+        recipe = replace(recipe, delayed=False)
+    return recipe, tuple(products_for(kind, index, dtype, needs_dx, needs_dw, recipe))
+
+
+def rounded(rows: int) -> int:
+    """Rows as they are measured: up to two significant bits, so that batches of all sizes need few measurements.
+
+    By comparisons alone: with dynamic shapes, torch.compile then has a number, and a range of rows that it is for.
+    """
+    size = 1
+    while size < rows:
+        size += 1 << max(0, size.bit_length() - 2)
+    return size
+
+
+def may_gain(kind: str) -> bool:
+    """Whether a kind of device may have matrix units for 8 bits; where none are, the exact arithmetic is slow."""
+    return kind in ("cuda", "xpu")
+
+
+def can_measure(kind: str) -> bool:
+    """Whether calls on such a device run as they are made: neither for a graph nor on tensors without memory."""
+    if kind == "cuda" and torch.cuda.is_current_stream_capturing():
+        return False
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is None
+
+
+def _measured_products(kind: str, index: int | None, *call: Any) -> tuple[str, ...]:
+    """Those of ``PRODUCTS`` that gain by 8 bits."""
+    if not can_measure(kind):
+        return ()
+    return measured_choice(torch.device(kind, 0 if index is None else index), *call).best
+
+
+_kept: dict[tuple[object, ...], Measured] = {}
+
+
+def measured_for(weight: torch.Tensor, bias: bool, recipe: Recipe, needs_dx: bool) -> tuple[Measured, ...]:
+    """Every measurement of layers of this shape in training, in the order of their rows."""
+    same = (weight.device, tuple(weight.shape), weight.dtype, bias, recipe, needs_dx, True)
+    found = [kept for key, kept in _kept.items() if (key[0], key[2], key[4], *key[5:9]) == same]
+    return tuple(sorted(found, key=lambda measured: measured.rows))
+
+
+def measured_choice(
+    device: torch.device,
+    rows: int,
+    weight_shape: tuple[int, ...],
+    dtype: torch.dtype,
+    weight_dtype: torch.dtype,
+    bias: bool,
+    recipe: Recipe,
+    needs_dx: bool = True,
+    needs_dw: bool = True,
+    waits: float = 0.0,
+) -> Measured:
+    """The measurement of one shape, made where none is kept: by this process, or in the user's cache directory, so
+    that a run that is resumed computes as before.
+
+    Args:
+        waits: how often the CPU's part of a call in 8 bits must fit into the time of the layer as it was.
+    """
+    key = (device, rows, weight_shape, dtype, weight_dtype, bias, recipe, needs_dx, needs_dw, waits)
+    found = _kept.get(key)
+    if found is None:
+        name = _name_of(*key)
+        before = choice_cache.load(name)
+        if before is None:
+            found = _measure(*key)
+            timings = {" ".join(products) or _OWN: seconds for products, seconds in found.seconds}
+            choice_cache.store(choice_cache.MeasuredChoice(name, timings))
+        else:
+            timed = before.timings.items()
+            found = Measured(rows, tuple((() if of == _OWN else tuple(of.split()), took) for of, took in timed))
+        _kept[key] = found
+    return found
+
+
+def _name_of(device: torch.device, *call: Any) -> str:
+    """What was measured, for the cache of choices."""
+    parts = ", ".join(part.text if isinstance(part, Recipe) else str(part) for part in call)
+    return f"fp8 products of {parts} {choice_cache.surroundings(device_of(device))}"
+
+
+def _measure(
+    device: torch.device,
+    rows: int,
+    weight_shape: tuple[int, ...],
+    dtype: torch.dtype,
+    weight_dtype: torch.dtype,
+    bias: bool,
+    recipe: Recipe,
+    needs_dx: bool,
+    needs_dw: bool,
+    waits: float,
+) -> Measured:
+    """Time every choice of products for one shape, each several times in turn; the medians count."""
+    refuse_transforms()
+    n, k = weight_shape
+    with (
+        torch.random.fork_rng(devices=[device], device_type=device.type),
+        torch.enable_grad(),
+        torch.autocast(device.type, enabled=False),
+    ):
+        torch.manual_seed(0)
+        x = torch.randn(rows, k, device=device, dtype=dtype, requires_grad=needs_dx)
+        weight = torch.randn(n, k, device=device, dtype=weight_dtype, requires_grad=needs_dw)
+        shift = torch.zeros(n, device=device, dtype=weight_dtype) if bias else None
+        dy = torch.randn(rows, n, device=device, dtype=dtype)
+        zeros = partial(torch.zeros, device=device)
+        memory = Memory(
+            counts=zeros((2, *COUNTS_SHAPE[1:]), dtype=torch.int64),
+            history=zeros(STATE_SHAPE[1:]) if recipe.delayed else None,
+            gradient_counts=zeros((1, *COUNTS_SHAPE[1:]), dtype=torch.int64),
+            gradient_history=zeros(STATE_SHAPE[1:]) if recipe.delayed else None,
+        )
+
+        def step(products: tuple[str, ...]) -> None:
+            if products:
+                chosen, how = calls[products]
+                fresh = x.detach().requires_grad_(needs_dx)  # a cast that is kept on the tensor would be reused
+                y = checked_linear(fresh, weight, shift, chosen, how, memory, None)
+            else:
+                y = torch.nn.functional.linear(x, weight.to(dtype), None if shift is None else shift.to(dtype))
+            if y.requires_grad:
+                y.backward(dy)
+                weight.grad = x.grad = None
+
+        useful = [p for p in PRODUCTS if p == "y" or (p == "dx" and needs_dx) or (p == "dW" and needs_dw)]
+        choices = [c for size in range(len(useful) + 1) for c in itertools.combinations(useful, size)]
+        # The products that are in high precision already stay there.
+        choices = [c for c in choices if not set(c) & set(recipe.high_precision)]
+        calls = {}  # as a layer keeps them
+        for choice in choices:
+            chosen = replace(recipe, high_precision=tuple(p for p in PRODUCTS if p not in choice))
+            calls[choice] = (chosen, products_of(x, weight, chosen))
+        repeats = {choice: _repeats(partial(step, choice), device) for choice in choices}
+        times: dict[tuple[str, ...], list[float]] = {choice: [] for choice in choices}
+        for _ in range(_ROUNDS):
+            for choice in choices:
+                taken = _seconds(partial(step, choice), repeats[choice], device)
+                if waits and choice:
+                    taken = max(taken, waits * _issuing(partial(step, choice), device))
+                times[choice].append(taken)
+    return Measured(rows, tuple((choice, statistics.median(found)) for choice, found in times.items()))
+
+
+def _repeats(run: Callable[[], None], device: torch.device) -> int:
+    for _ in range(2):
+        run()
+    return max(1, min(200, int(_SECONDS_A_ROUND / _seconds(run, 2, device))))
+
+
+def _seconds(run: Callable[[], None], repeats: int, device: torch.device) -> float:
+    module = torch.get_device_module(device.type)
+    module.synchronize(device)
+    started = time.perf_counter()
+    for _ in range(repeats):
+        run()
+    module.synchronize(device)
+    return (time.perf_counter() - started) / repeats
+
+
+def _issuing(run: Callable[[], None], device: torch.device) -> float:
+    """The CPU's part: few enough calls for the device's queue to take them all."""
+    module = torch.get_device_module(device.type)
+    module.synchronize(device)
+    started = time.perf_counter()
+    for _ in range(10):
+        run()
+    return (time.perf_counter() - started) / 10

@@ -1,0 +1,1 @@
+"""Parity training: compare FP8 with bf16 training from the same seeds. ``kernel-pytorch parity`` runs it."""

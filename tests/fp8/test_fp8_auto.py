@@ -1,0 +1,470 @@
+"""The recipe auto: what it measures, what it chooses, and what it leaves as it was."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch._dynamo.testing import CompileCounter
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import kernel_pytorch as kp
+from fp8_models import block, linear, pretend_measured, random, results, same, sqnr, train
+from kernel_pytorch.fp8 import layer as layer_module
+from kernel_pytorch.fp8 import plan as plan_module
+from kernel_pytorch.fp8.plan import Measured, measured_choice, rounded
+from kernel_pytorch.fp8.recipe import PRODUCTS, RECIPES
+from kernel_pytorch.hardware_abstraction import choice_cache
+
+pytestmark = pytest.mark.usefixtures("one_thread", "own_monitors", "an_optimizer_has_made_a_step")
+
+
+def test_auto_leaves_a_processors_layers_as_they_are(products: list[tuple[int, ...]]) -> None:
+    model, plain = kp.fp8.convert(block()), block()
+    for rows in (1, 5, 64):
+        same(results(model, random(rows, 24)), results(plain, random(rows, 24)))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        same(results(model, random(9, 24)), results(plain, random(9, 24)))
+    assert not products
+    report = kp.fp8.report(model)
+    assert {row.recipe for row in report.layers} == {"auto (delayed)"}
+    assert all(row.products == dict.fromkeys(PRODUCTS, "own") for row in report.layers)
+    assert all("no 8-bit matrix units on cpu" in row.notes for row in report.layers)
+
+
+@pytest.mark.parametrize("low", [PRODUCTS, ("y", "dW"), ("dx",), ()])
+def test_auto_computes_what_was_measured_to_be_faster(
+    low: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, products: list[tuple[int, ...]]
+) -> None:
+    asked: list[Any] = []
+
+    def choice(*key: Any) -> tuple[str, ...]:
+        asked.append(key)
+        return low
+
+    pretend_measured(monkeypatch, choice)
+    model = kp.fp8.convert(linear())
+    found, exact = results(model, random(2, 17, 40)), results(linear(), random(2, 17, 40))
+    shapes = {"y": (34, 40, 24), "dx": (34, 24, 40), "dW": (24, 34, 40)}
+    assert products == [shape for product, shape in shapes.items() if product in low]
+    for name, product in (("y", "y"), ("x", "dx"), ("0.weight", "dW")):
+        assert sqnr(found[name], exact[name]) >= 20
+        assert (sqnr(found[name], exact[name]) > 60) == (product not in low)
+    results(model, random(2, 17, 40))
+    assert len(asked) == 1  # a size that was seen is not asked about again
+    kind, _, rows, shape, dtype, weight_dtype, bias, recipe, needs_dx, needs_dw, waits = asked[0]
+    assert (kind, rows, shape, bias, needs_dx, needs_dw) == ("cpu", 48, (24, 40), True, True, True)
+    assert waits == plan_module.ALONE  # no other layer is there
+    assert (dtype, weight_dtype, recipe) == (torch.float32, torch.float32, RECIPES["delayed"])
+
+
+def test_an_evaluation_does_not_decide_for_training(
+    monkeypatch: pytest.MonkeyPatch, products: list[tuple[int, ...]]
+) -> None:
+    """y alone gains nothing, the three products together do."""
+    pretend_measured(monkeypatch, lambda *key: PRODUCTS if key[-2] else ())
+    model = kp.fp8.convert(linear())
+    with torch.no_grad():
+        model.eval()(random(64, 40))
+    results(model.train(), random(32, 40))
+    assert len(products) == 3
+
+
+def test_a_layer_that_gains_nothing_costs_one_comparison(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+    pretend_measured(monkeypatch, lambda *key: asked.append(key) or ())
+    model = kp.fp8.convert(linear())
+    for rows in (64, 32, 7):
+        results(model, random(rows, 40))
+    assert len(asked) == 1
+    results(model, random(128, 40))
+    assert len(asked) == 2
+
+
+def test_what_gains_nothing_in_one_precision_may_gain_in_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Autocast is another one, where the weights are not narrow already."""
+    asked: list[torch.dtype] = []
+
+    def choice(*key: Any) -> tuple[str, ...]:
+        asked.append(key[4])
+        return () if key[4] == torch.bfloat16 else PRODUCTS
+
+    pretend_measured(monkeypatch, choice)
+    model = kp.fp8.convert(linear())
+    layer = model[0]
+    x = random(64, 40)
+    for _ in range(3):
+        with torch.autocast("cpu", torch.bfloat16):
+            assert layer(x).dtype == torch.bfloat16
+            assert layer.fp8_gains_nothing(x)
+            assert not layer.fp8_gains_nothing(random(128, 40))
+        assert not layer.fp8_gains_nothing(x)
+        assert layer(x).dtype == torch.float32
+    assert sorted(set(asked), key=str) == [torch.bfloat16, torch.float32]
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_what_gains_nothing_in_two_precisions_costs_one_comparison_in_both(
+    first: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pretend_measured(monkeypatch, lambda *_: ())
+    layer = kp.fp8.convert(linear())[0]
+    for mixed in (first, not first):
+        with torch.autocast("cpu", torch.bfloat16, enabled=mixed):
+            layer(random(64, 40))
+    for mixed in (True, False):
+        with torch.autocast("cpu", torch.bfloat16, enabled=mixed):
+            assert layer.fp8_gains_nothing(random(64, 40))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_gains_nothing_for_an_input_without_gradient_may_gain_with_it(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch, products: list[tuple[int, ...]]
+) -> None:
+    pretend_measured(monkeypatch, lambda *key: PRODUCTS if key[-3] else ())
+    model = kp.fp8.convert(linear().to(dtype))
+    x = random(64, 40).to(dtype)
+    for _ in range(2):
+        model(x)
+    assert model[0].fp8_gains_nothing(x)
+    assert not products
+    results(model, x)
+    assert len(products) == 3
+
+
+def test_what_gains_nothing_in_three_products_is_not_measured_in_two(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    pretend_measured(monkeypatch, lambda *key: asked.append(key) or ())
+    model = kp.fp8.convert(linear().bfloat16())
+    x = random(64, 40).bfloat16()
+    results(model, x)
+    assert len(asked) == 1
+    assert model[0].fp8_gains_nothing(x)
+    model(x)
+    assert len(asked) == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_eager_calls_learn_is_in_no_exported_program(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pretend_measured(monkeypatch, lambda *_: ())
+    model = kp.fp8.convert(linear().to(dtype))
+    model(random(50, 40).to(dtype).requires_grad_())
+    rows = {0: torch.export.Dim("rows", min=49, max=64)}  # which auto decides about together
+    x = random(60, 40).to(dtype)
+    program = torch.export.export(model.eval(), (x,), dynamic_shapes=(rows,), strict=False).module()
+    for count in (49, 64):
+        x = random(count, 40).to(dtype)
+        assert torch.equal(program(x), model(x))
+
+
+def test_weights_of_another_format_are_measured_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    pretend_measured(monkeypatch, lambda *key: asked.append(key) or ())
+    model = kp.fp8.convert(linear().bfloat16())
+    model(random(64, 40).bfloat16().requires_grad_())
+    model.load_state_dict({name: value.float() for name, value in model.state_dict().items()}, assign=True)
+    model(random(64, 40).requires_grad_())
+    assert len(asked) == 2
+
+
+def test_tensors_without_memory_decide_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    monkeypatch.setattr(layer_module, "may_gain", lambda _: True)
+    monkeypatch.setattr(
+        plan_module, "measured_choice", lambda *key: asked.append(key) or Measured(64, (((), 1.0),))
+    )
+    with FakeTensorMode():
+        fake = kp.fp8.convert(linear())
+        assert fake(torch.empty(64, 40, requires_grad=True)).shape == (64, 24)
+    assert not asked
+    model = kp.fp8.convert(linear())
+    model(random(64, 40).requires_grad_())
+    assert len(asked) == 1
+
+
+def test_a_layer_inside_a_transform_is_exported(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Mapped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = linear()[0].bfloat16()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.func.vmap(self.layer)(x)
+
+    pretend_measured(monkeypatch, lambda *_: ())
+    model = kp.fp8.convert(Mapped())
+    model.layer(random(50, 40).bfloat16().requires_grad_())
+    x = random(4, 60, 40).bfloat16()
+    rows = {1: torch.export.Dim("rows", min=49, max=64)}
+    program = torch.export.export(model, (x,), dynamic_shapes=(rows,), strict=False).module()
+    assert torch.equal(program(x), model(x))
+
+
+def test_a_copy_measures_for_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend_measured(monkeypatch, lambda *_: ())
+    model = kp.fp8.convert(linear())
+    x = random(64, 40).requires_grad_()
+    model(x)
+    assert model[0].fp8_gains_nothing(x)
+    assert not copy.deepcopy(model)[0].fp8_gains_nothing(x)
+
+
+def test_a_trace_decides_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend_measured(monkeypatch, lambda *_: ())
+    model = kp.fp8.convert(linear())
+    traced = torch.jit.trace(model, random(64, 40))
+    assert not model[0].fp8_gains_nothing(random(7, 40))
+    assert torch.equal(traced(random(7, 40)), model(random(7, 40)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_eager_calls_learn_compiles_nothing_again(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend_measured(monkeypatch, lambda *_: ())
+    model = kp.fp8.convert(linear().to(dtype))
+    graphs = CompileCounter()
+    compiled = torch.compile(model, backend=graphs, dynamic=False)
+    for rows in (3, 64, 128):
+        compiled(random(64, 40).to(dtype))
+        x = random(rows, 40).to(dtype)
+        model(x)
+        model(x.clone().requires_grad_())
+        assert model[0].fp8_gains_nothing(x)
+    assert graphs.frame_count == 1
+
+
+def test_a_weight_that_is_worked_out_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend_measured(monkeypatch, lambda *_: ())
+    plain, model = linear(), kp.fp8.convert(linear())
+    for each in (plain, model):
+        nn.utils.parametrizations.weight_norm(each[0])
+    for _ in range(2):
+        same(results(model, random(64, 40)), results(plain, random(64, 40)))
+    assert model[0].fp8_gains_nothing(random(64, 40).requires_grad_())
+
+
+@pytest.mark.parametrize("dynamic", [True, None])
+def test_a_compiled_call_is_for_a_range_of_rows(monkeypatch: pytest.MonkeyPatch, dynamic: bool | None) -> None:
+    asked: list[int] = []
+
+    def choice(*key: Any) -> tuple[str, ...]:
+        asked.append(key[2])
+        return PRODUCTS if key[2] < 64 else ("dW",)
+
+    pretend_measured(monkeypatch, choice)
+    torch._dynamo.reset()
+    wanted = {rows: kp.fp8.convert(linear())(random(rows, 40)).detach() for rows in (7, 41, 47, 45, 60, 63)}
+    asked.clear()
+    run = torch.compile(kp.fp8.convert(linear()), fullgraph=True, backend="aot_eager", dynamic=dynamic)
+    for rows, y in wanted.items():
+        assert sqnr(run(random(rows, 40)).detach(), y) > 25
+    assert asked == [8, 48, 64]
+
+
+CHANGES: dict[str, Callable[[nn.Sequential], object]] = {
+    "format": lambda model: model.bfloat16(),
+    "recipe": lambda model: setattr(model[0], "fp8_recipe", RECIPES["rowwise"]),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_what_gained_nothing_is_measured_again_after_a_change(
+    change: Callable[[nn.Sequential], object], monkeypatch: pytest.MonkeyPatch, products: list[tuple[int, ...]]
+) -> None:
+    """Of the layer's device or format, or of its recipe."""
+    pretend_measured(
+        monkeypatch, lambda *key: () if (key[4], key[7].name) == (torch.float32, "delayed") else PRODUCTS
+    )
+    model = kp.fp8.convert(linear())
+    results(model, random(64, 40))
+    assert not products
+    change(model)
+    results(model, random(64, 40).to(model[0].weight.dtype))
+    assert len(products) == 3
+
+
+def test_auto_on_meta() -> None:
+    model = kp.fp8.convert(block().to("meta"))
+    x = torch.empty(8, 24, device="meta")
+    assert [model(x).shape for _ in range(2)] == [(8, 16)] * 2
+
+
+SECONDS = {(): 10.0, ("y",): 9.0, ("y", "dx"): 8.0, ("dW",): 10.5}
+
+
+@pytest.mark.parametrize(
+    ("seconds", "best", "speedup"),
+    [
+        (SECONDS, ("y", "dx"), 1.25),
+        ({(): 10.0, ("y",): 9.9}, (), 1.0),  # not clearly
+        ({(): 10.0, ("y",): 9.8}, ("y",), 10 / 9.8),
+        ({(): 10.0, PRODUCTS: 12.0}, (), 1.0),
+        ({(): 10.0}, (), 1.0),
+    ],
+)
+def test_the_best_choice(seconds: dict[tuple[str, ...], float], best: tuple[str, ...], speedup: float) -> None:
+    measured = Measured(64, tuple(seconds.items()))
+    assert measured.best == best
+    assert measured.plain == 10.0
+    assert measured.speedup == pytest.approx(speedup)
+
+
+@pytest.fixture
+def fabricated(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+    """Measurements that are made up: the keys that were asked for."""
+    asked: list[tuple[Any, ...]] = []
+
+    def measure(*key: Any) -> Measured:
+        asked.append(key)
+        return Measured(key[1], tuple(SECONDS.items()))
+
+    monkeypatch.setattr(plan_module, "_kept", {})
+    monkeypatch.setattr(plan_module, "_measure", measure)
+    return asked
+
+
+def test_a_shape_is_measured_once(fabricated: list[tuple[Any, ...]]) -> None:
+    call = (torch.device("cpu"), 64, (24, 40), torch.float32, torch.float32, True, RECIPES["delayed"])
+    assert measured_choice(*call) is measured_choice(*call)
+    assert len(fabricated) == 1
+    measured_choice(*call, needs_dx=False)
+    measured_choice(*call[:3], torch.bfloat16, *call[4:])
+    measured_choice(*call[:-1], RECIPES["tensorwise"])
+    assert len(fabricated) == 4
+
+
+def test_a_process_that_comes_later_measures_nothing_again(fabricated: list[tuple[Any, ...]]) -> None:
+    call = (torch.device("cpu"), 64, (24, 40), torch.float32, torch.bfloat16, True, RECIPES["delayed"])
+    first = measured_choice(*call)
+    plan_module._kept.clear()
+    assert measured_choice(*call) == first
+    assert len(fabricated) == 1
+    measured_choice(*call, waits=1.3)
+    assert len(fabricated) == 2
+
+
+def test_a_measurement_that_cannot_be_read_is_made_again(fabricated: list[tuple[Any, ...]]) -> None:
+    call = (torch.device("cpu"), 64, (24, 40), torch.float32, torch.float32, True, RECIPES["delayed"])
+    first = measured_choice(*call)
+    (kept,) = choice_cache.directory().iterdir()
+    kept.write_text("{}")
+    plan_module._kept.clear()
+    with pytest.warns(choice_cache.ChoiceCacheWarning, match="is corrupt"):
+        assert measured_choice(*call) == first
+    assert len(fabricated) == 2
+
+
+@pytest.mark.parametrize(
+    ("issuing", "alone", "compiled"), [(0.1, PRODUCTS, PRODUCTS), (6.0, PRODUCTS, ()), (8.0, (), ())]
+)
+def test_a_layer_that_is_alone_may_wait_longer_for_the_cpu(
+    monkeypatch: pytest.MonkeyPatch, issuing: float, alone: tuple[str, ...], compiled: tuple[str, ...]
+) -> None:
+    """A choice that is faster by itself is not taken where it would be slower by waiting for the CPU."""
+    monkeypatch.setattr(plan_module, "_kept", {})
+    monkeypatch.setattr(plan_module, "_repeats", lambda *_: 1)
+    monkeypatch.setattr(plan_module, "_seconds", lambda run, *_: 10.0 - len(run.args[0]))  # the more in 8 bits
+    monkeypatch.setattr(torch.random, "fork_rng", lambda **_: contextlib.nullcontext())
+    monkeypatch.setattr(plan_module, "_issuing", lambda *_: issuing)
+    call = (torch.device("cpu"), 64, (24, 40), torch.float32, torch.float32, True, RECIPES["tensorwise"])
+    assert measured_choice(*call).best == PRODUCTS
+    assert measured_choice(*call, waits=plan_module.ALONE).best == alone
+    assert measured_choice(*call, waits=plan_module.ALONE * plan_module.COMPILED).best == compiled
+
+
+def test_the_report_has_what_was_measured(fabricated: list[tuple[Any, ...]]) -> None:
+    model = kp.fp8.convert(linear())
+    call = ((24, 40), torch.float32, torch.float32, True, RECIPES["delayed"])
+    for rows in (96, 64):
+        measured_choice(torch.device("cpu"), rows, *call)
+    measured_choice(torch.device("cpu"), 8, (24, 41), *call[1:])  # another layer's
+    (row,) = kp.fp8.report(model).layers
+    assert [(found.rows, found.best) for found in row.measured] == [(64, ("y", "dx")), (96, ("y", "dx"))]
+    assert row.products == {"y": "fp8", "dx": "fp8", "dW": "own"}
+    line = str(kp.fp8.report(model)).splitlines()[1]
+    assert "1.25x at 64 rows, 1.25x at 96 rows" in line
+    assert re.search(r"auto \(delayed\) +fp8 +fp8 +own", line)
+
+
+def test_the_report_of_a_layer_whose_input_needs_no_gradient(
+    fabricated: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the first layer of a model: what was measured without dx is its own, also beside another of its shape."""
+    monkeypatch.setattr(layer_module, "may_gain", lambda _: True)
+    monkeypatch.setattr(
+        plan_module, "_measured_products", lambda kind, _, *call: measured_choice(torch.device(kind), *call).best
+    )
+    measure = plan_module._measure
+    monkeypatch.setattr(
+        plan_module,
+        "_measure",
+        lambda *key: measure(*key) if key[7] else Measured(key[1], (((), 10.0), (("y", "dW"), 5.0))),
+    )
+    model = kp.fp8.convert(nn.Sequential(nn.Linear(24, 24), nn.Linear(24, 24)))
+    model(random(64, 24)).sum().backward()
+    with torch.no_grad():
+        model(random(32, 24))
+    first, second = kp.fp8.report(model).layers
+    assert [found.best for found in first.measured] == [("y", "dW")]
+    assert first.products == {"y": "fp8", "dx": "own", "dW": "fp8"}
+    assert [found.best for found in second.measured] == [("y", "dx")]
+    assert second.products == {"y": "fp8", "dx": "fp8", "dW": "own"}
+
+
+@pytest.mark.parametrize(
+    ("needs_dx", "needs_dw", "choices"),
+    [
+        (True, True, {(), ("y",), ("dx",), ("y", "dx")}),
+        (False, True, {(), ("y",)}),
+        (True, False, {(), ("y",), ("dx",), ("y", "dx")}),
+    ],
+)
+def test_measuring_times_every_choice_that_a_recipe_allows(
+    needs_dx: bool, needs_dw: bool, choices: set[tuple[str, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a processor, which has nothing to gain: only that each choice runs and is timed."""
+    monkeypatch.setattr(torch.random, "fork_rng", lambda **_: contextlib.nullcontext())  # it takes accelerators
+    monkeypatch.setattr(plan_module, "_SECONDS_A_ROUND", 1e-6)
+    recipe = RECIPES["delayed-high-wgrad"]
+    call = (torch.device("cpu"), 4, (8, 16), torch.float32, torch.float32, True, recipe, needs_dx, needs_dw)
+    measured = plan_module._measure(*call, waits=1.0 if needs_dx else 0.0)
+    assert {choice for choice, _ in measured.seconds} == choices
+    assert all(seconds > 0 for _, seconds in measured.seconds)
+    assert measured.rows == 4
+
+
+@settings(max_examples=200, deadline=None)
+@given(rows=st.integers(0, 1 << 40))
+def test_rows_are_rounded_up_to_two_significant_bits(rows: int) -> None:
+    up = rounded(rows)
+    assert max(rows, 1) <= up
+    assert up == rounded(up)
+    assert up <= rounded(rows + 1)
+    assert up < 1.5 * max(rows, 1)
+    assert rows > 4 or up == max(rows, 1)
+    assert up % (1 << max(0, up.bit_length() - 2)) == 0
+
+
+@pytest.mark.parametrize("in_8", [PRODUCTS, ("dx", "dW"), ()])
+def test_what_was_measured_is_compiled(monkeypatch: pytest.MonkeyPatch, in_8: tuple[str, ...]) -> None:
+    """Also a SwiGLU, whose layers must agree."""
+    pretend_measured(monkeypatch, lambda *_: in_8)
+    found = []
+    for compiled in (False, True):
+        torch._dynamo.reset()
+        model = kp.fp8.convert(block(), "auto")
+        run = torch.compile(model, fullgraph=True, backend="aot_eager") if compiled else model
+        losses = train(run, torch.optim.SGD(model.parameters(), lr=0.1), range(3))
+        found.append((losses, dict(model.state_dict())))
+        assert bool(model.mlp.down_proj.fp8_counts[2].any()) == bool(in_8)
+    assert found[0][0] == found[1][0]
+    same(found[0][1], found[1][1])
