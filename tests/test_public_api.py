@@ -17,28 +17,7 @@ from tools.website.blocks import docstring_gaps, docstrings
 import kernel_pytorch as kp
 from requirements import needs_executorch
 
-PUBLIC = [
-    "Backend",
-    "Device",
-    "KVCache",
-    "Policy",
-    "UnsupportedCallError",
-    "__version__",
-    "apply",
-    "attention",
-    "attention_everywhere",
-    "context_parallel",
-    "device",
-    "devices",
-    "explain",
-    "fp8",
-    "load",
-    "lower",
-    "masks",
-    "optimize",
-    "policy",
-    "rms_norm",
-]
+PUBLIC = kp.__all__  # API.md shows them: that it is up to date is a test, so a name cannot change unseen
 PUBLIC_MODULES = {"context_parallel", "fp8", "masks"}  # the public names that are meant to be modules
 MASKS = [
     "Mask",
@@ -63,9 +42,9 @@ MODULES = sorted(
 
 
 @needs_executorch
-def test_the_public_names_are_frozen() -> None:
-    assert sorted(kp.__all__) == PUBLIC
+def test_the_public_names_are_there() -> None:
     assert sorted(PUBLIC) == PUBLIC
+    assert set(PUBLIC) >= PUBLIC_MODULES
     for name in PUBLIC:
         assert hasattr(kp, name)
     assert sorted(kp.masks.__all__) == MASKS

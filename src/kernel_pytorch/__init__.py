@@ -14,6 +14,7 @@ from kernel_pytorch.ops.attention import attention
 from kernel_pytorch.ops.attention.everywhere import attention_everywhere
 from kernel_pytorch.ops.attention.hugging_face import register_with_transformers
 from kernel_pytorch.ops.rms_norm import rms_norm
+from kernel_pytorch.ops.rope import rope
 
 register_with_transformers()
 
@@ -49,4 +50,5 @@ __all__ = [
     "optimize",
     "policy",
     "rms_norm",
+    "rope",
 ]
