@@ -19,6 +19,7 @@ from torch.compiler import is_compiling, is_dynamo_compiling
 from torch.nn import functional
 from torch.utils._python_dispatch import _disable_current_modes
 
+from kernel_pytorch.fp8.checkpoint import STATE_KEY, load_layer_state, save_layer_state
 from kernel_pytorch.fp8.gathered_weight import GatheredWeight
 from kernel_pytorch.fp8.kept_cast import Kept
 from kernel_pytorch.fp8.linear import (
@@ -39,7 +40,6 @@ from kernel_pytorch.fp8.weight_uses import Uses, register, repeats_forward
 
 __all__ = ["BUFFERS", "Float8Linear"]
 
-_STATE_KEY = "fp8_state"
 BUFFERS = {
     "fp8_forward_counts": ((COUNTS_SHAPE[0] - 1, *COUNTS_SHAPE[1:]), torch.int64),
     "fp8_history": (STATE_SHAPE[1:], torch.float32),
@@ -342,44 +342,17 @@ class Float8Linear(nn.Linear):
 
     # Checkpoints.
 
-    def fp8_remembered(self) -> torch.Tensor:
-        """A copy of what must go on with the weight: the histories, and whether the layer has fallen back."""
-        state = self.fp8_state
-        return torch.cat([state, state.new_full((1, state.shape[1]), float(self.fp8_fallback is not None))])
-
-    @torch.no_grad()
-    def fp8_remember(self, found: torch.Tensor, why: str) -> None:
-        """Go on with that; ``why`` is the reason of a layer that has not fallen back yet."""
-        self.fp8_history.copy_(found[0])
-        self.fp8_gradient_history.copy_(found[1])
-        if self.fp8_fallback is None and bool(found[-1, 0]):
-            self.fp8_fallback = why
-
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        if self.fp8_recipe.delayed or self.fp8_fallback is not None:
-            destination[prefix + _STATE_KEY] = self.fp8_remembered()
+        save_layer_state(self, destination, prefix)
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
-        found = state_dict.pop(prefix + _STATE_KEY, None)
-        errors: list[str] = rest[-1]
+        state = state_dict.pop(prefix + STATE_KEY, None)
         super()._load_from_state_dict(state_dict, prefix, *rest)
         self._forget()  # the weight may be another, of another format
         if self.fp8_history.is_meta and not self.weight.is_meta:  # assigned to a model without memory
             self._buffers.update(_new_buffers(self.weight.device))
-        if found is None:
-            if prefix + "weight" in state_dict:  # the histories of another one say nothing
-                self.fp8_history.zero_()
-                self.fp8_gradient_history.zero_()
-                self.fp8_fallback = None
-        elif tuple(found.shape) != (STATE_SHAPE[0] + 1, STATE_SHAPE[1]) or not bool((found >= 0).all()):
-            errors.append(
-                f"{prefix}{_STATE_KEY} has shape {list(found.shape)} or negative numbers: expected the histories "
-                f"that a converted layer saves, of shape {[STATE_SHAPE[0] + 1, STATE_SHAPE[1]]}"
-            )
-        else:
-            self.fp8_fallback = None
-            self.fp8_remember(found, "it had when the checkpoint was saved")
+        load_layer_state(self, state, prefix, prefix + "weight" in state_dict, rest[-1])
 
     def extra_repr(self) -> str:
         products = "auto" if self.fp8_auto else ", ".join(self.fp8_recipe.low_precision)
