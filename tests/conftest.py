@@ -65,13 +65,6 @@ def _own_choice_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KERNEL_PYTORCH_CACHE", str(tmp_path / "cache"))
 
 
-@pytest.fixture(autouse=True)
-def _autograd_with_threads() -> Iterator[None]:
-    """As torch comes. Where there is one GPU, a conversion to FP8 takes them from autograd: not from other tests."""
-    with torch.autograd.set_multithreading_enabled(True):
-        yield
-
-
 @pytest.fixture
 def one_thread() -> Iterator[None]:
     """Small tensors on busy cores: threads that wait for each other take ten times as long."""

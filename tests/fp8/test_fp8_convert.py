@@ -84,6 +84,16 @@ def test_reverting_keeps_what_ddp_was_to_ignore() -> None:
     assert model._ddp_params_and_buffers_to_ignore == ["0.bias"]
 
 
+@pytest.mark.parametrize("enabled", [True, False])
+def test_conversion_does_not_change_autograd_threading(enabled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 1)
+    with torch.autograd.set_multithreading_enabled(enabled):
+        model = kp.fp8.convert(linear(), "delayed")
+        assert torch._C._is_multithreading_enabled() is enabled
+        kp.fp8.revert(model)
+        assert torch._C._is_multithreading_enabled() is enabled
+
+
 WRONG = {
     "model": (lambda: kp.fp8.convert([1]), TypeError, r"model=\[1\]: expected a torch.nn.Module"),
     "recipe": (
@@ -189,7 +199,7 @@ LEFT_ALONE = {
 def test_the_report_says_why_a_class_is_left_alone(make: Callable[[], nn.Module], reason: str) -> None:
     model = nn.ModuleDict({"odd": make(), "plain": nn.Linear(8, 8), "last": nn.Linear(8, 8)})
     kind = type(model["odd"])
-    kp.fp8.convert(model, "tensorwise", layers=lambda name, _: name != "last", one_thread=False)
+    kp.fp8.convert(model, "tensorwise", layers=lambda name, _: name != "last")
     assert type(model["odd"]) is kind
     report = kp.fp8.report(model)
     assert [layer.name for layer in report.layers] == ["plain"]
@@ -205,7 +215,7 @@ def test_the_report_says_why_a_class_is_left_alone(make: Callable[[], nn.Module]
 def test_a_reason_is_given_once_for_all_layers_that_have_it() -> None:
     model = LoRALinear(8, 8)
     model.rest = nn.Sequential(*(LoRALinear(8, 8) for _ in range(4)), nn.Linear(8, 8), nn.MultiheadAttention(8, 2))
-    kp.fp8.convert(model, "tensorwise", one_thread=False)
+    kp.fp8.convert(model, "tensorwise")
     subclasses, attention = str(kp.fp8.report(model)).splitlines()[2:]
     assert subclasses.startswith(
         "not converted: the model itself, rest.0, rest.1, rest.2, rest.3 (LoRALinear is a "
@@ -463,7 +473,7 @@ def test_a_model_that_is_sharded_already_is_warned_about() -> None:
 
 @every_recipe
 def test_a_report_has_a_line_for_each_layer(recipe: Recipe) -> None:
-    model = kp.fp8.convert(block(), recipe, one_thread=False)
+    model = kp.fp8.convert(block(), recipe)
     results(model, random(8, 24))
     report = kp.fp8.report(model)
     head, *lines = str(report).splitlines()
