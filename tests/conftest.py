@@ -4,7 +4,6 @@ import importlib.util
 import multiprocessing
 import os
 import sys
-import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -75,9 +74,12 @@ def one_thread() -> Iterator[None]:
 
 
 @pytest.fixture
-def own_monitors(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step of any optimizer counts for every model that is watched: not for those of other tests."""
-    monkeypatch.setattr("kernel_pytorch.fp8.monitor._monitors", weakref.WeakKeyDictionary())
+def own_monitors() -> None:
+    """Start without the monitors of models that earlier tests left behind."""
+    from kernel_pytorch.fp8 import monitor
+
+    for model in list(monitor._monitors):
+        monitor.unwatch(model)
 
 
 @pytest.fixture

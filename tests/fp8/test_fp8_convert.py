@@ -485,8 +485,8 @@ def test_a_report_has_a_line_for_each_layer(recipe: Recipe) -> None:
     for row in report.layers:
         assert row.products == {p: "own" if p in recipe.high_precision else "fp8" for p in PRODUCTS}
         assert row.measured == ()
-        assert row.losses["weight"].numbers == model.get_submodule(row.name).weight.numel()
-        assert row.losses["gradient"].numbers == 8 * row.outputs
+        assert row.stats["weight"].elements == model.get_submodule(row.name).weight.numel()
+        assert row.stats["gradient"].elements == 8 * row.outputs
     assert (report.layers[0].inputs, report.layers[0].outputs) == (24, 32)
 
 
@@ -542,8 +542,8 @@ def test_a_report_has_what_was_lost() -> None:
     model = kp.fp8.convert(linear(24, 16), "tensorwise", monitor=None)
     model(lossy())
     (row,) = kp.fp8.report(model).layers
-    assert row.losses["input"].underflowed == pytest.approx(191 / 192)
-    assert row.losses["gradient"].numbers == 0
+    assert row.stats["input"].underflowed == pytest.approx(191 / 192)
+    assert row.stats["gradient"].elements == 0
     assert "99.48%" in str(kp.fp8.report(model))
 
 

@@ -15,7 +15,7 @@ from kernel_pytorch.fp8.gathering import Shard
 from kernel_pytorch.fp8.kept_cast import sums_of_y
 from kernel_pytorch.fp8.layer import Float8Linear
 from kernel_pytorch.fp8.linear import COUNTS_SHAPE
-from kernel_pytorch.fp8.monitor import Losses, layers_of, losses_of
+from kernel_pytorch.fp8.monitor import CastStats, cast_stats, layers_of
 from kernel_pytorch.fp8.norm import norms_in
 from kernel_pytorch.fp8.plan import Measured, may_gain
 from kernel_pytorch.fp8.recipe import PRODUCTS
@@ -41,7 +41,7 @@ class LayerReport:
     """For y, dx and dW: ``fp8``, ``own`` (the layer's own precision), or ``?`` where auto has not seen an input."""
     measured: tuple[Measured, ...]
     """The measurements of ``auto``, one for each number of rows it was asked about."""
-    losses: dict[str, Losses]
+    stats: dict[str, CastStats]
     notes: tuple[str, ...]
 
 
@@ -58,20 +58,30 @@ class Report:
     """Names of what multiplies by a weight and ``convert`` never takes, for what it is: why, and what to do."""
 
     def __str__(self) -> str:
-        head = ["layer", "K -> N", "recipe", *PRODUCTS, "measured", "outgrown", "to zero", "not finite", "notes"]
+        head = [
+            "layer",
+            "K -> N",
+            "recipe",
+            *PRODUCTS,
+            "measured",
+            "saturated",
+            "underflowed",
+            "non-finite",
+            "notes",
+        ]
         rows = [head]
         for layer in self.layers:
             gains = [f"{found.speedup:.2f}x at {found.rows} rows" for found in layer.measured]
-            lost = layer.losses.values()
+            stats = layer.stats.values()
             rows.append([
                 layer.name,
                 f"{layer.inputs} -> {layer.outputs}",
                 layer.recipe,
                 *layer.products.values(),
                 ", ".join(gains) or "-",
-                f"{max(of.outgrown for of in lost):.2%}",
-                f"{max(of.underflowed for of in lost):.2%}",
-                str(sum(of.nonfinite for of in lost)),
+                f"{max(of.saturated for of in stats):.2%}",
+                f"{max(of.underflowed for of in stats):.2%}",
+                str(sum(of.nonfinite for of in stats)),
                 "; ".join(layer.notes),
             ])  # fmt: skip
         widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
@@ -192,5 +202,5 @@ def _layer_report(name: str, layer: Float8Linear, fused: str | None, norm: str |
     counts = torch.zeros(COUNTS_SHAPE, dtype=torch.int64) if layer.weight.is_meta else layer.fp8_counts.cpu()
     recipe = f"auto ({layer.fp8_recipe})" if layer.fp8_auto else str(layer.fp8_recipe)
     return LayerReport(
-        name, layer.in_features, layer.out_features, recipe, products, measured, losses_of(counts), tuple(notes)
+        name, layer.in_features, layer.out_features, recipe, products, measured, cast_stats(counts), tuple(notes)
     )
