@@ -168,8 +168,8 @@ _hook: Any = None
 def watch(model: nn.Module, interval: int) -> Monitor:
     """Monitor a model until it is reverted or deleted."""
     global _hook
+    weakref.finalize(model, _release)  # before the dictionary's own reference: callbacks run last to first
     monitor = _monitors[model] = Monitor(model, interval)
-    weakref.finalize(model, _release)
     if _hook is None:
         _hook = register_optimizer_step_post_hook(_after_optimizer_step)
     return monitor
