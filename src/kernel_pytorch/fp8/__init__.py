@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from kernel_pytorch.fp8.checkpoint import load_state_dict, state_dict
 from kernel_pytorch.fp8.conversion import convert, revert
 from kernel_pytorch.fp8.gathering import gather
 from kernel_pytorch.fp8.linear import fp8_linear as linear
@@ -24,7 +25,9 @@ __all__ = [
     "convert",
     "gather",
     "linear",
+    "load_state_dict",
     "report",
     "revert",
+    "state_dict",
     "synchronize",
 ]
