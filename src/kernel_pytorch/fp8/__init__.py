@@ -11,6 +11,7 @@ from kernel_pytorch.fp8.linear import fp8_linear as linear
 from kernel_pytorch.fp8.monitor import Losses
 from kernel_pytorch.fp8.ranks import synchronize
 from kernel_pytorch.fp8.recipe import RECIPES, Recipe
+from kernel_pytorch.fp8.weight_cache import accumulate
 from kernel_pytorch.hardware_abstraction.formats import Format
 
 __all__ = [
@@ -20,6 +21,7 @@ __all__ = [
     "Losses",
     "Recipe",
     "Report",
+    "accumulate",
     "convert",
     "gather",
     "linear",
