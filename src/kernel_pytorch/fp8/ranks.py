@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import nn
 
 from kernel_pytorch.fp8.checkpoint import layer_state, restore_layer_state
-from kernel_pytorch.fp8.convert import check_module
+from kernel_pytorch.fp8.conversion import check_module
 from kernel_pytorch.fp8.monitor import layers_of
 
 __all__ = ["synchronize"]
