@@ -83,12 +83,6 @@ def own_monitors() -> None:
 
 
 @pytest.fixture
-def an_optimizer_has_made_a_step() -> None:
-    """Before the first one no cast of a weight is kept."""
-    torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1).step()
-
-
-@pytest.fixture
 def products(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     """The shape of every 8-bit product that a layer on its own computes."""
     linear_module = sys.modules["kernel_pytorch.fp8.linear"]  # the package has a function of that name

@@ -14,7 +14,7 @@ from fp8_models import block, linear, random, same, sqnr, train
 from kernel_pytorch.fp8 import monitor as monitor_module
 from kernel_pytorch.fp8.recipe import RECIPES
 
-pytestmark = pytest.mark.usefixtures("one_thread", "own_monitors", "an_optimizer_has_made_a_step")
+pytestmark = pytest.mark.usefixtures("one_thread", "own_monitors")
 
 
 # torch.compile

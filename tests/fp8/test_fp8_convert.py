@@ -23,7 +23,7 @@ from kernel_pytorch.fp8.layer import BUFFERS, Float8Linear
 from kernel_pytorch.fp8.recipe import PRODUCTS, RECIPES, Recipe
 from kernel_pytorch.testing import pretend
 
-pytestmark = pytest.mark.usefixtures("one_thread", "own_monitors", "an_optimizer_has_made_a_step")
+pytestmark = pytest.mark.usefixtures("one_thread", "own_monitors")
 
 
 # Converting and reverting
@@ -395,9 +395,7 @@ def test_inference_mode(made_in: str) -> None:
 def test_copies_train_as_the_model_does(recipe: str, way: str) -> None:
     model = kp.fp8.convert(block(), recipe, fuse_swiglu=way != "pickle unfused")
     train(model, torch.optim.SGD(model.parameters(), lr=0.1), range(3))
-    for _ in range(4):
-        model(random(4, 24)).sum().backward()
-    assert all(layer._kept_cast is not None for layer in monitor_module.layers_of(model).values())
+    model(random(4, 24)).sum().backward()
     if way == "deepcopy":
         copied = copy.deepcopy(model)
     else:

@@ -16,7 +16,7 @@ import kernel_pytorch as kp
 from fp8_models import block, linear, random, results, same, sqnr, train
 from kernel_pytorch.fp8 import monitor as monitor_module
 
-pytestmark = pytest.mark.usefixtures("one_thread", "own_monitors", "an_optimizer_has_made_a_step")
+pytestmark = pytest.mark.usefixtures("one_thread", "own_monitors")
 
 
 def histories(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -22,7 +22,7 @@ from fp8_models import SwiGLU, block, linear, lossy, random, results, sqnr
 from kernel_pytorch.fp8 import monitor as monitor_module
 from kernel_pytorch.fp8.recipe import PRODUCTS
 
-pytestmark = pytest.mark.usefixtures("one_thread", "own_monitors", "an_optimizer_has_made_a_step")
+pytestmark = pytest.mark.usefixtures("one_thread", "own_monitors")
 
 
 def steps(model: nn.Module, number: int, x: Callable[[int], torch.Tensor] = lossy) -> None:

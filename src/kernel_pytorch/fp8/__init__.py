@@ -13,6 +13,7 @@ from kernel_pytorch.fp8.monitor import CastStats
 from kernel_pytorch.fp8.ranks import synchronize
 from kernel_pytorch.fp8.recipe import RECIPES, Recipe
 from kernel_pytorch.fp8.summary import LayerReport, Report, report
+from kernel_pytorch.fp8.weight_cache import accumulate
 from kernel_pytorch.hardware_abstraction.formats import Format
 
 __all__ = [
@@ -22,6 +23,7 @@ __all__ = [
     "LayerReport",
     "Recipe",
     "Report",
+    "accumulate",
     "convert",
     "gather",
     "linear",
