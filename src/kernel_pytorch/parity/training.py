@@ -193,7 +193,7 @@ class Results:
 
 def default_convert(module: nn.Module, recipe: str) -> nn.Module:
     """``kp.fp8.convert``, imported when it is first needed."""
-    from kernel_pytorch.fp8.convert import convert
+    from kernel_pytorch.fp8.conversion import convert
 
     return convert(module, recipe)
 
