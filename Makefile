@@ -6,6 +6,7 @@
 # make suite     run ExecuTorch's own backend test suite with our flow, and record what came of it
 # make oldest    what depends on torch's version, with the oldest that the project takes (downloads gigabytes)
 # make check     formatting, lint, types
+# make tidy      clang-tidy over the C++ sources (about a minute)
 # make docs      build the site in docs/_build/html; anything doubtful fails the build
 # make docs-gpu  run every block of the documentation on the GPU that is here, and record which passed
 # make evidence  make the records and pages that need no hardware anew
@@ -17,8 +18,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 CHECKED := src tests tools benchmarks demos docs conftest.py
 SITE := docs/_build/html
+NATIVE := src/kernel_pytorch/lowering/native
 
-.PHONY: install demo test oldest check fuzz cross suite docs docs-gpu evidence evidence-check probe clean
+.PHONY: install demo test oldest check tidy fuzz cross suite docs docs-gpu evidence evidence-check probe clean
 
 # The stamp is older than what it depends on exactly when there is something to install.
 $(VENV)/.installed: pyproject.toml constraints.txt
@@ -47,6 +49,13 @@ check: install
 	$(BIN)/ruff check $(CHECKED)
 	$(BIN)/ruff format --check $(CHECKED)
 	$(BIN)/mypy
+
+tidy: install
+	$(BIN)/cmake -S $(NATIVE) -B $(VENV)/tidy -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN)/ninja) \
+		-DCMAKE_PREFIX_PATH=$$($(BIN)/python -c 'from kernel_pytorch.lowering.build import executorch_root; print(executorch_root())') \
+		-DCMAKE_EXPORT_COMPILE_COMMANDS=ON -DKERNEL_PYTORCH_TESTS=$(abspath tests/lowering/native) > /dev/null
+	ls $(foreach folder,core operators kernels tools,$(NATIVE)/$(folder)/*.cpp) tests/lowering/native/*.cpp | \
+		xargs -P 2 -n 4 clang-tidy -p $(VENV)/tidy --quiet
 
 fuzz: install
 	$(BIN)/python tests/lowering/fuzz_payload.py --cases 1000000 --write

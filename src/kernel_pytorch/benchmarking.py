@@ -135,7 +135,7 @@ def run(work: Plan, step: Step, seconds: float = 0.3) -> Iterator[Measurement]:
                 error=worst.error if worst else None,
                 budget=worst.budget if worst else None,
             )
-    torch._dynamo.reset()  # compiled baselines of this step must not crowd out those of the next
+    torch.compiler.reset()  # compiled baselines of this step must not crowd out those of the next
 
 
 def _results(op: Op, arguments: dict[str, Any]) -> int:

@@ -534,12 +534,12 @@ def test_autocast_does_not_reach_into_kernels() -> None:
     """What a kernel multiplies and adds up in float32 must not be rounded because its caller is in autocast."""
     x = [torch.randn(1, 2, 50, 32, generator=torch.Generator().manual_seed(n)) for n in range(3)]
 
-    def run() -> list[torch.Tensor]:
+    def run(dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
         leaves = [value.clone().requires_grad_() for value in x]
-        out = kp.attention(*leaves, kp.masks.causal(), kernel="tiled")
-        return [out.detach(), *torch.autograd.grad(out.square().sum(), leaves)]
+        out = kp.attention(*(leaf.to(dtype) for leaf in leaves), kp.masks.causal(), kernel="tiled")
+        return [out.detach(), *torch.autograd.grad(out, leaves, torch.ones_like(out))]
 
-    plain = run()
+    plain = run(torch.bfloat16)  # as autocast converts the arguments
     with torch.autocast("cpu", dtype=torch.bfloat16):
         inside = run()
         compiled = torch.compile(

@@ -22,6 +22,7 @@ SECONDS = {
     "tests/fp8/test_fp8_swiglu_parts.py": 100,
     "tests/fp8/test_fp8_weight_casts.py": 75,
     "tests/lowering/test_lowering_bad_payloads.py": 75,
+    "tests/lowering/test_native.py": 45,
     "tests/backends/test_backends.py::TestAmd": 70,
     "tests/backends/test_backends.py::TestIntel": 70,
     "tests/distributed/test_context_parallel_models.py": 70,

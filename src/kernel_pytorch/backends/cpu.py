@@ -14,8 +14,8 @@ BACKEND = Backend(
     probe=probe_cpu,
     catalogue=tuple(device for device in CATALOGUE.values() if device.backend == "cpu"),
     kernels=(
-        attention.KERNEL_CPU_FLASH,
         attention.KERNEL_NATIVE,
+        attention.KERNEL_CPU_FLASH,
         attention.KERNEL_TILED,
         attention.KERNEL_SCORE_MOD,
         rms_norm.KERNEL_TORCH,

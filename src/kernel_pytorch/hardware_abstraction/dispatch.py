@@ -16,12 +16,24 @@ from functools import lru_cache, partial
 from typing import Any, NoReturn
 
 import torch
-from torch._guards import active_fake_mode
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
 
+from kernel_pytorch._compat.modes import (
+    dispatch_mode_count,
+    forward_ad_active,
+    is_legacy_batched,
+    transform_active,
+)
+from kernel_pytorch._compat.structures import FakeTensor, active_fake_mode
 from kernel_pytorch.hardware_abstraction import choice_cache
 from kernel_pytorch.hardware_abstraction.device import Device
+from kernel_pytorch.hardware_abstraction.func_transforms import (
+    Transformed,
+    no_forward_mode,
+    no_second_derivative,
+    restore,
+    save,
+)
 from kernel_pytorch.hardware_abstraction.op import Call, Op, Phase, TensorSpec, registered_op
 from kernel_pytorch.hardware_abstraction.registry import device_of
 from kernel_pytorch.hardware_abstraction.selection import Choice, Policy, encode_policy, fitting, select
@@ -286,6 +298,7 @@ class Function:
         state = _effective(self.op.name, kernel)
         plain = _no_modes()
         needs_grad = False
+        outputs: tuple[torch.Tensor, ...]
         for value in arguments:
             if isinstance(value, torch.Tensor):
                 plain = plain and _is_plain(value)
@@ -295,10 +308,13 @@ class Function:
             raise _Explained(self._explained(arguments, state.policy, needs_grad))
         if not plain:
             self.refuse_tangents(arguments)
+            if torch._C._functorch.peek_interpreter_stack() is not None and self.op.differentiable_outputs:
+                outputs = Transformed.apply(self, state.policy.encoded, *self.encoded(arguments))  # type: ignore[no-untyped-call]
+                return outputs
             return self._through_torch(self.encoded(arguments), state.policy.encoded)
         run = self._runner("forward", arguments, state, needs_grad)
         if needs_grad:
-            outputs: tuple[torch.Tensor, ...] = _Differentiable.apply(self, run, state, *arguments)  # type: ignore[no-untyped-call]
+            outputs = _Differentiable.apply(self, run, state, *arguments)  # type: ignore[no-untyped-call]
             return outputs
         outputs = run(*arguments)
         return outputs
@@ -446,21 +462,18 @@ class Function:
 
         def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
             output = output if isinstance(output, tuple) else (output,)
-            _save(ctx, self.gather_saved(inputs[:-1], output))
+            save(ctx, self.gather_saved(inputs[:-1], output))
             ctx.policy = inputs[-1]
             ctx.absent = [inputs[i] is None for i in self._differentiable]
             ctx.mark_non_differentiable(*(output[i] for i in self._hidden_outputs))
 
         def autograd_backward(ctx: Any, *gradients: Any) -> tuple[Any, ...]:
             taken = [gradients[i] for i in self._grad_outputs]
-            result = self._backward_op(*taken, *_restore(ctx), ctx.policy)
+            result = self._backward_op(*taken, *restore(ctx), ctx.policy)
             return (*self.spread(result, len(op.argument_names), ctx.absent), None)
 
         def second_derivative(ctx: Any, *gradients: Any) -> Any:
-            raise NotImplementedError(
-                f"{name} has no second derivative: leave out create_graph=True, or differentiate its formula "
-                f"in plain torch operations"
-            )
+            raise NotImplementedError(no_second_derivative(name))
 
         torch.library.register_autograd(
             f"kernel_pytorch::{name}", autograd_backward, setup_context=setup_context, lib=_LIBRARY
@@ -498,7 +511,7 @@ class Function:
 
     def refuse_tangents(self, values: Any) -> None:
         """torch would drop the tangents of forward-mode derivatives at a custom op, without a word."""
-        if forward_ad._current_level < 0:
+        if not forward_ad_active():
             return
         for value in values:
             if not isinstance(value, torch.Tensor):
@@ -508,18 +521,12 @@ class Function:
             except RuntimeError:  # batched or fake: torch cannot tell, so there may be one
                 tangent = value
             if tangent is not None:
-                raise NotImplementedError(
-                    f"{self.op.name} has no forward-mode derivative: use the reverse mode, as torch.autograd.grad"
-                )
+                raise NotImplementedError(no_forward_mode(self.op.name))
 
 
 def _no_modes() -> bool:
     """Whether nothing watches or transforms what torch runs: no dispatch mode, no torch.func, no forward mode."""
-    return (
-        torch._C._len_torch_dispatch_stack() == 0
-        and torch._C._functorch.peek_interpreter_stack() is None
-        and forward_ad._current_level < 0
-    )
+    return dispatch_mode_count() == 0 and not transform_active() and not forward_ad_active()
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
@@ -537,7 +544,7 @@ def plain_call(tensor: torch.Tensor) -> bool:
         and not explaining()
         and _no_modes()
         and _is_plain(tensor)
-        and not torch._C._functorch.is_legacy_batchedtensor(tensor)
+        and not is_legacy_batched(tensor)
     )
 
 
@@ -572,16 +579,6 @@ def placed(where: torch.device, run: Callable[..., Any]) -> Callable[..., Any]:
     return guarded
 
 
-def _save(ctx: Any, saved: list[Any]) -> None:
-    ctx.save_for_backward(*(value for value in saved if isinstance(value, torch.Tensor)))
-    ctx.others = [None if isinstance(value, torch.Tensor) else (value,) for value in saved]
-
-
-def _restore(ctx: Any) -> list[Any]:
-    tensors = iter(ctx.saved_tensors)
-    return [next(tensors) if other is None else other[0] for other in ctx.others]
-
-
 class _Differentiable(torch.autograd.Function):
     """The eager path's autograd: the same backward as the custom op's, without its dispatcher."""
 
@@ -591,7 +588,7 @@ class _Differentiable(torch.autograd.Function):
         ctx.function, ctx.state = function, state
         ctx.absent = [arguments[i] is None for i in function._differentiable]
         ctx.count = len(arguments)
-        _save(ctx, function.gather_saved(arguments, outputs))
+        save(ctx, function.gather_saved(arguments, outputs))
         ctx.mark_non_differentiable(*(outputs[i] for i in function._hidden_outputs))
         return outputs
 
@@ -599,11 +596,11 @@ class _Differentiable(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Any) -> Any:
         function = ctx.function
         taken = [gradients[i] for i in function._grad_outputs]
-        values = (*taken, *_restore(ctx))
+        values = (*taken, *restore(ctx))
         # With create_graph=True the custom op goes into the graph, and refuses a second derivative there.
         plain = not torch.is_grad_enabled() and _no_modes()
         for gradient in taken:  # is_grads_batched=True brings batches that no mode announces
-            plain = plain and _is_plain(gradient) and not torch._C._functorch.is_legacy_batchedtensor(gradient)
+            plain = plain and _is_plain(gradient) and not is_legacy_batched(gradient)
         if plain:
             result = function.backward(ctx.state, values)
         else:

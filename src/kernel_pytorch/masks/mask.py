@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
-from torch.utils._python_dispatch import _disable_current_modes
 
+from kernel_pytorch._compat.structures import disable_modes, pytree
 from kernel_pytorch.masks import code as mask_code
 from kernel_pytorch.masks import part as mask_part
 from kernel_pytorch.masks.code import Node
@@ -74,6 +73,20 @@ class Mask:
         """Whether this is ``causal()`` itself."""
         return self.node.kind == mask_code.CAUSAL
 
+    def simplified(self, q_len: int, kv_len: int) -> Mask:
+        """``full()`` or ``causal()`` where this mask says the same at these lengths, which more kernels serve.
+
+        Example:
+            >>> import kernel_pytorch as kp
+            >>> kp.masks.causal().simplified(1, 100)
+            full()
+            >>> (kp.masks.causal() & kp.masks.window(4096)).simplified(1000, 1000)
+            causal()
+        """
+        if self.node.kind == mask_code.FULL or (self.node.kind == mask_code.CAUSAL and q_len != 1):
+            return self
+        return _simplified(self, q_len, kv_len)
+
     def layout(self, q_len: int, kv_len: int) -> Layout:
         """Which keys each query attends to, as intervals; kept, so that asking again costs nothing."""
         return layout(self.node, q_len, kv_len)
@@ -134,13 +147,7 @@ class Mask:
         )
         node = mask_part.part_node(self.node, q_len, kv_len, *wanted, heads)
         known = layout(node, mask_part.size(wanted[0]), mask_part.size(wanted[1]))
-        # What is full or causal after all is said so: kernels for these alone can take it.
-        if not known.tables and known.batch == 1:
-            if mask_part.is_full(known.first, known.last, known.kv_len):
-                return leaf(mask_code.FULL)
-            if mask_part.is_causal(known.first, known.last, known.kv_len):
-                return leaf(mask_code.CAUSAL)
-        return made(node)
+        return made(node).simplified(known.q_len, known.kv_len)
 
     def show(self, q_len: int, kv_len: int | None = None, *, path: str | Path | None = None, size: int = 32) -> str:
         """Draw the mask: as text, and as a PNG where a path is given. Works at any length.
@@ -182,11 +189,22 @@ def leaf(kind: int, *numbers: int) -> Mask:
 def made(node: Node) -> Mask:
     """The one Mask of an expression: masks made anew in every step cost no more than a look-up."""
     # What is kept must not be a fake tensor of a mode that is active now, nor one that no backward may save.
-    with _disable_current_modes(), torch.inference_mode(False):
+    with disable_modes(), torch.inference_mode(False):
         code = mask_code.encode(node)
     # What torch._dynamo.maybe_mark_dynamic does, without its import: a code of another length is no other graph.
     code._dynamo_weak_dynamic_indices = {0}  # type: ignore[attr-defined]
     return Mask(code, node)
+
+
+@lru_cache(maxsize=1024)
+def _simplified(mask: Mask, q_len: int, kv_len: int) -> Mask:
+    known = mask.layout(q_len, kv_len)
+    if not known.tables and known.batch == 1:
+        if mask_part.is_full(known.first, known.last, known.kv_len):
+            return leaf(mask_code.FULL)
+        if mask_part.is_causal(known.first, known.last, known.kv_len):
+            return leaf(mask_code.CAUSAL)
+    return mask
 
 
 @lru_cache(maxsize=256)

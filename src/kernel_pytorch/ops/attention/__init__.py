@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from kernel_pytorch._compat.modes import transform_active
 from kernel_pytorch.hardware_abstraction.dispatch import Function
 from kernel_pytorch.masks import Mask, full
 from kernel_pytorch.ops.attention.definition import ATTENTION, result_dtype
@@ -33,6 +34,7 @@ __all__ = [
     "attention",
 ]
 
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
 _function = Function(ATTENTION)
 _score_mod = Function(SCORE_MOD_ATTENTION)
 
@@ -118,6 +120,8 @@ def attention(
     if tensors and torch.is_autocast_enabled(q.device.type):
         dtype = torch.get_autocast_dtype(q.device.type)
         q, k, v = (x if x.dtype == torch.float64 else x.to(dtype) for x in (q, k, v))
+    if tensors and isinstance(mask, Mask) and group is None and not torch.compiler.is_compiling():
+        mask = _simplified(mask, q, k)
     if scale is None:
         # Where q has no head_dim, the check says so.
         known = tensors and q.ndim > 0 and q.shape[-1] > 0
@@ -144,6 +148,16 @@ def attention(
     return (out, lse) if return_lse else out
 
 
+def _simplified(mask: Mask, q: torch.Tensor, k: torch.Tensor) -> Mask:
+    """The mask as ``full()`` or ``causal()`` where it is that; one that does not fit is left to the op's check."""
+    if q.ndim != 4 or k.ndim != 4 or type(q) not in _PLAIN:
+        return mask
+    try:
+        return mask.simplified(q.shape[2], k.shape[2])
+    except ValueError:
+        return mask
+
+
 def _across_ranks(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -167,6 +181,6 @@ def _across_ranks(
 
 def _may_train(*tensors: torch.Tensor | None) -> bool:
     """Whether a backward may follow; torch.compile and torch.func do not say, so there it may."""
-    if torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is not None:
+    if torch.compiler.is_compiling() or transform_active():
         return True
     return torch.is_grad_enabled() and any(getattr(x, "requires_grad", x is not None) for x in tensors)
