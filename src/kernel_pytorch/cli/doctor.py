@@ -107,7 +107,7 @@ def show(report: dict[str, Any]) -> None:
     table = Table(title="What is known about each kernel", title_justify="left")
     for column in ("op", "kernel", "backend", "status", "where"):
         table.add_column(column)
-    colours = {"measured": "green", "compiled": "cyan", "interpreted": "yellow", "untested": "red"}
+    colours = {"measured": "green", "tested": "green", "compiled": "cyan", "interpreted": "yellow"}
     for row in report["support"]:
         status = f"[{colours[row['status']]}]{row['status']}[/]"
         table.add_row(row["op"], row["kernel"], row["backend"], status, row["detail"])
