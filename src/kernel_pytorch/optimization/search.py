@@ -225,8 +225,11 @@ class Search:
     def _verified(self, state: State) -> Verdict:
         self._switch(state)
         used = [self._candidates[name] for name in state]
-        drops = frozenset[str]().union(*(candidate.drops for candidate in used))
-        verdict = self._verifier.verify(exact=self._exact(state), drops=drops)
+        verdict = self._verifier.verify(
+            exact=self._exact(state),
+            drops=frozenset().union(*(candidate.drops for candidate in used)),
+            adds_state=frozenset().union(*(candidate.adds_state for candidate in used)),
+        )
         self._verdicts[state] = verdict
         return verdict
 
