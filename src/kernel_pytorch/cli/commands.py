@@ -67,15 +67,16 @@ def options(
 def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print data instead of tables.")] = False,
     measure: Annotated[bool, typer.Option(help="Also measure bandwidth and matmul rates (seconds).")] = False,
+    support: Annotated[bool, typer.Option("--support", help="Also show the test status of each kernel.")] = False,
 ) -> None:
-    """Show what is here: devices, formats, the kernels that would be chosen, versions, broken plug-ins."""
+    """Show what is here: devices, the kernels that would be chosen, optional libraries, broken plug-ins."""
     from kernel_pytorch.cli.doctor import diagnose, show
 
     report = diagnose(measure=measure)
     if as_json:
         typer.echo(json.dumps(report, indent=2))
     else:
-        show(report)
+        show(report, support=support)
 
 
 @app.command(epilog="Example:  [bold]kernel-pytorch tour[/bold]")
