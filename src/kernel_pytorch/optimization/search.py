@@ -370,8 +370,9 @@ class Search:
             result.best = result.steps[-1].state if result.steps else EAGER
         self._switch(EAGER)
         result.memory = self._memory(EAGER, result.best) if self._workload.training else []
-        if not result.over_eager:
-            result.over_eager = self._timed(EAGER, result.best)
+        if not result.best:  # eager beside itself
+            result.over_eager = [replace(one, after=one.before, ratio=1.0) for one in self._timed(EAGER, EAGER)]
+            result.over_compile = []
 
     def _unconfirmed(self, state: State) -> str:
         try:
