@@ -22,6 +22,7 @@ PUBLIC = [
     "Device",
     "KVCache",
     "Policy",
+    "TextGenerator",
     "UnsupportedCallError",
     "__version__",
     "attention",

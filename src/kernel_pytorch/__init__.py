@@ -17,7 +17,7 @@ from kernel_pytorch.ops.rms_norm import rms_norm
 def __getattr__(name: str) -> object:
     if name in ("context_parallel", "fp8"):  # imported when first used: torch.distributed takes a while
         return importlib.import_module(f"kernel_pytorch.{name}")
-    if name in ("load", "lower"):  # the same: ExecuTorch takes seconds
+    if name in ("TextGenerator", "load", "lower"):  # the same: ExecuTorch takes seconds
         return getattr(importlib.import_module("kernel_pytorch.lowering"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
@@ -27,6 +27,7 @@ __all__ = [
     "Device",
     "KVCache",
     "Policy",
+    "TextGenerator",
     "UnsupportedCallError",
     "__version__",
     "attention",
