@@ -18,7 +18,7 @@ from torch.nn import functional
 from torch.optim import optimizer as optimizer_module
 
 import kernel_pytorch as kp
-from fp8_models import HISTORIES, SwiGLU, block, linear, lossy, random, results, sqnr
+from fp8_models import SwiGLU, block, linear, lossy, random, results, sqnr
 from kernel_pytorch.fp8 import monitor as monitor_module
 from kernel_pytorch.fp8.recipe import PRODUCTS
 
@@ -49,19 +49,21 @@ def test_a_layer_that_keeps_losing_numbers_falls_back(recipe: str, tmp_path: Pat
     assert torch.equal(first, functional.linear(x, model[0][0].weight, model[0][0].bias))
     rows = {row.name: row for row in kp.fp8.report(model).layers}
     assert rows["0.0"].notes[0].startswith("fell back: input: ")
-    assert rows["0.0"].products == dict.fromkeys(PRODUCTS, "own")
+    assert rows["0.0"].products == dict.fromkeys(PRODUCTS, "fp32")
     assert rows["1"].products == dict.fromkeys(PRODUCTS, "fp8")
     assert "fell back: input" in str(kp.fp8.report(model))
     # It travels.
-    torch.save(model.state_dict(), tmp_path / "model.pt")
+    torch.save({"model": model.state_dict(), "fp8": kp.fp8.state_dict(model)}, tmp_path / "model.pt")
     other = kp.fp8.convert(nn.Sequential(linear(24, 16, seed=1), nn.Linear(16, 4)), recipe)
-    other.load_state_dict(torch.load(tmp_path / "model.pt"))
+    saved = torch.load(tmp_path / "model.pt")
+    other.load_state_dict(saved["model"])
+    kp.fp8.load_state_dict(other, saved["fp8"])
     assert other[0][0].fp8_fallback is not None
     assert other[1].fp8_fallback is None
     assert torch.equal(other[0](x), first)
     assert "fell back" in str(kp.fp8.report(other))
     # And a checkpoint without it takes it back.
-    other.load_state_dict({k: v for k, v in model.state_dict().items() if HISTORIES not in k})
+    other.load_state_dict(saved["model"])
     assert other[0][0].fp8_fallback is None
 
 

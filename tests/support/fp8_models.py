@@ -17,7 +17,6 @@ from kernel_pytorch.fp8.recipe import RECIPES
 from kernel_pytorch.hardware_abstraction import dispatch
 
 every_recipe = pytest.mark.parametrize("recipe", RECIPES.values(), ids=str)
-HISTORIES = "fp8_state"
 
 
 def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:

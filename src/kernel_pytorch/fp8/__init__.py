@@ -5,13 +5,14 @@
 
 from __future__ import annotations
 
+from kernel_pytorch.fp8.checkpoint import load_state_dict, state_dict
 from kernel_pytorch.fp8.conversion import convert, revert
 from kernel_pytorch.fp8.gathering import gather
 from kernel_pytorch.fp8.linear import fp8_linear as linear
 from kernel_pytorch.fp8.monitor import CastStats
 from kernel_pytorch.fp8.ranks import synchronize
 from kernel_pytorch.fp8.recipe import RECIPES, Recipe
-from kernel_pytorch.fp8.summary import LayerReport, Report, report
+from kernel_pytorch.fp8.summary import LayerGroup, LayerReport, Report, report
 from kernel_pytorch.fp8.weight_cache import accumulate
 from kernel_pytorch.hardware_abstraction.formats import Format
 
@@ -19,6 +20,7 @@ __all__ = [
     "RECIPES",
     "CastStats",
     "Format",
+    "LayerGroup",
     "LayerReport",
     "Recipe",
     "Report",
@@ -26,7 +28,9 @@ __all__ = [
     "convert",
     "gather",
     "linear",
+    "load_state_dict",
     "report",
     "revert",
+    "state_dict",
     "synchronize",
 ]

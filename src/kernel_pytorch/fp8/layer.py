@@ -1,9 +1,7 @@
 """A linear layer that trains in 8 bits: an ``nn.Linear`` in all but its arithmetic.
 
-Weight and bias stay the Parameters they were, under their names. What a layer adds are two small buffers that no
-state dict has as such: the counts of what its casts lost, and the state of a delayed recipe. The latter, and whether
-the layer has fallen back to its own precision, travel in checkpoints under one more key, ``fp8_state``, which may be
-missing when a checkpoint of the model before it was converted is loaded.
+Weight and bias stay the Parameters they were, under their names. A layer adds small buffers that are not in its
+state dict: quantization counters and amax histories. ``checkpoint`` saves the histories.
 """
 
 from __future__ import annotations
@@ -19,7 +17,7 @@ from torch.compiler import is_compiling, is_dynamo_compiling
 from torch.nn import functional
 from torch.utils._python_dispatch import _disable_current_modes
 
-from kernel_pytorch.fp8.checkpoint import STATE_KEY, load_layer_state, save_layer_state
+from kernel_pytorch.fp8.checkpoint import reset_layer_state
 from kernel_pytorch.fp8.gathered_weight import GatheredWeight
 from kernel_pytorch.fp8.kept_cast import Kept
 from kernel_pytorch.fp8.linear import (
@@ -311,17 +309,13 @@ class Float8Linear(nn.Linear):
 
     # Checkpoints.
 
-    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-        save_layer_state(self, destination, prefix)
-
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
-        state = state_dict.pop(prefix + STATE_KEY, None)
         super()._load_from_state_dict(state_dict, prefix, *rest)
         self._forget()  # the weight may be another, of another format
         if self.fp8_history.is_meta and not self.weight.is_meta:  # assigned to a model without memory
             self._buffers.update(_new_buffers(self.weight.device))
-        load_layer_state(self, state, prefix, prefix + "weight" in state_dict, rest[-1])
+        if prefix + "weight" in state_dict:  # the histories of another weight do not apply
+            reset_layer_state(self)
 
     def extra_repr(self) -> str:
         products = "auto" if self.fp8_auto else ", ".join(self.fp8_recipe.low_precision)

@@ -62,5 +62,5 @@ def synchronize(model: nn.Module, group: dist.ProcessGroup | None = None) -> nn.
     states = torch.stack([layer_state(layer).to(device) for layer in layers.values()])
     dist.all_reduce(states, dist.ReduceOp.MAX, group)
     for layer, state in zip(layers.values(), states, strict=True):
-        restore_layer_state(layer, state, "it had on another rank")
+        restore_layer_state(layer, state, "on another rank")
     return model
