@@ -8,6 +8,7 @@
 # make check     formatting, lint, types
 # make tidy      clang-tidy over the C++ sources (about a minute)
 # make docs      build the site in docs/_build/html; anything doubtful fails the build
+# make test-gpu  run the backend contract on the devices that are here, and record which kernels passed
 # make docs-gpu  run every block of the documentation on the GPU that is here, and record which passed
 # make evidence  make the records and pages that need no hardware anew
 # make probe     lower and run every operator anew: the table of operators of the cpu backend (about ten minutes)
@@ -20,7 +21,7 @@ CHECKED := src tests tools benchmarks demos docs conftest.py
 SITE := docs/_build/html
 NATIVE := src/kernel_pytorch/lowering/native
 
-.PHONY: install demo test oldest check tidy fuzz cross suite docs docs-gpu evidence evidence-check probe clean
+.PHONY: install demo test oldest check tidy fuzz cross suite docs docs-gpu test-gpu evidence evidence-check probe clean
 
 # The stamp is older than what it depends on exactly when there is something to install.
 $(VENV)/.installed: pyproject.toml constraints.txt
@@ -70,6 +71,9 @@ suite: install
 docs: install
 	$(BIN)/sphinx-build --fresh-env --fail-on-warning --keep-going --nitpicky --quiet --builder html --conf-dir docs . $(SITE)
 	@echo 'open $(SITE)/index.html'
+
+test-gpu: install
+	$(BIN)/python -m kernel_pytorch.testing.contract_run --record
 
 docs-gpu: install
 	$(BIN)/python -m tools.website.execute --record

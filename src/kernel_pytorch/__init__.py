@@ -22,7 +22,7 @@ register_with_transformers()
 def __getattr__(name: str) -> object:
     if name in ("context_parallel", "fp8"):  # imported when first used: torch.distributed takes a while
         return importlib.import_module(f"kernel_pytorch.{name}")
-    if name in ("load", "lower"):  # the same: ExecuTorch takes seconds
+    if name in ("TextGenerator", "load", "lower"):  # the same: ExecuTorch takes seconds
         return getattr(importlib.import_module("kernel_pytorch.lowering"), name)
     if name in ("apply", "optimize"):
         return getattr(importlib.import_module("kernel_pytorch.optimization"), name)
@@ -34,6 +34,7 @@ __all__ = [
     "Device",
     "KVCache",
     "Policy",
+    "TextGenerator",
     "UnsupportedCallError",
     "__version__",
     "apply",

@@ -1,9 +1,11 @@
 """Loaded programs: threads that share one, damaged files, outputs and inputs as the model has them."""
 
 import json
+import os
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -105,3 +107,25 @@ def test_a_dynamic_batch_takes_one() -> None:
 def test_inputs_are_a_tuple(inputs) -> None:
     with pytest.raises(TypeError, match=r"inputs.* is a .*: pass a tuple of the model's inputs, as \(x,\) for one"):
         kp.lower(torch.nn.LayerNorm(8).eval(), inputs)
+
+
+@pytest.mark.parametrize("call", ["kp.lower", "kp.load('x.pte')"])
+def test_without_executorch_it_says_what_to_install(call: str, tmp_path) -> None:
+    (tmp_path / "x.pte").write_bytes(b"")
+    code = f"""
+import importlib.metadata, sys
+sys.modules["executorch"] = None
+def missing(name):
+    raise importlib.metadata.PackageNotFoundError(name)
+importlib.metadata.distribution = missing
+import kernel_pytorch as kp
+try:
+    {call}
+except Exception as error:
+    print(error)
+"""
+    environment = {**os.environ, "PYTHONPATH": str(Path(kp.__file__).parents[1])}
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+    )
+    assert "pip install 'kernel-pytorch[lowering]'" in done.stdout, done.stdout + done.stderr[-2000:]

@@ -65,7 +65,7 @@ def test_pages_can_be_made_without_evidence(tmp_path: Path) -> None:
     for evidence in (None, tmp_path, tmp_path / "missing"):
         assert "There is no record yet." in pages.benchmarks_page(evidence)
         support = pages.support_page(evidence)
-        assert "**untested**" in support
+        assert "**no record**" in support
         assert "**measured**:" not in support.partition("- **measured**")[0]
 
 

@@ -126,6 +126,7 @@ def lower(
     recipe: str | None = None,
     dynamic_shapes: Any = None,
     options: Any = None,
+    metadata: Mapping[str, Any] | None = None,
     tell: Callable[[str], None] | None = None,
 ) -> LoweredProgram:
     """Lower a model to a ``.pte`` that runs on ExecuTorch, with our kernels for what XNNPACK leaves behind.
@@ -140,6 +141,8 @@ def lower(
             With several methods, by the method's name.
         options: what the delegate takes, as the backend's own record (``PartitionerOptions`` for ``"cpu"``);
             everything it can when left out.
+        metadata: values that the program returns from methods without inputs, by the method's name, as ExecuTorch's
+            runners read them: ``{"get_max_seq_len": 128}``.
         tell: gets a line for each step.
 
     Returns:
@@ -179,11 +182,12 @@ def lower(
     if chosen is not None:
         tell(f"quantizing the model: {chosen.name}")
         exported, eager = target.quantize(chosen, model, given, shapes)
-        return lower_exported(exported, eager, given, options=options, tell=tell, target=target)
+        return lower_exported(exported, eager, given, options=options, metadata=metadata, tell=tell, target=target)
     tell("exporting the model")
     with torch.no_grad():
         exported = {n: torch.export.export(model, own, dynamic_shapes=shapes.get(n)) for n, own in given.items()}
-    return lower_exported(exported, dict.fromkeys(given, model), given, options=options, tell=tell, target=target)
+    eager = dict.fromkeys(given, model)
+    return lower_exported(exported, eager, given, options=options, metadata=metadata, tell=tell, target=target)
 
 
 class _RowMajorShapes(ConstraintBasedSymShapeEvalPass):  # type: ignore[misc]
@@ -206,6 +210,7 @@ def lower_exported(
     inputs: Mapping[str, tuple[Any, ...]],
     *,
     options: Any = None,
+    metadata: Mapping[str, Any] | None = None,
     tell: Callable[[str], None] | None = None,
     target: Lowering = CPU,
 ) -> LoweredProgram:
@@ -220,6 +225,7 @@ def lower_exported(
     edge = to_edge_transform_and_lower(
         dict(exported),
         partitioner={method: list(own) for method, own in partitioners.items()},
+        constant_methods=dict(metadata) if metadata else None,
         compile_config=EdgeCompileConfig(_check_ir_validity=False, _skip_dim_order=False),
     )
     reports = [
