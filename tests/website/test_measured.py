@@ -259,7 +259,10 @@ def test_the_age_of_a_record(project: Path) -> None:
     assert states(project, record) == {"rms_norm.cpu": "current", gpu: "stale"}
     assert next(age.shown for age in freshness.ages(project)) == 1
 
-    (project / "src" / "kernel_pytorch" / "ops" / "rms_norm" / "api.py").write_text("two\n")
+    api = project / "src" / "kernel_pytorch" / "ops" / "rms_norm" / "api.py"
+    api.write_text("one  # which is not two\n")
+    assert states(project, record)["rms_norm.cpu"] == "current"
+    api.write_text("two\n")
     assert states(project, record)["rms_norm.cpu"] == "older"
     assert freshness.ages(project)[0].changed == ("ops/rms_norm/api.py",)
     assert states(project, msgspec.structs.replace(record, sources={"torch": "x"}))["rms_norm.cpu"] == "stale"
