@@ -73,9 +73,10 @@ struct LinearTask {
   int64_t rows, inputs, outputs, panel;
   const float* x[kMaxLinearRows];
   float* y[kMaxLinearRows];
-  const float* weights;  // of this panel, [input][kPanel]
-  const float* scales;   // per output, for int8 weights; null otherwise
-  const float* bias;     // null if absent
+  const char* weights;  // of this panel, [input][kPanel]
+  DType dtype;          // of the weights
+  const float* scales;  // per output, for int8 weights; null otherwise
+  const float* bias;    // null if absent
 };
 
 // One row of x in 8 bits: element = scale (data - zero_point).
@@ -118,8 +119,7 @@ struct KernelTable {
   void (*norm)(const NormTask& task, int64_t begin, int64_t end, float* scratch);    // scratch: three rows
   void (*softmax)(const RowTask& task, int64_t begin, int64_t end, float* scratch);  // scratch: one row
   void (*reduce)(const RowTask& task, format::Reduction reduction, int64_t begin, int64_t end, float* scratch);
-  void (*linear)(const LinearTask& task);
-  void (*to_float)(const char* from, DType dtype, float* to, int64_t count);
+  void (*linear)(const LinearTask& task, float* scratch);  // scratch: kPanel x inputs, unless weights are float32
   void (*cache_row)(const CacheRow& row, float* scratch);  // scratch: one row
   void (*quantize_row)(const float* x, int64_t count, const QuantizedRow& row);
   void (*quantized_linear)(const QuantizedLinearTask& task);

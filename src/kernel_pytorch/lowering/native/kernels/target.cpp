@@ -27,7 +27,6 @@ const KernelTable* KP_CONCAT(kernels_for_, KP_TARGET_NAME)() {
       softmax,
       reduce,
       linear,
-      to_float,
       cache_row,
       quantize_row,
       quantized_linear,
