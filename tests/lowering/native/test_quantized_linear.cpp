@@ -170,8 +170,9 @@ void longest_sums(const KernelTable& kernels, std::mt19937& /*random*/) {
   task.x[0] = row.record(), task.y[0] = y.data();
   task.weights = packed.data(), task.scales = scales.data(), task.sums = sums.data();
   kernels.quantized_linear(task);
-  for (const float found : y)
+  for (const float found : y) {
     expect_close(static_cast<double>(found), -128.0 * kInputs, gamma(8) * 128 * kInputs * 2, "sum");
+  }
 }
 
 }  // namespace
