@@ -20,7 +20,6 @@ SECONDS = {
     "tests/lowering/test_lowering.py": 130,
     "tests/testing/test_cross_compile.py[fp8_swiglu_grad]": 25,
     "tests/fp8/test_fp8_swiglu_parts.py": 100,
-    "tests/fp8/test_fp8_weight_casts.py": 75,
     "tests/lowering/test_lowering_bad_payloads.py": 75,
     "tests/lowering/test_native.py": 45,
     "tests/backends/test_backends.py::TestAmd": 70,
