@@ -8,7 +8,6 @@ the same as the formula. Whether its result is cast, and how, the layer behind s
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from functools import lru_cache, partial
 from typing import Any
 
@@ -19,15 +18,16 @@ from torch.autograd import forward_ad
 from kernel_pytorch.fp8.in_graph import revision
 from kernel_pytorch.fp8.kept_cast import NAMES, Kept
 from kernel_pytorch.fp8.layer import Float8Linear
+from kernel_pytorch.fp8.linear import recomputing
 from kernel_pytorch.fp8.offer import Caster, Wish, input_key
 from kernel_pytorch.fp8.recipe import Recipe
 from kernel_pytorch.fp8.settings import SETTINGS, settings_of, unchanged
 from kernel_pytorch.fp8.traced_norm import norm_of
 from kernel_pytorch.fp8.transforms import compiled_transforms_active
-from kernel_pytorch.fp8.weight_uses import optimizer_steps, repeats_forward
 from kernel_pytorch.hardware_abstraction import dispatch
-from kernel_pytorch.hardware_abstraction.registry import device_preferring
-from kernel_pytorch.ops.fp8_rms_norm import KERNEL_TRITON, fp8_rms_norm
+from kernel_pytorch.ops.fp8_rms_norm import fp8_rms_norm
+from kernel_pytorch.ops.fp8_rms_norm.definition import FP8_RMS_NORM
+from kernel_pytorch.ops.fp8_rms_norm.prepared import NormSpec
 from kernel_pytorch.ops.rms_norm.definition import RMS_NORM
 
 __all__ = ["fuse_norms", "norms_in", "unfuse_norms"]
@@ -139,13 +139,13 @@ def _forward(module: Any, *others: Any, **named: Any) -> Any:
     if torch.compiler.is_compiling():
         return _traced(module, *others, **named)
     caster: Caster = getattr(module, _CASTER)
-    again = repeats_forward()
+    again = recomputing()
     given = (*others, *named.values())
     x = given[0] if len(given) == 1 else None
     weight = module.weight
     if not unchanged(getattr(module, SETTINGS)):
         return type(module).forward(module, *others, **named)
-    if not caster.used(optimizer_steps()):
+    if not caster.used():
         y: torch.Tensor = type(module).forward(module, *others, **named)
         if type(y) is torch.Tensor and y.requires_grad:
             if caster.declined and not _takes(caster, x, weight):
@@ -218,10 +218,9 @@ def _norm(
     if wish is not None and layer is not None:
         number_format, transposed, power_of_two = wish.number_format, wish.transposed, wish.recipe.power_of_two
         counts, history, _, _ = layer.fp8_memory(wish.recipe)
-    run = None
-    if _on_gpu(x) and x.numel() > 0 and dispatch.plain_call(x):
-        length = 0 if history is None else history.shape[0]
-        run = _prepared(x.device, x_RH.shape, x_RH.stride(), eps, number_format, transposed, length, power_of_two)
+    length = 0 if history is None else history.shape[0]
+    spec = NormSpec(x_RH.shape, x_RH.stride(), eps, number_format, transposed, length, power_of_two)
+    run = dispatch.prepared(FP8_RMS_NORM, spec, x)
     if run is not None:
         y, rstd, data, data_t, inverse = run(x_RH, weight_H, counts, history)
     else:
@@ -241,32 +240,6 @@ def _norm(
     return y, rstd, cast
 
 
-def _on_gpu(x: torch.Tensor) -> bool:
-    return x.is_cuda or x.is_xpu
-
-
-@lru_cache(maxsize=4096)
-def _prepared(where: torch.device, *kind: Any) -> Callable[..., Any] | None:
-    """Triton's norm of matrices of one kind, where its kernel would be chosen: torch is asked for memory alone."""
-    device = device_preferring(KERNEL_TRITON, where, "float64")
-    if device is None:
-        return None
-    from kernel_pytorch.ops.fp8_rms_norm.triton_kernel import PreparedNorm
-    from kernel_pytorch.ops.triton_launch import Place
-
-    norm = PreparedNorm(device, *kind)
-
-    def run(x: torch.Tensor, weight: Any, counts: torch.Tensor | None, history: torch.Tensor | None) -> Any:
-        return norm(
-            x,
-            weight,
-            None if counts is None else Place(counts, torch.int64),
-            None if history is None else Place(history, torch.float32),
-        )
-
-    return dispatch.launched(where, run)
-
-
 class _Norm(torch.autograd.Function):
     """With or without a cast the same is saved: what a backward repeats may differ in that."""
 
@@ -282,13 +255,13 @@ class _Norm(torch.autograd.Function):
         y, rstd, cast = _norm(x, weight, eps, wish)
         casts.append(cast)
         ctx.save_for_backward(x, weight, rstd)
+        ctx.policy = dispatch.effective_policy("rms_norm", None)
         return y
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> Any:
         x, weight, rstd = ctx.saved_tensors
-        policy = dispatch.effective_policy(None)
-        values = (dy, x, weight, rstd)
+        policy, values = ctx.policy, (dy, x, weight, rstd)
         if not torch.is_grad_enabled() and dispatch.plain_call(dy):
             dx, dweight = dispatch.function_of(RMS_NORM).run("backward", values, policy)
         else:  # the operator refuses a second derivative by name

@@ -14,6 +14,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.passes.infra.partitioner import CapabilityBasedPartitioner
 from torch.fx.passes.operator_support import OperatorSupportBase
 
+from kernel_pytorch._compat.structures import OpOverload
 from kernel_pytorch.lowering.backend import KernelPyTorchBackend, lowest_sizes
 from kernel_pytorch.lowering.constants import Constants
 from kernel_pytorch.lowering.rewrite import rewritten
@@ -96,9 +97,7 @@ class KernelPartitioner(Partitioner):  # type: ignore[misc]
         self._specs = [lowest_sizes(exported_program)]
         return rewritten(exported_program, attention=chosen.attention, norms=chosen.norms, linears=chosen.linears)
 
-    def ops_to_not_decompose(
-        self, ep: ExportedProgram
-    ) -> tuple[list[torch._ops.OpOverload], Callable[[Node], bool] | None]:
+    def ops_to_not_decompose(self, ep: ExportedProgram) -> tuple[list[OpOverload], Callable[[Node], bool] | None]:
         wishes = [partitioner.ops_to_not_decompose(ep) for partitioner in self.beside]
         constants = Constants(ep)
 

@@ -15,6 +15,7 @@ from executorch.exir.passes.sym_shape_eval_pass import ConstraintBasedSymShapeEv
 from executorch.exir.tensor import contiguous_stride_from_shape, dim_order_from_stride
 from torch.export import ExportedProgram
 
+from kernel_pytorch._compat.structures import pytree
 from kernel_pytorch.fp8.monitor import layers_of
 from kernel_pytorch.lowering.checksum import add_checksum
 from kernel_pytorch.lowering.recipes import find_recipe
@@ -98,10 +99,10 @@ class LoweredProgram:
         if method not in self.inputs:
             raise ValueError(f"method={method!r}: the program has {', '.join(self.inputs)}")
         given = inputs or self.inputs[method]
-        leaves = torch.utils._pytree.tree_leaves(given)
-        found = torch.utils._pytree.tree_leaves(self._loaded.run(method, leaves))
+        leaves = pytree.tree_leaves(given)
+        found = pytree.tree_leaves(self._loaded.run(method, leaves))
         with torch.no_grad():
-            wanted = torch.utils._pytree.tree_leaves(self.eager[method](*given))
+            wanted = pytree.tree_leaves(self.eager[method](*given))
         if len(found) != len(wanted):
             raise AssertionError(f"the program has {len(found)} outputs, eager {len(wanted)}")
         return tuple(difference(n, *pair) for n, pair in enumerate(zip(found, wanted, strict=True)))

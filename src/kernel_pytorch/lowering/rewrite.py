@@ -21,6 +21,7 @@ from kernel_pytorch.lowering.constants import Constants, fold_constants
 from kernel_pytorch.lowering.lengths import mask_of_a_length
 from kernel_pytorch.lowering.patterns import written_out_norms
 from kernel_pytorch.lowering.strided import as_size, equal
+from kernel_pytorch.masks.code import NOT_IN_RUNTIME
 from kernel_pytorch.ops import attention as _attention  # noqa: F401 - defines torch.ops.kernel_pytorch.attention
 from kernel_pytorch.ops import rms_norm as _rms  # noqa: F401
 
@@ -205,8 +206,8 @@ def _kp_attention(module: GraphModule, node: Node, constants: Constants, ranges:
         raise RefusedError(
             "the mask is an input of the model; make it inside forward, so that it is data of the program"
         )
-    if masks.from_code(known).node.uses(9):
-        raise RefusedError("the mask is a part of another; parts are for ranks")
+    if masks.from_code(known).node.uses(*NOT_IN_RUNTIME):
+        raise RefusedError(f"the mask is {masks.from_code(known)}, which the runtime does not read")
     found = _insert(module, node, operators.ATTENTION, q, k, v, None, known.tolist(), scale)
     if 0 in outputs:
         outputs[0].replace_all_uses_with(found)
