@@ -119,13 +119,10 @@ class Runner:
 
     def __init__(self, arm: Arm, work: Workload, device: torch.device) -> None:
         self.arm = arm
-        torch.autograd.set_multithreading_enabled(True)
         self.model = arm.converted(module(work, device))
         self.monitor = monitor_of(self.model) if arm.recipe.endswith(WATCHED) else None
         self.call: Callable[..., torch.Tensor] = self.model
-        self.threads = torch._C._is_multithreading_enabled()
-        if arm.mode.endswith(("in one thread", "in two threads")):
-            self.threads = arm.mode.endswith("in two threads")
+        self.threads = not arm.mode.endswith("in one thread")
         if not arm.eager:
             mode = "reduce-overhead" if arm.mode.startswith("graphs") else "default"
             self.call = torch.compile(self.model, dynamic=False, mode=mode)

@@ -4,7 +4,6 @@ import importlib.util
 import multiprocessing
 import os
 import sys
-import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -65,13 +64,6 @@ def _own_choice_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KERNEL_PYTORCH_CACHE", str(tmp_path / "cache"))
 
 
-@pytest.fixture(autouse=True)
-def _autograd_with_threads() -> Iterator[None]:
-    """As torch comes. Where there is one GPU, a conversion to FP8 takes them from autograd: not from other tests."""
-    with torch.autograd.set_multithreading_enabled(True):
-        yield
-
-
 @pytest.fixture
 def one_thread() -> Iterator[None]:
     """Small tensors on busy cores: threads that wait for each other take ten times as long."""
@@ -82,15 +74,12 @@ def one_thread() -> Iterator[None]:
 
 
 @pytest.fixture
-def own_monitors(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step of any optimizer counts for every model that is watched: not for those of other tests."""
-    monkeypatch.setattr("kernel_pytorch.fp8.monitor._monitors", weakref.WeakKeyDictionary())
+def own_monitors() -> None:
+    """Start without the monitors of models that earlier tests left behind."""
+    from kernel_pytorch.fp8 import monitor
 
-
-@pytest.fixture
-def an_optimizer_has_made_a_step() -> None:
-    """Before the first one no cast of a weight is kept."""
-    torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1).step()
+    for model in list(monitor._monitors):
+        monitor.unwatch(model)
 
 
 @pytest.fixture

@@ -14,6 +14,7 @@ from kernel_pytorch.ops.attention import attention
 from kernel_pytorch.ops.attention.everywhere import attention_everywhere
 from kernel_pytorch.ops.attention.hugging_face import register_with_transformers
 from kernel_pytorch.ops.rms_norm import rms_norm
+from kernel_pytorch.ops.rope import rope
 
 register_with_transformers()
 
@@ -21,7 +22,7 @@ register_with_transformers()
 def __getattr__(name: str) -> object:
     if name in ("context_parallel", "fp8"):  # imported when first used: torch.distributed takes a while
         return importlib.import_module(f"kernel_pytorch.{name}")
-    if name in ("load", "lower"):  # the same: ExecuTorch takes seconds
+    if name in ("TextGenerator", "load", "lower"):  # the same: ExecuTorch takes seconds
         return getattr(importlib.import_module("kernel_pytorch.lowering"), name)
     if name in ("apply", "optimize"):
         return getattr(importlib.import_module("kernel_pytorch.optimization"), name)
@@ -33,6 +34,7 @@ __all__ = [
     "Device",
     "KVCache",
     "Policy",
+    "TextGenerator",
     "UnsupportedCallError",
     "__version__",
     "apply",
@@ -49,4 +51,5 @@ __all__ = [
     "optimize",
     "policy",
     "rms_norm",
+    "rope",
 ]

@@ -395,7 +395,7 @@ def test_doctor_shows_the_vendor(acme: Environment) -> None:
     assert chosen
     assert set(chosen.values()) == {"acme"}
     assert report["broken_backends"] == []
-    assert [row["status"] for row in report["support"] if row["backend"] == "acme"] == ["untested"]
+    assert [row["status"] for row in report["support"] if row["backend"] == "acme"] == ["no record"]
     text = acme.run("-m", "kernel_pytorch.cli", "doctor")
     assert "acme:0: Acme A1" in text
 
@@ -441,7 +441,7 @@ def test_the_support_table_has_the_vendor(acme: Environment) -> None:
         result = [(row.op, row.kernel, row.status.value) for row in support_table() if row.backend == "acme"]
         """
     )
-    assert rows == [["rms_norm", "acme", "untested"]]
+    assert rows == [["rms_norm", "acme", "no record"]]
 
 
 def test_broken_plug_ins_break_nothing_else(broken: Environment) -> None:

@@ -24,7 +24,7 @@ from kernel_pytorch.fp8.plan import Measured, measured_choice, rounded
 from kernel_pytorch.fp8.recipe import PRODUCTS, RECIPES
 from kernel_pytorch.hardware_abstraction import choice_cache
 
-pytestmark = pytest.mark.usefixtures("one_thread", "own_monitors", "an_optimizer_has_made_a_step")
+pytestmark = pytest.mark.usefixtures("one_thread", "own_monitors")
 
 
 def test_auto_leaves_a_processors_layers_as_they_are(products: list[tuple[int, ...]]) -> None:

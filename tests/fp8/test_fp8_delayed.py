@@ -13,10 +13,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import kernel_pytorch as kp
-from fp8_models import HISTORIES, block, linear, random, results, same, sqnr, train
+from fp8_models import block, linear, random, results, same, sqnr, train
 from kernel_pytorch.fp8 import monitor as monitor_module
 
-pytestmark = pytest.mark.usefixtures("one_thread", "own_monitors", "an_optimizer_has_made_a_step")
+pytestmark = pytest.mark.usefixtures("one_thread", "own_monitors")
 
 
 def histories(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -68,7 +68,9 @@ def test_a_checkpoint_in_the_middle_of_a_history(way: str, tmp_path: Path) -> No
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     train(model, optimizer, range(5))
     assert all((state[:, :5] > 0).all() or name == "mlp.up_proj" for name, state in histories(model).items())
-    kept: dict[str, Any] = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    kept: dict[str, Any] = {
+        "model": model.state_dict(), "fp8": kp.fp8.state_dict(model), "optimizer": optimizer.state_dict()
+    }  # fmt: skip
     if way == "state_dict":
         kept = copy.deepcopy(kept)
     elif way == "torch.save":
@@ -76,22 +78,25 @@ def test_a_checkpoint_in_the_middle_of_a_history(way: str, tmp_path: Path) -> No
         kept = torch.load(tmp_path / "checkpoint.pt", weights_only=True)
     else:
         safetensors = pytest.importorskip("safetensors.torch", reason="safetensors is not installed")
-        safetensors.save_file(kept["model"], tmp_path / "model.safetensors")
-        kept = {**copy.deepcopy(kept), "model": safetensors.load_file(tmp_path / "model.safetensors")}
+        kept = copy.deepcopy(kept)
+        for part in ("model", "fp8"):
+            safetensors.save_file(kept[part], tmp_path / f"{part}.safetensors")
+            kept[part] = safetensors.load_file(tmp_path / f"{part}.safetensors")
     losses = train(model, optimizer, range(5, 10), lambda number: 1.0 + 2 * (number == 7))
 
-    def resume(weights: dict[str, torch.Tensor]) -> tuple[list[float], nn.Module]:
+    def resume(state: dict[str, torch.Tensor]) -> tuple[list[float], nn.Module]:
         other = kp.fp8.convert(block(seed=1), "delayed")
         own = torch.optim.AdamW(other.parameters(), lr=1e-2)
-        other.load_state_dict(weights)
+        other.load_state_dict(kept["model"])
+        kp.fp8.load_state_dict(other, state)
         own.load_state_dict(copy.deepcopy(kept["optimizer"]))
         return train(other, own, range(5, 10), lambda number: 1.0 + 2 * (number == 7)), other
 
-    resumed, other = resume(kept["model"])
+    resumed, other = resume(kept["fp8"])
     assert resumed == losses
     same(dict(other.state_dict()), dict(model.state_dict()))
-    without = {name: value for name, value in kept["model"].items() if HISTORIES not in name}
-    assert resume(without)[0] != losses  # the histories matter
+    same(kp.fp8.state_dict(other), kp.fp8.state_dict(model))
+    assert resume({})[0] != losses  # the histories matter
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
@@ -101,11 +106,13 @@ def test_a_compiled_run_resumes_bit_for_bit(backend: str) -> None:
     run, optimizer = torch.compile(model, backend=backend), torch.optim.AdamW(model.parameters(), lr=1e-2)
     train(run, optimizer, range(4))
     kept = copy.deepcopy({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+    state = kp.fp8.state_dict(model)
     losses = train(run, optimizer, range(4, 8), lambda number: 1.0 + 2 * (number == 6))
     torch._dynamo.reset()
     other = kp.fp8.convert(block(seed=1), "delayed")
     again, own = torch.compile(other, backend=backend), torch.optim.AdamW(other.parameters(), lr=1e-2)
     other.load_state_dict(kept["model"])
+    kp.fp8.load_state_dict(other, state)
     own.load_state_dict(kept["optimizer"])
     assert train(again, own, range(4, 8), lambda number: 1.0 + 2 * (number == 6)) == losses
     same(dict(other.state_dict()), dict(model.state_dict()))
@@ -119,6 +126,7 @@ def test_a_checkpoint_from_before_the_conversion(recipe: str) -> None:
     assert str(model.load_state_dict(plain.state_dict(), strict=True)) == "<All keys matched successfully>"
     assert not any(state.any() for state in histories(model).values())
     same(dict(model.named_parameters()), dict(plain.named_parameters()))
+    assert str(plain.load_state_dict(model.state_dict(), strict=True)) == "<All keys matched successfully>"
     model.load_state_dict({**plain.state_dict()}, strict=True, assign=True)
     assert sqnr(model(random(64, 24)), plain(random(64, 24))) > 15
 
@@ -146,9 +154,10 @@ def test_a_corrupt_history_is_named(state: torch.Tensor) -> None:
     model = kp.fp8.convert(linear(), "delayed")
     results(model, random(4, 40))
     before = model[0].fp8_state.clone()
-    for strict in (True, False):
-        with pytest.raises(RuntimeError, match=r"0\.fp8_state has shape .* of shape \[3, 16\]"):
-            model.load_state_dict({**model.state_dict(), "0.fp8_state": state}, strict=strict)
+    with pytest.raises(ValueError, match=r"state: '0' has shape .* of shape \[3, 16\]"):
+        kp.fp8.load_state_dict(model, {"0": state})
+    with pytest.raises(ValueError, match="state: '1' is not the name of a converted layer; use the model and the"):
+        kp.fp8.load_state_dict(model, {"1": torch.zeros(3, 16)})
     assert torch.equal(model[0].fp8_state, before)
 
 
@@ -214,10 +223,10 @@ def test_a_part_of_a_checkpoint_leaves_other_layers_alone() -> None:
     model = kp.fp8.convert(nn.Sequential(nn.Linear(24, 16), nn.Linear(16, 4)), "delayed")
     model(random(8, 24)).sum().backward()
     model[1].fp8_fallback = "for the test"
-    before = model.state_dict()
+    before = kp.fp8.state_dict(model)
     model.load_state_dict({"0.bias": torch.zeros(16)}, strict=False)
-    after = model.state_dict()
-    for name in (f"0.{HISTORIES}", f"1.{HISTORIES}"):
+    after = kp.fp8.state_dict(model)
+    for name in ("0", "1"):
         assert torch.equal(before[name], after[name])
         assert bool(before[name][:2].any())
     assert model[1].fp8_fallback is not None
@@ -229,6 +238,7 @@ def test_a_checkpoint_is_assigned_to_a_model_without_memory() -> None:
     with torch.device("meta"):
         empty = kp.fp8.convert(linear(24, 16), "delayed")
     empty.load_state_dict(model.state_dict(), assign=True)
+    kp.fp8.load_state_dict(empty, kp.fp8.state_dict(model))
     x = random(8, 24, seed=1)
     same(results(empty, x), results(model, x))
     same(dict(empty.state_dict()), dict(model.state_dict()))

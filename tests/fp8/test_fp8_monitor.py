@@ -15,13 +15,14 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.optim import optimizer as optimizer_module
 
 import kernel_pytorch as kp
-from fp8_models import HISTORIES, SwiGLU, block, linear, lossy, random, results, sqnr
+from fp8_models import SwiGLU, block, linear, lossy, random, results, sqnr
 from kernel_pytorch.fp8 import monitor as monitor_module
 from kernel_pytorch.fp8.recipe import PRODUCTS
 
-pytestmark = pytest.mark.usefixtures("one_thread", "own_monitors", "an_optimizer_has_made_a_step")
+pytestmark = pytest.mark.usefixtures("one_thread", "own_monitors")
 
 
 def steps(model: nn.Module, number: int, x: Callable[[int], torch.Tensor] = lossy) -> None:
@@ -39,7 +40,7 @@ def test_a_layer_that_keeps_losing_numbers_falls_back(recipe: str, tmp_path: Pat
         warnings.simplefilter("error")
         steps(model, 6)  # three intervals, and the last is looked at a step later
     assert model[0][0].fp8_fallback is None
-    with pytest.warns(UserWarning, match=r"layer '0\.0' now computes in its own .*: of the input, 9\d% of its"):
+    with pytest.warns(UserWarning, match=r"layer '0\.0' falls back to float32: input: 9\d% of the elements"):
         steps(model, 1)
     assert "in 3 intervals of 2 steps in a row" in model[0][0].fp8_fallback
     assert model[1].fp8_fallback is None
@@ -47,20 +48,22 @@ def test_a_layer_that_keeps_losing_numbers_falls_back(recipe: str, tmp_path: Pat
     first = model[0](x)
     assert torch.equal(first, functional.linear(x, model[0][0].weight, model[0][0].bias))
     rows = {row.name: row for row in kp.fp8.report(model).layers}
-    assert rows["0.0"].notes[0].startswith("fell back: of the input, ")
+    assert rows["0.0"].notes[0].startswith("fell back: input: ")
     assert rows["0.0"].products == dict.fromkeys(PRODUCTS, "own")
     assert rows["1"].products == dict.fromkeys(PRODUCTS, "fp8")
-    assert "fell back: of the input" in str(kp.fp8.report(model))
+    assert "fell back: input" in str(kp.fp8.report(model))
     # It travels.
-    torch.save(model.state_dict(), tmp_path / "model.pt")
+    torch.save({"model": model.state_dict(), "fp8": kp.fp8.state_dict(model)}, tmp_path / "model.pt")
     other = kp.fp8.convert(nn.Sequential(linear(24, 16, seed=1), nn.Linear(16, 4)), recipe)
-    other.load_state_dict(torch.load(tmp_path / "model.pt"))
+    saved = torch.load(tmp_path / "model.pt")
+    other.load_state_dict(saved["model"])
+    kp.fp8.load_state_dict(other, saved["fp8"])
     assert other[0][0].fp8_fallback is not None
     assert other[1].fp8_fallback is None
     assert torch.equal(other[0](x), first)
     assert "fell back" in str(kp.fp8.report(other))
     # And a checkpoint without it takes it back.
-    other.load_state_dict({k: v for k, v in model.state_dict().items() if HISTORIES not in k})
+    other.load_state_dict(saved["model"])
     assert other[0][0].fp8_fallback is None
 
 
@@ -69,7 +72,7 @@ def test_a_good_interval_starts_the_count_anew() -> None:
     good = {2, 5, 8}
     steps(model, 11, lambda seed: random(8, 24, seed=seed) if seed in good else lossy(seed))
     assert model[0].fp8_fallback is None
-    with pytest.warns(UserWarning, match="now computes in its own precision"):
+    with pytest.warns(UserWarning, match="falls back to float32"):
         steps(model, 2)
 
 
@@ -112,7 +115,7 @@ def test_a_spike_in_a_delayed_layer_is_no_reason_to_fall_back() -> None:
 
 def test_an_input_that_keeps_outgrowing_its_history_is_a_reason() -> None:
     model = kp.fp8.convert(linear(24, 16), "delayed", monitor=2)
-    with pytest.warns(UserWarning, match="of the input, .* of its numbers outgrew their history"):
+    with pytest.warns(UserWarning, match="input: .* of the elements exceeded the delayed scale"):
         steps(model, 8, lambda seed: random(8, 24, seed=seed) * 10.0**seed)
     assert model[0].fp8_fallback is not None
 
@@ -134,27 +137,76 @@ def test_what_is_not_finite_is_named(tensor: str) -> None:
             assert bool(caught) == (number >= 3)
     (warning,) = caught
     assert re.fullmatch(
-        rf"fp8: 1 numbers of the {tensor} of layer '0\.0' were not .* 3 steps", str(warning.message)
+        rf"fp8: 1 elements of the {tensor} of layer '0\.0' were not .* 3 steps", str(warning.message)
     )
-    assert kp.fp8.report(model).layers[0].losses[tensor].nonfinite == 1
+    assert kp.fp8.report(model).layers[0].stats[tensor].nonfinite == 1
     assert model[0][0].fp8_fallback is None
 
 
 def test_only_steps_of_optimizers_count(monkeypatch: pytest.MonkeyPatch) -> None:
     looks: list[tuple[monitor_module.Monitor, int]] = []
-    monkeypatch.setattr(monitor_module.Monitor, "look", lambda self: looks.append((self, self._steps)))
+    monkeypatch.setattr(monitor_module.Monitor, "evaluate", lambda self: looks.append((self, self.steps)))
     model = kp.fp8.convert(linear(24, 16), "tensorwise", monitor=3)
     monitor = monitor_module.monitor_of(model)
     assert monitor is not None
     for _ in range(10):
         model(lossy())
-    assert monitor._steps == 0
+    assert monitor.steps == 0
     fetched = []
-    monkeypatch.setattr(monitor_module.Monitor, "_fetch", lambda self: fetched.append(self._steps))
+    monkeypatch.setattr(monitor_module.Monitor, "_copy_counts", lambda self: fetched.append(self.steps))
     steps(model, 7)
-    assert monitor._steps == 7
+    assert monitor.steps == 7
     assert fetched == [3, 6]
     assert [at for looking, at in looks if looking is monitor] == list(range(1, 8))
+
+
+def hooks() -> int:
+    return len(optimizer_module._global_optimizer_post_hooks)
+
+
+def test_one_hook_while_a_monitored_model_exists() -> None:
+    before = hooks()
+    models = [kp.fp8.convert(linear(24, 16), "tensorwise", monitor=3) for _ in range(2)]
+    assert hooks() == before + 1
+    kp.fp8.revert(models.pop())
+    assert hooks() == before + 1
+    del models
+    gc.collect()
+    assert hooks() == before
+
+
+def test_steps_of_other_optimizers_do_not_count() -> None:
+    model = kp.fp8.convert(linear(24, 16), "tensorwise", monitor=3)
+    steps(linear(24, 16), 4)
+    monitor = monitor_module.monitor_of(model)
+    assert monitor is not None
+    assert monitor.steps == 0
+
+
+@pytest.mark.parametrize("in_backward", [True, False])
+def test_one_optimizer_per_parameter_counts_one_step(in_backward: bool) -> None:
+    model = kp.fp8.convert(nn.Sequential(linear(24, 16), linear(16, 8), nn.LayerNorm(8)), "tensorwise", monitor=2)
+    optimizers = {parameter: torch.optim.SGD([parameter], lr=0.0) for parameter in model.parameters()}
+    if in_backward:
+        for parameter, optimizer in optimizers.items():
+            parameter.register_post_accumulate_grad_hook(lambda _, optimizer=optimizer: optimizer.step())
+    monitor = monitor_module.monitor_of(model)
+    assert monitor is not None
+    for number in range(5):
+        model(random(8, 24, seed=number)).sum().backward()
+        if not in_backward:
+            for optimizer in optimizers.values():
+                optimizer.step()
+        assert monitor.steps == number + 1
+
+
+def test_a_new_optimizer_goes_on_counting() -> None:
+    model = kp.fp8.convert(linear(24, 16), "tensorwise", monitor=50)
+    monitor = monitor_module.monitor_of(model)
+    assert monitor is not None
+    for _ in range(3):
+        steps(model, 2, lambda seed: random(8, 24, seed=seed))
+    assert monitor.steps == 6
 
 
 def test_no_monitor_no_action() -> None:
@@ -164,7 +216,7 @@ def test_no_monitor_no_action() -> None:
         warnings.simplefilter("error")
         steps(model, 12)
     assert model[0].fp8_fallback is None
-    assert kp.fp8.report(model).layers[0].losses["input"].failed is not None  # it was counted all the same
+    assert kp.fp8.report(model).layers[0].stats["input"].failed is not None  # it was counted all the same
 
 
 @pytest.mark.parametrize("make", [linear, block])

@@ -64,9 +64,9 @@ def resumes(group: Any, how: str, folder: str) -> None:
     assert kp.fp8.synchronize(inner, group) is inner
     for after in histories(group, inner):
         assert torch.equal(after, torch.stack(before).amax(0))
-    reason = "this rank's own" if dist.get_rank(group) == 1 else "it had on another rank"
+    reason = "this rank's own" if dist.get_rank(group) == 1 else "on another rank"
     assert layers_of(inner)[-1].fp8_fallback == (reason if falls_back else None)
-    state = {"model": inner.state_dict()}
+    state = {"model": inner.state_dict(), "fp8": kp.fp8.state_dict(inner)}
     if how == "ddp":
         if dist.get_rank(group) == 0:
             torch.save(state, f"{folder}/model.pt")
@@ -78,9 +78,10 @@ def resumes(group: Any, how: str, folder: str) -> None:
     if how == "ddp":
         state = torch.load(f"{folder}/model.pt")
     else:
-        state = {"model": twin.state_dict()}
+        state = {"model": twin.state_dict(), "fp8": kp.fp8.state_dict(twin)}
         dcp.load(state, checkpoint_id=folder, process_group=group)
     twin.load_state_dict(state["model"])
+    kp.fp8.load_state_dict(twin, state["fp8"])
     same(trained(group, model, range(5, 9)), wanted)
     assert not torch.equal(*histories(group, twin))
 

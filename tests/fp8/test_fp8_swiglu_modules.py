@@ -19,7 +19,7 @@ from kernel_pytorch.fp8 import kept_swiglu as kept_swiglu_module
 from kernel_pytorch.fp8 import swiglu as swiglu_module
 from kernel_pytorch.fp8.layer import Float8Linear
 
-pytestmark = pytest.mark.usefixtures("one_thread", "own_monitors", "an_optimizer_has_made_a_step")
+pytestmark = pytest.mark.usefixtures("one_thread", "own_monitors")
 fused_recipes = pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "delayed-e4m3"])
 
 

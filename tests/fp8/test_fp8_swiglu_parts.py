@@ -22,7 +22,7 @@ from kernel_pytorch.hardware_abstraction.registry import device_of
 from kernel_pytorch.ops.fp8_swiglu import HiddenGradients, fp8_swiglu_grad
 from kernel_pytorch.testing import interpreting, poisoned, pretend
 
-pytestmark = pytest.mark.usefixtures("one_thread", "own_monitors", "an_optimizer_has_made_a_step")
+pytestmark = pytest.mark.usefixtures("one_thread", "own_monitors")
 
 HERE = "cuda" if torch.cuda.is_available() else "cpu"
 PART = 512 if HERE == "cuda" else 64  # the interpreter needs a second for a few tiles

@@ -20,7 +20,7 @@ from kernel_pytorch.fp8.monitor import layers_of
 from kernel_pytorch.fp8.recipe import RECIPES
 
 pytestmark = [
-    pytest.mark.usefixtures("one_thread", "own_monitors", "an_optimizer_has_made_a_step"),
+    pytest.mark.usefixtures("one_thread", "own_monitors"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning"),
 ]
 

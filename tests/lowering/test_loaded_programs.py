@@ -1,9 +1,11 @@
 """Loaded programs: threads that share one, damaged files, outputs and inputs as the model has them."""
 
 import json
+import os
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -77,3 +79,53 @@ def test_executorch_alone_loads_a_file_with_a_checksum(tmp_path) -> None:
     kp.lower(torch.nn.Conv2d(1, 2, 3).eval(), (torch.ones(1, 1, 5, 5),)).save(path)
     method = Runtime.get().load_program(path).load_method("forward")
     assert method.execute([torch.ones(1, 1, 5, 5)])[0].shape == (1, 2, 3, 3)
+
+
+class Positive(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.nonzero(x > 0)
+
+
+def test_an_output_whose_shape_depends_on_data() -> None:
+    x = torch.tensor([[1.0, -1.0, 2.0], [-3.0, 4.0, 5.0]])
+    loaded = kp.lower(Positive().eval(), (x,)).load()
+    for given in (x, -x):
+        assert torch.equal(loaded(given), Positive()(given))
+
+
+def test_a_dynamic_batch_takes_one() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.LayerNorm(8)).eval()
+    dynamic = ({0: torch.export.Dim("batch", min=1, max=8)},)
+    program = kp.lower(model, (torch.randn(3, 8),), dynamic_shapes=dynamic)
+    for batch in (1, 2, 8):
+        assert program.compare(torch.randn(batch, 8))[0].snr > 100
+    with pytest.raises(ValueError, match=r"it was lowered for 1 to 8"):
+        program.load()(torch.randn(0, 8))
+
+
+@pytest.mark.parametrize("inputs", [torch.ones(2, 8), [torch.ones(2, 8)], {"forward": torch.ones(2, 8)}])
+def test_inputs_are_a_tuple(inputs) -> None:
+    with pytest.raises(TypeError, match=r"inputs.* is a .*: pass a tuple of the model's inputs, as \(x,\) for one"):
+        kp.lower(torch.nn.LayerNorm(8).eval(), inputs)
+
+
+@pytest.mark.parametrize("call", ["kp.lower", "kp.load('x.pte')"])
+def test_without_executorch_it_says_what_to_install(call: str, tmp_path) -> None:
+    (tmp_path / "x.pte").write_bytes(b"")
+    code = f"""
+import importlib.metadata, sys
+sys.modules["executorch"] = None
+def missing(name):
+    raise importlib.metadata.PackageNotFoundError(name)
+importlib.metadata.distribution = missing
+import kernel_pytorch as kp
+try:
+    {call}
+except Exception as error:
+    print(error)
+"""
+    environment = {**os.environ, "PYTHONPATH": str(Path(kp.__file__).parents[1])}
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+    )
+    assert "pip install 'kernel-pytorch[lowering]'" in done.stdout, done.stdout + done.stderr[-2000:]

@@ -15,7 +15,6 @@ from kernel_pytorch.fp8 import swiglu as swiglu_module
 from kernel_pytorch.fp8.recipe import RECIPES
 
 every_recipe = pytest.mark.parametrize("recipe", RECIPES.values(), ids=str)
-HISTORIES = "fp8_state"
 
 
 def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:

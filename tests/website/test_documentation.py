@@ -65,7 +65,7 @@ def test_pages_can_be_made_without_evidence(tmp_path: Path) -> None:
     for evidence in (None, tmp_path, tmp_path / "missing"):
         assert "There is no record yet." in pages.benchmarks_page(evidence)
         support = pages.support_page(evidence)
-        assert "**untested**" in support
+        assert "**no record**" in support
         assert "**measured**:" not in support.partition("- **measured**")[0]
 
 
@@ -91,22 +91,28 @@ def measurement(subject: str, median: float, **facts: float) -> Measurement:
     return Measurement("64x32", "forward", "float32", subject, seconds, 100, 8_000_000, 10, **facts)
 
 
-def test_a_benchmark_record_becomes_a_row_with_its_provenance(tmp_path: Path) -> None:
-    kernel = next(kernel for kernel in backend("cpu").kernels if kernel.op == "rms_norm")
-    record = Benchmark(
-        op="rms_norm",
+def benchmark(op: str, sources: dict[str, str], *measurements: Measurement) -> Benchmark:
+    return Benchmark(
+        op=op,
         device=Facts("Some CPU", "arm", "cpu", "neon", 8 << 30, 4),
         versions={"torch": "2.0"},
         commit="0123456789abcdef",
         command="kernel-pytorch bench rms_norm --record",
         recorded="2026-01-02T03:04:05Z",
         copy_bandwidth=1e10,
-        sources={"torch": kernel.source_digest, "gone": "0"},
-        measurements=[
-            measurement("kernel:torch", 1e-3, error=1e-8, budget=4e-8),
-            measurement("baseline:slow", 3e-3),
-            measurement("baseline:best", 2e-3),
-        ],
+        sources=sources,
+        measurements=list(measurements),
+    )
+
+
+def test_a_benchmark_record_becomes_a_row_with_its_provenance(tmp_path: Path) -> None:
+    kernel = next(kernel for kernel in backend("cpu").kernels if kernel.op == "rms_norm")
+    record = benchmark(
+        "rms_norm",
+        {"torch": kernel.source_digest, "gone": "0"},
+        measurement("kernel:torch", 1e-3, error=1e-8, budget=4e-8),
+        measurement("baseline:slow", 3e-3),
+        measurement("baseline:best", 2e-3),
     )
     write_record(record, tmp_path / "record.json")
     page = pages.benchmarks_page(tmp_path)
@@ -131,23 +137,15 @@ def test_a_benchmark_record_becomes_a_row_with_its_provenance(tmp_path: Path) ->
 
 
 def test_a_measurement_of_memory_has_a_table_of_its_own(tmp_path: Path) -> None:
-    record = Benchmark(
-        op="attention",
-        device=Facts("Some CPU", "arm", "cpu", "neon", 8 << 30, 4),
-        versions={"torch": "2.0"},
-        commit="0123456789abcdef",
-        command="some command",
-        recorded="2026-01-02T03:04:05Z",
-        copy_bandwidth=1e10,
-        sources={},
-        measurements=[
-            msgspec.structs.replace(
-                measurement("kernel:tiled", 1.0),
-                case="window(1) | sinks(1)",
-                peak_bytes=3 << 20,
-                predicted_peak_bytes=4 << 20,
-            )
-        ],
+    record = benchmark(
+        "attention",
+        {},
+        msgspec.structs.replace(
+            measurement("kernel:tiled", 1.0),
+            case="window(1) | sinks(1)",
+            peak_bytes=3 << 20,
+            predicted_peak_bytes=4 << 20,
+        ),
     )
     write_record(record, tmp_path / "record.json")
     page = pages.benchmarks_page(tmp_path)

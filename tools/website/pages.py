@@ -147,13 +147,14 @@ def support_page(evidence: Path | None) -> str:
         "",
         *support_markdown(_own_backends(evidence)).splitlines(),
         "",
-        "- **measured**: timed on hardware of this backend, after its numbers were found inside their budget.",
+        "- **measured**: timed on hardware of this backend, after its results were found inside their budget.",
+        "- **tested**: its cases pass on hardware of this backend.",
         "- **compiled**: built for the architectures named, without their hardware; never run on them.",
         "- **interpreted**: its cases pass in Triton's interpreter on a CPU; not built for this backend.",
-        "- **untested**: none of these.",
+        "- **no record**: none of these for the present code.",
         "",
-        "An empty cell means that the backend does not have the kernel. A record counts only for the very source",
-        "text it was made with: change a kernel and it is untested until it is recorded anew.",
+        "An empty cell means that the backend does not have the kernel. A record counts only for the code it was",
+        "made with: change a kernel, and its records no longer count.",
     ]
     for record in load_evidence(evidence):
         if isinstance(record, Checks):

@@ -5,25 +5,31 @@
 
 from __future__ import annotations
 
-from kernel_pytorch.fp8.convert import LayerReport, Report, convert, report, revert
+from kernel_pytorch.fp8.checkpoint import load_state_dict, state_dict
+from kernel_pytorch.fp8.conversion import convert, revert
 from kernel_pytorch.fp8.gathering import gather
 from kernel_pytorch.fp8.linear import fp8_linear as linear
-from kernel_pytorch.fp8.monitor import Losses
+from kernel_pytorch.fp8.monitor import CastStats
 from kernel_pytorch.fp8.ranks import synchronize
 from kernel_pytorch.fp8.recipe import RECIPES, Recipe
+from kernel_pytorch.fp8.summary import LayerReport, Report, report
+from kernel_pytorch.fp8.weight_cache import accumulate
 from kernel_pytorch.hardware_abstraction.formats import Format
 
 __all__ = [
     "RECIPES",
+    "CastStats",
     "Format",
     "LayerReport",
-    "Losses",
     "Recipe",
     "Report",
+    "accumulate",
     "convert",
     "gather",
     "linear",
+    "load_state_dict",
     "report",
     "revert",
+    "state_dict",
     "synchronize",
 ]

@@ -12,11 +12,9 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
-from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from kernel_pytorch.fp8.in_graph import kept_unchecked, revision
 from kernel_pytorch.fp8.transforms import refuse_batch
-from kernel_pytorch.fp8.weight_uses import ask_for_memory, layer_with, written_state
 from kernel_pytorch.hardware_abstraction import dispatch
 from kernel_pytorch.hardware_abstraction.registry import device_preferring
 from kernel_pytorch.ops.fp8_cast import KERNEL_TRITON, assembled_wrong, fp8_cast
@@ -29,10 +27,8 @@ __all__ = [
     "Kept",
     "cast_of_norm",
     "cast_weight",
-    "cast_weight_in_graph",
     "define_op",
     "direct_cast",
-    "fill_in_graph",
     "kept_cast",
     "linear_backward_op",
     "linear_forward_by_parts_op",
@@ -59,13 +55,6 @@ class Kept(NamedTuple):
     inverse_t: torch.Tensor
     direct: bool = False
     """Whether it was made without asking the dispatcher: nothing watched the call."""
-    to_fill: bool = False
-    """Whether it is memory for a cast, that of ``weight_uses.Layer.fp8_codes``: an operator fills it where due."""
-
-    def parts(self) -> list[torch.Tensor]:
-        """Each tensor once: data, data_t, inverse, and inverse_t if it is another."""
-        apart = () if self.inverse_t is self.inverse else (self.inverse_t,)
-        return [self.data, self.data_t, self.inverse, *apart]
 
 
 def kept_cast(
@@ -136,44 +125,6 @@ def cast_weight(
     """A weight in 8 bits, by ``direct_cast`` or ``kept_cast``."""
     power_of_two = weight_scale_is_power_of_two(granularity, power_of_two)
     return cast(weight, number_format, granularity, transposed, power_of_two, counts, _WEIGHT, None)
-
-
-def cast_weight_in_graph(
-    weight: torch.Tensor,
-    number_format: str,
-    granularity: str,
-    transposed: bool,
-    power_of_two: bool,
-    counts: torch.Tensor | None,
-    memory: list[torch.Tensor],
-) -> Kept:
-    """``cast_weight`` by an operator of a compiled step, where micro-batches share a cast in the layer's memory.
-
-    Args:
-        memory: that of ``weight_uses.Layer.fp8_codes``, or none. What is kept for the backward lies in it, as the
-            weight itself would: a step between a forward and its backward is an error there.
-    """
-    layer = layer_with(weight)
-    number = 0 if layer is None else layer.fp8_uses.seen(weight)
-    if not memory:
-        cast = cast_weight(weight, number_format, granularity, transposed, power_of_two, counts)
-        if number and layer is not None and layer.fp8_uses.accumulates:
-            codes = layer.fp8_codes
-            if codes is None or codes[2].numel() < cast.data_t.numel():
-                ask_for_memory(layer, *cast.parts())
-        return cast
-    data, data_t, inverse, *other = memory
-    kept = Kept(data, data_t, inverse, other[0] if other else inverse, dispatch.plain_call(weight))
-    before, written = getattr(data, "_fp8_holds", (0, None))
-    now = written_state(weight)
-    if number == 0 or (before, written) != (number, now):
-        cast = cast_weight(weight, number_format, granularity, data_t.numel() > 0, power_of_two, counts)
-        # Codes of a weight that was not written to are those that are there, so a backward may still come.
-        with _unsafe_preserve_version_counter(tuple(memory) if written == now else ()):
-            for place, found in zip(memory, cast.parts(), strict=True):
-                place.copy_(found)
-        data._fp8_holds = (number, now)  # type: ignore[attr-defined]
-    return kept
 
 
 def weight_scale_is_power_of_two(granularity: str, power_of_two: bool) -> bool:
@@ -309,7 +260,7 @@ def _apart(
     history: torch.Tensor | None,
 ) -> tuple[torch.Tensor, ...]:
     kind = (x_RC, number_format, granularity, transposed, power_of_two, counts)
-    cast = cast_weight_in_graph(*kind, []) if row == _WEIGHT else direct_cast(*kind, row, history)
+    cast = cast_weight(*kind) if row == _WEIGHT else direct_cast(*kind, row, history)
     # Results of a custom op must not be the same memory.
     apart = cast.inverse.new_empty(0) if cast.inverse_t is cast.inverse else cast.inverse_t
     return cast.data, cast.data_t, cast.inverse, apart
@@ -341,12 +292,11 @@ def _linear_forward(
     history: torch.Tensor | None,
     rstd: torch.Tensor | None,
     norm_weight: torch.Tensor | None,
-    memory: list[torch.Tensor],
 ) -> tuple[torch.Tensor, ...]:
-    """y, the weight's transposed copy with its scales if not in memory, and the cast of x, or of its norm."""
+    """y, the weight's transposed copy with its scales, and the cast of x, or of its norm."""
     kind = (number_format, input_granularity, power_of_two)
     x = cast_of_norm(x_MK, rstd, norm_weight, *kind, counts, history)
-    rest = (weight, dtype, number_format, weight_granularity, power_of_two, counts, memory)
+    rest = (weight, dtype, number_format, weight_granularity, power_of_two, counts)
     apart = () if x.inverse_t is x.inverse else (x.inverse_t,)
     return *_linear_of_cast(x.data, x.inverse, *rest, direct=x.direct), x.data, x.inverse, x.data_t, *apart
 
@@ -360,14 +310,12 @@ def _linear_of_cast(
     weight_granularity: str,
     power_of_two: bool,
     counts: torch.Tensor | None,
-    memory: list[torch.Tensor],
     direct: bool = False,
 ) -> tuple[torch.Tensor, ...]:
-    """y, and the weight's transposed copy with its scales if not in memory."""
-    w = cast_weight_in_graph(weight, number_format, weight_granularity, True, power_of_two, counts, memory)
+    """y, and the weight's transposed copy with its scales."""
+    w = cast_weight(weight, number_format, weight_granularity, True, power_of_two, counts)
     y = product(x_8, w.data, x_inverse, w.inverse, dtype, sums_of_y(weight_granularity), direct or w.direct)
-    # Results of an operator must not be its arguments.
-    return (y, y.new_empty(0), y.new_empty(0)) if memory else (y, w.data_t, w.inverse_t)
+    return y, w.data_t, w.inverse_t
 
 
 def _linear_backward(
@@ -398,12 +346,12 @@ def _linear_forward_fake(
     input_granularity: str,
     weight_granularity: str,
     power_of_two: bool,
-    *others: Any,
+    *_: Any,
 ) -> tuple[torch.Tensor, ...]:
     y = x_MK.new_empty((x_MK.shape[0], weight.shape[0]), dtype=getattr(torch, dtype))
     data, data_t, inverse, inverse_t = _fake(x_MK, number_format, input_granularity, True, power_of_two)
     apart = () if input_granularity == "tensor" else (inverse_t,)
-    of_weight = _weight_fake(y, weight, number_format, weight_granularity, power_of_two, others[-1])
+    of_weight = _weight_fake(weight, number_format, weight_granularity, power_of_two)
     return y, *of_weight, data, inverse, data_t, *apart
 
 
@@ -416,22 +364,14 @@ def _linear_of_cast_fake(
     weight_granularity: str,
     power_of_two: bool,
     counts: torch.Tensor | None,  # noqa: ARG001
-    memory: list[torch.Tensor],
 ) -> tuple[torch.Tensor, ...]:
     y = x_8.new_empty((x_8.shape[0], weight.shape[0]), dtype=getattr(torch, dtype))
-    return y, *_weight_fake(y, weight, number_format, weight_granularity, power_of_two, memory)
+    return y, *_weight_fake(weight, number_format, weight_granularity, power_of_two)
 
 
 def _weight_fake(
-    y: torch.Tensor,
-    weight: torch.Tensor,
-    number_format: str,
-    granularity: str,
-    power_of_two: bool,
-    memory: list[torch.Tensor],
+    weight: torch.Tensor, number_format: str, granularity: str, power_of_two: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    if memory:
-        return y.new_empty(0), y.new_empty(0)
     _, data_t, inverse, inverse_t = _fake(weight, number_format, granularity, True, power_of_two)
     return data_t, inverse if granularity == "tensor" else inverse_t
 
@@ -439,32 +379,6 @@ def _weight_fake(
 def _linear_backward_fake(dy_MN: torch.Tensor, x_8t: torch.Tensor, *_: Any) -> tuple[torch.Tensor, ...]:
     (m, n), k = dy_MN.shape, x_8t.shape[0]
     return dy_MN.new_empty((m, k)), dy_MN.new_empty((n, k))
-
-
-def _fill(
-    weight: torch.Tensor,
-    number_format: str,
-    granularity: str,
-    power_of_two: bool,
-    counts: torch.Tensor | None,
-    memory: list[torch.Tensor],
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The scales of what is in memory then: whoever multiplies by them does so after it is filled."""
-    kept = cast_weight_in_graph(weight, number_format, granularity, True, power_of_two, counts, memory)
-    inverse_t = kept.inverse.new_empty(0) if kept.inverse_t is kept.inverse else kept.inverse_t.clone()
-    return kept.inverse.clone(), inverse_t
-
-
-def _fill_fake(
-    weight: torch.Tensor,  # noqa: ARG001
-    number_format: str,  # noqa: ARG001
-    granularity: str,  # noqa: ARG001
-    power_of_two: bool,  # noqa: ARG001
-    counts: torch.Tensor | None,  # noqa: ARG001
-    memory: list[torch.Tensor],
-) -> tuple[torch.Tensor, torch.Tensor]:
-    inverse = memory[2]
-    return torch.empty_like(inverse), torch.empty_like(memory[3]) if len(memory) > 3 else inverse.new_empty(0)
 
 
 _library = torch.library.Library("kernel_pytorch", "FRAGMENT")
@@ -491,7 +405,7 @@ linear_forward_op, linear_forward_by_parts_op = (
     define_op(
         f"{name}(Tensor x, Tensor weight, str dtype, str number_format, str input_granularity, "
         "str weight_granularity, bool power_of_two, Tensor(a!)? counts, Tensor(b!)? history, Tensor? rstd, "
-        f"Tensor? norm_weight, Tensor[] memory) -> ({', '.join(['Tensor'] * results)})",
+        f"Tensor? norm_weight) -> ({', '.join(['Tensor'] * results)})",
         _linear_forward,
         _linear_forward_fake,
     )
@@ -499,7 +413,7 @@ linear_forward_op, linear_forward_by_parts_op = (
 )
 linear_of_cast_op = define_op(
     "fp8_linear_of_cast(Tensor x_8, Tensor x_inverse, Tensor weight, str dtype, str number_format, "
-    "str weight_granularity, bool power_of_two, Tensor(a!)? counts, Tensor[] memory) -> (Tensor, Tensor, Tensor)",
+    "str weight_granularity, bool power_of_two, Tensor(a!)? counts) -> (Tensor, Tensor, Tensor)",
     _linear_of_cast,
     _linear_of_cast_fake,
 )
@@ -510,12 +424,6 @@ linear_backward_op = define_op(
     _linear_backward,
     _linear_backward_fake,
 )
-_fill_op = define_op(
-    "fp8_fill_weight(Tensor weight, str number_format, str granularity, bool power_of_two, Tensor(a!)? counts, "
-    "Tensor[] memory) -> (Tensor, Tensor)",
-    _fill,
-    _fill_fake,
-)
 
 
 @torch.compiler.allow_in_graph  # type: ignore[untyped-decorator]
@@ -523,22 +431,4 @@ def _cast_in_graph(_: str, *arguments: Any) -> tuple[torch.Tensor, ...]:
     *_others, counts, _row, history = arguments
     kept_unchecked(counts, history)
     found: tuple[torch.Tensor, ...] = _op(*arguments)
-    return found
-
-
-@torch.compiler.allow_in_graph  # type: ignore[untyped-decorator]
-def fill_in_graph(
-    _: str,
-    weight: torch.Tensor,
-    number_format: str,
-    granularity: str,
-    power_of_two: bool,
-    counts: torch.Tensor | None,
-    *memory: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Fill memory where that is due; the scales of what is in it then, inverse_t empty if it is no other."""
-    kept_unchecked(counts)
-    found: tuple[torch.Tensor, torch.Tensor] = _fill_op(
-        weight, number_format, granularity, power_of_two, counts, list(memory)
-    )
     return found

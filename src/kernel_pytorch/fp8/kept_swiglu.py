@@ -21,7 +21,7 @@ from kernel_pytorch.fp8.kept_cast import (
     NAMES,
     Kept,
     cast_of_norm,
-    cast_weight_in_graph,
+    cast_weight,
     define_op,
     kept_cast,
     product,
@@ -376,20 +376,13 @@ def _forward(
     h_history: torch.Tensor | None,
     rstd: torch.Tensor | None,
     norm_weight: torch.Tensor | None,
-    memory: list[torch.Tensor],
 ) -> tuple[torch.Tensor, ...]:
-    """y of x, or of its norm, and what the backward needs, unless that is in the memory of the three weights."""
+    """y of x, or of its norm, and what the backward needs."""
     options = (number_format, "tensor", True, power_of_two)
     x = cast_of_norm(x_MK, rstd, norm_weight, number_format, "tensor", power_of_two, gate_counts, x_history)
     weights = ((gate, gate_counts), (up, up_counts), (down, down_counts))
-    gate_8, up_8, down_8 = (
-        cast_weight_in_graph(weight, *options, counts, memory[3 * number : 3 * number + 3])
-        for number, (weight, counts) in enumerate(weights)
-    )
+    gate_8, up_8, down_8 = (cast_weight(weight, *options, counts) for weight, counts in weights)
     y, saved = swiglu_forward(x, gate_8, up_8, down_8, dtype, number_format, power_of_two, down_counts, h_history)
-    if memory:  # results of an operator must not be its arguments
-        of_weights = ("gate_inverse", "gate_t", "up_inverse", "up_t", "down_inverse", "down_t")
-        saved = saved._replace(**{name: y.new_empty(0) for name in of_weights})
     return y, *saved
 
 
@@ -401,16 +394,15 @@ def _forward_fake(
     dtype: str,
     number_format: str,
     power_of_two: bool,
-    *others: Any,
+    *_: Any,
 ) -> tuple[torch.Tensor, ...]:
-    given, memory = getattr(torch, dtype), others[-1]
+    given = getattr(torch, dtype)
     m, hidden = x_MK.shape[0], gate.shape[0]
     found = [x_MK.new_empty((m, size), dtype=given) for size in (down.shape[0], hidden, hidden)]
     found.append(x_MK.new_empty((), dtype=torch.float32))
     for matrix in (x_MK, gate, up, down):
         cast = FP8_CAST.fake(matrix, number_format, "tensor", True, None, power_of_two)
-        kept = memory and matrix is not x_MK
-        found += [found[0].new_empty(0), found[0].new_empty(0)] if kept else [cast[2], cast[1]]
+        found += [cast[2], cast[1]]
     return tuple(found)
 
 
@@ -482,7 +474,7 @@ def _products_fake(
 swiglu_forward_op = define_op(
     "fp8_swiglu_mlp_forward(Tensor x, Tensor gate, Tensor up, Tensor down, str dtype, str number_format, "
     "bool power_of_two, Tensor(a!) gate_counts, Tensor(b!) up_counts, Tensor(c!) down_counts, "
-    "Tensor(d!)? x_history, Tensor(e!)? h_history, Tensor? rstd, Tensor? norm_weight, Tensor[] memory) "
+    "Tensor(d!)? x_history, Tensor(e!)? h_history, Tensor? rstd, Tensor? norm_weight) "
     f"-> ({', '.join(['Tensor'] * (1 + len(Saved._fields)))})",
     _forward,
     _forward_fake,

@@ -1,9 +1,7 @@
 """A linear layer that trains in 8 bits: an ``nn.Linear`` in all but its arithmetic.
 
-Weight and bias stay the Parameters they were, under their names. What a layer adds are two small buffers that no
-state dict has as such: the counts of what its casts lost, and the state of a delayed recipe. The latter, and whether
-the layer has fallen back to its own precision, travel in checkpoints under one more key, ``fp8_state``, which may be
-missing when a checkpoint of the model before it was converted is loaded.
+Weight and bias stay the Parameters they were, under their names. A layer adds small buffers that are not in its
+state dict: quantization counters and amax histories. ``checkpoint`` saves the histories.
 """
 
 from __future__ import annotations
@@ -19,6 +17,7 @@ from torch.compiler import is_compiling, is_dynamo_compiling
 from torch.nn import functional
 from torch.utils._python_dispatch import _disable_current_modes
 
+from kernel_pytorch.fp8.checkpoint import reset_layer_state
 from kernel_pytorch.fp8.gathered_weight import GatheredWeight
 from kernel_pytorch.fp8.kept_cast import Kept
 from kernel_pytorch.fp8.linear import (
@@ -29,17 +28,17 @@ from kernel_pytorch.fp8.linear import (
     cast_of_weight,
     check_linear,
     checked_linear,
+    recomputing,
     working_dtype,
 )
 from kernel_pytorch.fp8.offer import meet
 from kernel_pytorch.fp8.plan import Measured, call_of, can_measure, may_gain, measured_for, rounded
 from kernel_pytorch.fp8.recipe import Recipe, recipe_of
 from kernel_pytorch.fp8.transforms import refuse, refuse_transforms, transforms_active
-from kernel_pytorch.fp8.weight_uses import Uses, register, repeats_forward
+from kernel_pytorch.fp8.weight_cache import WeightCache
 
 __all__ = ["BUFFERS", "Float8Linear"]
 
-_STATE_KEY = "fp8_state"
 BUFFERS = {
     "fp8_forward_counts": ((COUNTS_SHAPE[0] - 1, *COUNTS_SHAPE[1:]), torch.int64),
     "fp8_history": (STATE_SHAPE[1:], torch.float32),
@@ -48,9 +47,7 @@ BUFFERS = {
 }
 """What a layer adds: ``Memory`` has their meaning."""
 _FOUND_OUT: Mapping[str, Callable[[], Any]] = {
-    "fp8_uses": Uses,
-    "fp8_codes": lambda: None,
-    "_kept_cast": lambda: None,
+    "weight_cache": lambda: None,
     "_plain_numel": dict,
     "_plain_up_to": lambda: -1,
     "_narrow": bool,
@@ -84,11 +81,8 @@ class Float8Linear(nn.Linear):
     fp8_history: torch.Tensor
     fp8_gradient_counts: torch.Tensor
     fp8_gradient_history: torch.Tensor
-    fp8_uses: Uses
-    fp8_codes: tuple[torch.Tensor, ...] | None
-    """As ``weight_uses.Layer`` says."""
-    _kept_cast: tuple[Any, Kept] | None
-    """What the cast is of, and the cast."""
+    weight_cache: WeightCache | None
+    """Set inside ``kp.fp8.accumulate``."""
     _plain_numel: dict[Any, int]
     """Inputs of at most so many numbers are known to gain nothing, by ``_kind``."""
     _plain_up_to: int
@@ -136,11 +130,9 @@ class Float8Linear(nn.Linear):
     def _forget(self) -> None:
         """What is known of calls, where that is not so any more."""
         self._calls.clear()
-        self.fp8_uses, self.fp8_codes, self._kept_cast = Uses(), None, None
         self._plain_numel.clear()
         self._plain_up_to = -1
         self._narrow = self.weight.itemsize < 4
-        register(self)
 
     def recipe_for(self, x: torch.Tensor) -> Recipe | None:
         """The recipe of a call, with the products that are in 8 bits; None for plain arithmetic."""
@@ -260,7 +252,7 @@ class Float8Linear(nn.Linear):
     def fp8_memory(self, recipe: Recipe) -> Memory:
         """What a call brings up to date."""
         counts, history = self.fp8_forward_counts, self.fp8_history if recipe.delayed else None
-        if not is_compiling() and repeats_forward():
+        if not is_compiling() and recomputing():
             # It has been counted and remembered. Whoever watches operators must see the same ones both times.
             with _disable_current_modes():
                 counts, history = counts.clone(), None if history is None else history.clone()
@@ -278,44 +270,20 @@ class Float8Linear(nn.Linear):
         return torch.stack([self.fp8_history, self.fp8_gradient_history])
 
     def weight_cast(self, recipe: Recipe, number_format: str, transposed: bool) -> Kept | None:
-        """The cast of the weight since it last changed, kept where gradients are accumulated over several forwards.
-
-        What FSDP2 has gathered in 8 bits is the cast. None where the call should make one of its own: with one
-        forward a step, keeping a cast would only take memory. To what is being compiled the cast is memory for it.
-        """
+        """Return the quantized weight gathered by FSDP2 or cached by ``kp.fp8.accumulate``, or None."""
         weight = self.weight
         if isinstance(weight, GatheredWeight):
             return weight.cast()
-        if not (self.training and is_grad_enabled()) or ("y" in recipe.high_precision and not transposed):
+        cache = self.weight_cache
+        if cache is None or is_compiling() or ("y" in recipe.high_precision and not transposed):
             return None
-        if is_compiling():
-            return self._memory_for_cast(transposed)
-        if weight.is_inference():
-            return None
-        uses = self.fp8_uses
-        number = uses.seen(weight)
-        kind = (number, number_format, recipe.weight, recipe.power_of_two)
-        kept = self._kept_cast
-        if kept is not None and kept[0] != kind:
-            kept = self._kept_cast = None
-        if not uses.accumulates or number == 0:
-            return None
-        if kept is None or (transposed and kept[1].data_t.numel() != weight.numel()):
-            cast = cast_of_weight(
-                weight, recipe, number_format, transposed=transposed, counts=self.fp8_memory(recipe).counts
-            )
-            kept = self._kept_cast = (kind, cast)
-        return kept[1]
-
-    def _memory_for_cast(self, transposed: bool) -> Kept | None:
-        """For compiled steps, which fill it themselves; None where there is none."""
-        codes, weight = self.fp8_codes, self.weight
-        if codes is None or codes[0] is not weight:  # of torch.func.functional_call, or parametrized
-            return None
-        _, data, data_t, inverse, *other = codes
-        if data.shape != weight.shape or (transposed and data_t.numel() != weight.numel()):
-            return None
-        return Kept(data, data_t, inverse, other[0] if other else inverse, to_fill=True)
+        kind = (number_format, recipe.weight, recipe.power_of_two)
+        cast = cache.get(weight, kind, transposed)
+        if cast is None:
+            counts = self.fp8_memory(recipe).counts
+            cast = cast_of_weight(weight, recipe, number_format, transposed=transposed, counts=counts)
+            cache.put(weight, kind, cast)
+        return cast
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         """Moving or converting a model moves counts and state along, and leaves their formats alone."""
@@ -334,7 +302,6 @@ class Float8Linear(nn.Linear):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__({name: nothing() for name, nothing in _FOUND_OUT.items()} | state)  # type: ignore[no-untyped-call]
-        register(self)
 
     def __prepare_scriptable__(self) -> NoReturn:
         # What torch.jit.script asks a module first.
@@ -342,44 +309,13 @@ class Float8Linear(nn.Linear):
 
     # Checkpoints.
 
-    def fp8_remembered(self) -> torch.Tensor:
-        """A copy of what must go on with the weight: the histories, and whether the layer has fallen back."""
-        state = self.fp8_state
-        return torch.cat([state, state.new_full((1, state.shape[1]), float(self.fp8_fallback is not None))])
-
-    @torch.no_grad()
-    def fp8_remember(self, found: torch.Tensor, why: str) -> None:
-        """Go on with that; ``why`` is the reason of a layer that has not fallen back yet."""
-        self.fp8_history.copy_(found[0])
-        self.fp8_gradient_history.copy_(found[1])
-        if self.fp8_fallback is None and bool(found[-1, 0]):
-            self.fp8_fallback = why
-
-    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-        if self.fp8_recipe.delayed or self.fp8_fallback is not None:
-            destination[prefix + _STATE_KEY] = self.fp8_remembered()
-
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
-        found = state_dict.pop(prefix + _STATE_KEY, None)
-        errors: list[str] = rest[-1]
         super()._load_from_state_dict(state_dict, prefix, *rest)
         self._forget()  # the weight may be another, of another format
         if self.fp8_history.is_meta and not self.weight.is_meta:  # assigned to a model without memory
             self._buffers.update(_new_buffers(self.weight.device))
-        if found is None:
-            if prefix + "weight" in state_dict:  # the histories of another one say nothing
-                self.fp8_history.zero_()
-                self.fp8_gradient_history.zero_()
-                self.fp8_fallback = None
-        elif tuple(found.shape) != (STATE_SHAPE[0] + 1, STATE_SHAPE[1]) or not bool((found >= 0).all()):
-            errors.append(
-                f"{prefix}{_STATE_KEY} has shape {list(found.shape)} or negative numbers: expected the histories "
-                f"that a converted layer saves, of shape {[STATE_SHAPE[0] + 1, STATE_SHAPE[1]]}"
-            )
-        else:
-            self.fp8_fallback = None
-            self.fp8_remember(found, "it had when the checkpoint was saved")
+        if prefix + "weight" in state_dict:  # the histories of another weight do not apply
+            reset_layer_state(self)
 
     def extra_repr(self) -> str:
         products = "auto" if self.fp8_auto else ", ".join(self.fp8_recipe.low_precision)

@@ -12,12 +12,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from kernel_pytorch.fp8.in_graph import revision
 from kernel_pytorch.fp8.kept_cast import (
     NAMES,
     Kept,
     cast_weight,
-    fill_in_graph,
     kept_cast,
     product,
     sums_of_y,
@@ -47,6 +45,7 @@ __all__ = [
     "fp8_linear",
     "products_for",
     "products_of",
+    "recomputing",
     "refuse_second",
     "working_dtype",
 ]
@@ -315,14 +314,8 @@ def cast_of_weight(
     *,
     transposed: bool,
     counts: torch.Tensor | None = None,
-    memory: Kept | None = None,
 ) -> Kept:
-    """A weight in 8 bits, with the transposed copy that dx needs; in the memory for it where there is some."""
-    if memory is not None:
-        places = memory.parts()
-        kind = (number_format, recipe.weight, recipe.power_of_two)
-        inverse, inverse_t = fill_in_graph(revision(), weight, *kind, counts, *places)
-        return Kept(memory.data, memory.data_t, inverse, inverse if len(places) == 3 else inverse_t)
+    """A weight in 8 bits, with the transposed copy that dx needs."""
     return cast_weight(weight, number_format, recipe.weight, transposed, recipe.power_of_two, counts, kept_cast)
 
 
@@ -338,6 +331,11 @@ def cast_of_gradient(
 ) -> Kept:
     """The gradient that reaches a layer in 8 bits."""
     return kept_cast(dy_MN, number_format, granularity, transposed, power_of_two, counts, 0, history)
+
+
+def recomputing() -> bool:
+    """Return whether a backward is running: this forward is then recomputed for activation checkpointing."""
+    return torch._C._current_graph_task_id() != -1
 
 
 def working_dtype(x: torch.Tensor) -> torch.dtype:

@@ -19,12 +19,12 @@ from torch.autograd import forward_ad
 from kernel_pytorch.fp8.in_graph import revision
 from kernel_pytorch.fp8.kept_cast import NAMES, Kept
 from kernel_pytorch.fp8.layer import Float8Linear
+from kernel_pytorch.fp8.linear import recomputing
 from kernel_pytorch.fp8.offer import Caster, Wish, input_key
 from kernel_pytorch.fp8.recipe import Recipe
 from kernel_pytorch.fp8.settings import SETTINGS, settings_of, unchanged
 from kernel_pytorch.fp8.traced_norm import norm_of
 from kernel_pytorch.fp8.transforms import compiled_transforms_active
-from kernel_pytorch.fp8.weight_uses import optimizer_steps, repeats_forward
 from kernel_pytorch.hardware_abstraction import dispatch
 from kernel_pytorch.hardware_abstraction.registry import device_preferring
 from kernel_pytorch.ops.fp8_rms_norm import KERNEL_TRITON, fp8_rms_norm
@@ -139,13 +139,13 @@ def _forward(module: Any, *others: Any, **named: Any) -> Any:
     if torch.compiler.is_compiling():
         return _traced(module, *others, **named)
     caster: Caster = getattr(module, _CASTER)
-    again = repeats_forward()
+    again = recomputing()
     given = (*others, *named.values())
     x = given[0] if len(given) == 1 else None
     weight = module.weight
     if not unchanged(getattr(module, SETTINGS)):
         return type(module).forward(module, *others, **named)
-    if not caster.used(optimizer_steps()):
+    if not caster.used():
         y: torch.Tensor = type(module).forward(module, *others, **named)
         if type(y) is torch.Tensor and y.requires_grad:
             if caster.declined and not _takes(caster, x, weight):

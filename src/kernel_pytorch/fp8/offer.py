@@ -67,22 +67,29 @@ class Caster:
         self._last: dict[bool, Offer] = {}
         self._shared = False
         """Whether different layers come first in different calls: then nothing is cast for any."""
-        self._steps, self._met, self._used = -1, False, not auto
+        self._met, self._used = False, not auto
+        self._consumer: weakref.ref[Any] | None = None
+        self._weight_version = 0
+        """Of the consumer's weight, when ``_used`` was last decided."""
         self.declined = False
         """Whether our op could not take a call: from then on, whether it can is known before a layer is met."""
 
     def __reduce__(self) -> Any:
         return Caster, (self.width, self.eps, self.rounds_to_input, self.auto, self.traced)
 
-    def used(self, steps: int) -> bool:
+    def used(self) -> bool:
         """Whether the norm computes by our op; else it is as it was.
 
         Always by the op, with or without a cast, where a recipe was asked for: so y has the same bits in the first
-        call and in the next, in a resumed run and in an evaluation. With ``auto`` only where the layer behind gains
-        by 8 bits, which changes between steps of an optimizer alone: what is repeated in a backward is the same.
+        call and in the next, in a resumed run and in an evaluation. With ``auto`` only where the consuming layer
+        gains by FP8. That is decided again when the consumer's weight has changed, so that a forward and its
+        recomputation for activation checkpointing agree.
         """
-        if self.auto and steps != self._steps:
-            self._steps, self._used, self._met = steps, self._met, False
+        consumer = None if self._consumer is None else self._consumer()
+        if self.auto and consumer is not None:
+            version = _version_of(consumer.weight)
+            if version != self._weight_version:
+                self._weight_version, self._used, self._met = version, self._met, False
         return self._used
 
     def wish(self, x: torch.Tensor, again: bool) -> Wish | None:
@@ -108,6 +115,8 @@ class Caster:
     ) -> None:
         """A layer, the first of those that are given y, wants it in 8 bits."""
         self._met = True
+        if self.auto and (self._consumer is None or self._consumer() is None):
+            self._consumer, self._weight_version = weakref.ref(layer), _version_of(layer.weight)
         wish, unchanged = offer.wish, y._version == offer.version
         wanted = (recipe, number_format, transposed)
         granted = wish is not None and unchanged and wish.layer() is layer and wish[1:4] == wanted
@@ -145,6 +154,10 @@ class Caster:
         )
         # What auto has chosen is for a size and a format.
         return (*found, x.shape, x.dtype, torch.is_autocast_enabled(x.device.type)) if self.auto else found
+
+
+def _version_of(weight: torch.Tensor) -> int:
+    return 0 if weight.is_inference() else weight._version
 
 
 def meet(x: torch.Tensor, layer: Any, recipe: Recipe, number_format: str, transposed: bool) -> None:

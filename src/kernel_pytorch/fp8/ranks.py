@@ -6,7 +6,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from kernel_pytorch.fp8.convert import check_module
+from kernel_pytorch.fp8.checkpoint import layer_state, restore_layer_state
+from kernel_pytorch.fp8.conversion import check_module
 from kernel_pytorch.fp8.monitor import layers_of
 
 __all__ = ["synchronize"]
@@ -58,8 +59,8 @@ def synchronize(model: nn.Module, group: dist.ProcessGroup | None = None) -> nn.
     if not together:
         return model
     device = next(iter(layers.values())).fp8_history.device
-    states = torch.stack([layer.fp8_remembered().to(device) for layer in layers.values()])
+    states = torch.stack([layer_state(layer).to(device) for layer in layers.values()])
     dist.all_reduce(states, dist.ReduceOp.MAX, group)
     for layer, state in zip(layers.values(), states, strict=True):
-        layer.fp8_remember(state, "it had on another rank")
+        restore_layer_state(layer, state, "on another rank")
     return model

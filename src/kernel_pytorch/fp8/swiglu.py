@@ -200,7 +200,6 @@ def fp8_swiglu_mlp(
     turned = (needs_dx, needs_dx, needs_dh)
     kept = [layer.weight_cast(recipe, forward_format, each) for layer, each in zip(layers, turned, strict=True)]
     if torch.compiler.is_compiling() and all(needs) and not gathered:
-        places = () if None in kept else (part for cast in kept if cast is not None for part in cast.parts())
         y_MN = _whole(
             revision(),
             x,
@@ -214,7 +213,6 @@ def fp8_swiglu_mlp(
             gradient_format,
             recipe.dx_sums,
             recipe.power_of_two,
-            *places,
         )
         return y_MN.reshape(*x.shape[:-1], y_MN.shape[-1])
     x_MK = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
@@ -224,9 +222,9 @@ def fp8_swiglu_mlp(
     x_8 = cast_of_input(x, recipe, forward_format, transposed=turned_x, memory=memories[0])
     casts = []
     for layer, memory, each, cast in zip(layers, memories, turned, kept, strict=True):
-        if cast is None or cast.to_fill:
-            options: Any = {"transposed": each, "counts": memory.counts, "memory": cast}
-            cast = cast_of_weight(layer.weight, recipe, forward_format, **options)
+        if cast is None:
+            counts = memory.counts
+            cast = cast_of_weight(layer.weight, recipe, forward_format, transposed=each, counts=counts)
         casts.append(cast)
     y_MN = _SwiGLU.apply(  # type: ignore[no-untyped-call]
         x_MK,
@@ -373,20 +371,16 @@ class _Whole(torch.autograd.Function):
         gradient_format: str,
         dx_sums: str,
         power_of_two: bool,
-        *memory: torch.Tensor,
     ) -> torch.Tensor:
         kept_unchecked(gate_counts, up_counts, down_counts, x_history, h_history)  # as in traced_linear
         y, *saved = swiglu_forward_op(
             x_MK if norm_x is None else norm_x, gate_weight, up_weight, down_weight, dtype, forward_format,
-            power_of_two, gate_counts, up_counts, down_counts, x_history, h_history, rstd, norm_weight, list(memory),
+            power_of_two, gate_counts, up_counts, down_counts, x_history, h_history, rstd, norm_weight,
         )  # fmt: skip
-        if memory:
-            _, gate_8t, gate_inverse, _, up_8t, up_inverse, _, down_8t, down_inverse = memory
-            saved = [*saved[:5], gate_inverse, gate_8t, up_inverse, up_8t, down_inverse, down_8t]
         ctx.save_for_backward(*saved)
         ctx.how = (forward_format, gradient_format, dx_sums, power_of_two)
         ctx.counts = kept_unchecked(gate_gradient_counts, up_gradient_counts, down_gradient_counts)
-        ctx.histories, ctx.memory = kept_unchecked(gate_history, up_history, down_history), len(memory)
+        ctx.histories = kept_unchecked(gate_history, up_history, down_history)
         ctx.dtypes = (x_MK.dtype, gate_weight.dtype, up_weight.dtype, down_weight.dtype)
         found: torch.Tensor = y
         return found
@@ -401,4 +395,4 @@ class _Whole(torch.autograd.Function):
         )
         # Their sum is left to the compiler, which has work of its own on it.
         dx, *others = _as((dx + dx_of_up, *others), ctx.dtypes)
-        return (dx, *[None] * 4, *others, *[None] * (15 + ctx.memory))
+        return (dx, *[None] * 4, *others, *[None] * 15)

@@ -46,17 +46,16 @@ def traced_linear(
 ) -> torch.Tensor:
     """As ``checked_linear``."""
     y: torch.Tensor
-    to_fill = weight_cast if weight_cast is not None and weight_cast.to_fill else None
-    if products.all_in_8 and (weight_cast is None or to_fill is not None):
-        y = _whole(revision(), x, weight, *_tensors(to_fill), *memory, recipe.weight, *products)
+    if products.all_in_8 and weight_cast is None:
+        y = _whole(revision(), x, weight, *memory, recipe.weight, *products)
     else:
         turned_x, turned_weight = products.needs_dw and products.dw_in_8, products.needs_dx and products.dx_in_8
         x_cast = None
         if products.y_in_8:
             x_cast = cast_of_input(x, recipe, products.forward_format, transposed=turned_x, memory=memory)
-        if to_fill is not None or (weight_cast is None and (products.y_in_8 or turned_weight)):
+        if weight_cast is None and (products.y_in_8 or turned_weight):
             kind = (weight, recipe, products.forward_format)
-            weight_cast = cast_of_weight(*kind, transposed=turned_weight, counts=memory.counts, memory=to_fill)
+            weight_cast = cast_of_weight(*kind, transposed=turned_weight, counts=memory.counts)
         y = _Traced.apply(  # type: ignore[no-untyped-call]
             x if x.ndim == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1]),
             weight,
@@ -76,10 +75,6 @@ def _whole(
     _: str,
     x: torch.Tensor,
     weight: torch.Tensor,
-    weight_8: torch.Tensor | None,
-    weight_inverse: torch.Tensor | None,
-    weight_8t: torch.Tensor | None,
-    weight_inverse_t: torch.Tensor | None,
     counts: torch.Tensor | None,
     history: torch.Tensor | None,
     gradient_counts: torch.Tensor | None,
@@ -87,7 +82,7 @@ def _whole(
     weight_granularity: str,
     *products: Any,
 ) -> torch.Tensor:
-    """All three products in 8 bits, without a bias; of a weight with memory for its cast, or none."""
+    """All three products in 8 bits, without a bias."""
     how = Products(*products)
     key = (x._version, how.forward_format, how.input_granularity, how.power_of_two, history is None)
     kept_key, *cast = getattr(x, "_fp8_cast", (None,))
@@ -96,8 +91,8 @@ def _whole(
     norm = unwritten(x, history) if shared[0] is None else Unwritten()
     y: torch.Tensor
     y, *cast = _Whole.apply(  # type: ignore[no-untyped-call]
-        x_MK, weight, weight_8, weight_inverse, weight_8t, weight_inverse_t, *shared, counts, history,
-        gradient_counts, gradient_history, *norm, weight_granularity, *products,
+        x_MK, weight, *shared, counts, history, gradient_counts, gradient_history, *norm, weight_granularity,
+        *products,
     )  # fmt: skip
     if x.grad_fn is not None and kept_key != key:  # nobody else writes to what a graph has computed
         x._fp8_cast = (key, *cast)  # type: ignore[attr-defined]
@@ -176,10 +171,6 @@ class _Whole(torch.autograd.Function):
         ctx: Any,
         x_MK: torch.Tensor,
         weight: torch.Tensor,
-        weight_8: torch.Tensor | None,
-        weight_inverse: torch.Tensor | None,
-        weight_8t: torch.Tensor | None,
-        weight_inverse_t: torch.Tensor | None,
         x_8: torch.Tensor | None,
         x_inverse: torch.Tensor | None,
         x_8t: torch.Tensor | None,
@@ -196,26 +187,21 @@ class _Whole(torch.autograd.Function):
     ) -> tuple[torch.Tensor | None, ...]:
         how = Products(*products)
         made: list[torch.Tensor | None] = []
-        places = (weight_8, weight_8t, weight_inverse, weight_inverse_t)
-        memory = [place for place in places if place is not None]
         kept_unchecked(counts, history)  # a checkpoint's repetition brings them up to date once more
         if x_8 is None:
             op = linear_forward_op if how.input_granularity == "tensor" else linear_forward_by_parts_op
-            y, made_8t, made_inverse_t, x_8, x_inverse, x_8t, *other = op(
+            y, weight_8t, weight_inverse_t, x_8, x_inverse, x_8t, *other = op(
                 x_MK if norm_x is None else norm_x, weight, how.dtype, how.forward_format, how.input_granularity,
-                weight_granularity, how.power_of_two, counts, history, rstd, norm_weight, memory,
+                weight_granularity, how.power_of_two, counts, history, rstd, norm_weight,
             )  # fmt: skip
             x_inverse_t = other[0] if other else None
             made = [x_8, x_inverse, x_8t, x_inverse_t]
         else:
-            y, made_8t, made_inverse_t = linear_of_cast_op(
-                x_8, x_inverse, weight, how.dtype, how.forward_format, weight_granularity, how.power_of_two, counts,
-                memory,
-            )  # fmt: skip
-        kept = (made_8t, made_inverse_t)
-        if memory:
-            kept = (weight_8t, weight_inverse if weight_inverse_t is None else weight_inverse_t)
-        ctx.save_for_backward(x_8t, x_inverse if x_inverse_t is None else x_inverse_t, *kept)
+            y, weight_8t, weight_inverse_t = linear_of_cast_op(
+                x_8, x_inverse, weight, how.dtype, how.forward_format, weight_granularity, how.power_of_two, counts
+            )
+        inverse_t = x_inverse if x_inverse_t is None else x_inverse_t
+        ctx.save_for_backward(x_8t, inverse_t, weight_8t, weight_inverse_t)
         ctx.products, ctx.dtypes = products, (x_MK.dtype, weight.dtype)
         ctx.counts, ctx.history = kept_unchecked(gradient_counts, gradient_history)
         ctx.mark_non_differentiable(*(tensor for tensor in made if tensor is not None))
@@ -229,4 +215,4 @@ class _Whole(torch.autograd.Function):
             dy_MN, *ctx.saved_tensors, how.gradient_format, how.gradient_granularity, how.dx_sums,
             how.power_of_two, ctx.counts, ctx.history,
         )  # fmt: skip
-        return (dx.to(x_dtype), dweight.to(weight_dtype), *[None] * 28)
+        return (dx.to(x_dtype), dweight.to(weight_dtype), *[None] * 24)

@@ -16,10 +16,15 @@ from functools import lru_cache, partial
 from typing import Any, NoReturn
 
 import torch
-from torch._guards import active_fake_mode
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
 
+from kernel_pytorch._compat.modes import (
+    dispatch_mode_count,
+    forward_ad_active,
+    is_legacy_batched,
+    transform_active,
+)
+from kernel_pytorch._compat.structures import FakeTensor, active_fake_mode
 from kernel_pytorch.hardware_abstraction import choice_cache
 from kernel_pytorch.hardware_abstraction.device import Device
 from kernel_pytorch.hardware_abstraction.func_transforms import (
@@ -506,7 +511,7 @@ class Function:
 
     def refuse_tangents(self, values: Any) -> None:
         """torch would drop the tangents of forward-mode derivatives at a custom op, without a word."""
-        if forward_ad._current_level < 0:
+        if not forward_ad_active():
             return
         for value in values:
             if not isinstance(value, torch.Tensor):
@@ -521,11 +526,7 @@ class Function:
 
 def _no_modes() -> bool:
     """Whether nothing watches or transforms what torch runs: no dispatch mode, no torch.func, no forward mode."""
-    return (
-        torch._C._len_torch_dispatch_stack() == 0
-        and torch._C._functorch.peek_interpreter_stack() is None
-        and forward_ad._current_level < 0
-    )
+    return dispatch_mode_count() == 0 and not transform_active() and not forward_ad_active()
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
@@ -543,7 +544,7 @@ def plain_call(tensor: torch.Tensor) -> bool:
         and not explaining()
         and _no_modes()
         and _is_plain(tensor)
-        and not torch._C._functorch.is_legacy_batchedtensor(tensor)
+        and not is_legacy_batched(tensor)
     )
 
 
@@ -599,7 +600,7 @@ class _Differentiable(torch.autograd.Function):
         # With create_graph=True the custom op goes into the graph, and refuses a second derivative there.
         plain = not torch.is_grad_enabled() and _no_modes()
         for gradient in taken:  # is_grads_batched=True brings batches that no mode announces
-            plain = plain and _is_plain(gradient) and not torch._C._functorch.is_legacy_batchedtensor(gradient)
+            plain = plain and _is_plain(gradient) and not is_legacy_batched(gradient)
         if plain:
             result = function.backward(ctx.state, values)
         else:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
+from executorch.exir.backend.compile_spec_schema import CompileSpec
 from executorch.exir.backend.partitioner import DelegationSpec, Partitioner, PartitionResult
 from executorch.exir.backend.utils import tag_constant_data
 from torch.export import ExportedProgram
@@ -13,7 +14,8 @@ from torch.fx import GraphModule, Node
 from torch.fx.passes.infra.partitioner import CapabilityBasedPartitioner
 from torch.fx.passes.operator_support import OperatorSupportBase
 
-from kernel_pytorch.lowering.backend import KernelPyTorchBackend
+from kernel_pytorch._compat.structures import OpOverload
+from kernel_pytorch.lowering.backend import KernelPyTorchBackend, lowest_sizes
 from kernel_pytorch.lowering.constants import Constants
 from kernel_pytorch.lowering.rewrite import rewritten
 from kernel_pytorch.lowering.rules import RULES, operator_name, refusal
@@ -84,6 +86,7 @@ class KernelPartitioner(Partitioner):  # type: ignore[misc]
     """The partitioners that come after this one. ExecuTorch asks each in turn what not to decompose, and forgets the
     wishes of the later ones while it serves the earlier: so this one passes theirs on."""
     refusals: list[Refusal] = field(default_factory=list, init=False)
+    _specs: list[CompileSpec] = field(default_factory=list, init=False, repr=False)
 
     def __post_init__(self) -> None:
         super().__init__()
@@ -91,11 +94,10 @@ class KernelPartitioner(Partitioner):  # type: ignore[misc]
     def transform_for_pre_decomposition(self, exported_program: ExportedProgram) -> ExportedProgram:
         """Attention and RMS norms become operators that no later decomposition takes apart."""
         chosen = self.options
+        self._specs = [lowest_sizes(exported_program)]
         return rewritten(exported_program, attention=chosen.attention, norms=chosen.norms, linears=chosen.linears)
 
-    def ops_to_not_decompose(
-        self, ep: ExportedProgram
-    ) -> tuple[list[torch._ops.OpOverload], Callable[[Node], bool] | None]:
+    def ops_to_not_decompose(self, ep: ExportedProgram) -> tuple[list[OpOverload], Callable[[Node], bool] | None]:
         wishes = [partitioner.ops_to_not_decompose(ep) for partitioner in self.beside]
         constants = Constants(ep)
 
@@ -112,7 +114,7 @@ class KernelPartitioner(Partitioner):  # type: ignore[misc]
         known = {node for node in reasons if constants.of(node) is not None}
         taken = {node for node, reason in reasons.items() if reason is None and node not in known}
         tags: dict[str, DelegationSpec] = {}
-        spec = DelegationSpec(KernelPyTorchBackend.__name__, [])
+        spec = DelegationSpec(KernelPyTorchBackend.__name__, self._specs)
         for number, partition in enumerate(_partitions(module, taken)):
             if not any(self._worth_it(node) for node in partition):
                 for node in partition:

@@ -6,6 +6,8 @@ import torch
 from torch.export import ExportedProgram
 from torch.fx import Node
 
+from kernel_pytorch._compat.structures import OpOverload, has_composite_kernel
+
 __all__ = ["module_of", "refuse_without_kernels"]
 
 _REMEDIES = {
@@ -25,11 +27,11 @@ def refuse_without_kernels(program: ExportedProgram) -> None:
     """Raise for a custom operator that has no out variant: ExecuTorch runs out variants alone."""
     for node in program.graph.nodes:
         target = node.target
-        if not isinstance(target, torch._ops.OpOverload) or target.namespace in _KNOWN:
+        if not isinstance(target, OpOverload) or target.namespace in _KNOWN:
             continue
         name = target._schema.name
         packet = getattr(getattr(torch.ops, target.namespace), name.partition("::")[2])
-        decomposes = torch._C._dispatch_has_kernel_for_dispatch_key(target.name(), "CompositeImplicitAutograd")
+        decomposes = has_composite_kernel(target)
         if decomposes or any(overload == "out" or overload.endswith("_out") for overload in packet.overloads()):
             continue
         where = f" in {module_of(node)!r}" if module_of(node) else ""

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from kernel_pytorch.lowering.build import build
+from kernel_pytorch.lowering.build import build, executorch_root
 from kernel_pytorch.lowering.checksum import verify
 
 __all__ = ["LoadedProgram", "load", "native", "registered"]
@@ -55,6 +55,7 @@ class LoadedProgram:
     """
 
     def __init__(self, data: bytes, name: str) -> None:
+        executorch_root()  # an error that says what to install, where it is missing
         from executorch.runtime import Runtime, Verification
 
         from kernel_pytorch.lowering.target import register_delegates

@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
-from torch.utils._python_dispatch import _disable_current_modes
 
+from kernel_pytorch._compat.structures import disable_modes, pytree
 from kernel_pytorch.masks import code as mask_code
 from kernel_pytorch.masks import part as mask_part
 from kernel_pytorch.masks.code import Node
@@ -190,7 +189,7 @@ def leaf(kind: int, *numbers: int) -> Mask:
 def made(node: Node) -> Mask:
     """The one Mask of an expression: masks made anew in every step cost no more than a look-up."""
     # What is kept must not be a fake tensor of a mode that is active now, nor one that no backward may save.
-    with _disable_current_modes(), torch.inference_mode(False):
+    with disable_modes(), torch.inference_mode(False):
         code = mask_code.encode(node)
     # What torch._dynamo.maybe_mark_dynamic does, without its import: a code of another length is no other graph.
     code._dynamo_weak_dynamic_indices = {0}  # type: ignore[attr-defined]

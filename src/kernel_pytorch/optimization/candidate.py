@@ -102,6 +102,8 @@ class Candidate:
     """Names of candidates that it cannot be combined with."""
     drops: frozenset[str] = frozenset()
     """Names of outputs that it leaves out; every other output is compared."""
+    adds_state: frozenset[str] = frozenset()
+    """Last words of names that it adds to the state dict, such as the state of FP8 scales."""
     settings: Mapping[str, str] = field(default_factory=dict)
     """Further facts for the report, such as a compiler's mode."""
 

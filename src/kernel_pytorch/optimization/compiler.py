@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree
 
+from kernel_pytorch._compat.compiler import compile_counts, compile_supported
+from kernel_pytorch._compat.structures import pytree
 from kernel_pytorch.optimization.edits import Edits, Forward
 
 __all__ = [
@@ -18,7 +19,6 @@ __all__ = [
     "compilations",
     "compile_in_place",
     "compiled_already",
-    "int8_matmul",
     "map_tensors",
     "unavailable",
 ]
@@ -39,9 +39,7 @@ class Compilations:
 
 def compilations() -> Compilations:
     """Return the counts of this process."""
-    from torch._dynamo.utils import counters
-
-    return Compilations(counters["stats"]["unique_graphs"], sum(counters["graph_break"].values()))
+    return Compilations(*compile_counts())
 
 
 class CompiledCall:
@@ -90,16 +88,9 @@ def compiled_already(model: nn.Module) -> bool:
 
 def unavailable() -> str | None:
     """Return why torch.compile cannot be used here, or None."""
-    from torch._dynamo.eval_frame import is_dynamo_supported
-
-    return None if is_dynamo_supported() else "torch.compile does not support this Python or platform"
+    return None if compile_supported() else "torch.compile does not support this Python or platform"
 
 
 def map_tensors(change: Callable[[torch.Tensor], torch.Tensor], output: Any) -> Any:
     """Change every tensor of nested outputs; transformers registers its outputs with this module of torch."""
-    return _pytree.tree_map_only(torch.Tensor, change, output)
-
-
-def int8_matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Multiply int8 matrices into int32. torch has no public name for it; torchao's copies to int32 on a CPU."""
-    return torch._int_mm(a, b)
+    return pytree.tree_map_only(torch.Tensor, change, output)

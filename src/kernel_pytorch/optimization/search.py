@@ -225,8 +225,11 @@ class Search:
     def _verified(self, state: State) -> Verdict:
         self._switch(state)
         used = [self._candidates[name] for name in state]
-        drops = frozenset[str]().union(*(candidate.drops for candidate in used))
-        verdict = self._verifier.verify(exact=self._exact(state), drops=drops)
+        verdict = self._verifier.verify(
+            exact=self._exact(state),
+            drops=frozenset().union(*(candidate.drops for candidate in used)),
+            adds_state=frozenset().union(*(candidate.adds_state for candidate in used)),
+        )
         self._verdicts[state] = verdict
         return verdict
 
@@ -367,8 +370,9 @@ class Search:
             result.best = result.steps[-1].state if result.steps else EAGER
         self._switch(EAGER)
         result.memory = self._memory(EAGER, result.best) if self._workload.training else []
-        if not result.over_eager:
-            result.over_eager = self._timed(EAGER, result.best)
+        if not result.best:  # eager beside itself
+            result.over_eager = [replace(one, after=one.before, ratio=1.0) for one in self._timed(EAGER, EAGER)]
+            result.over_compile = []
 
     def _unconfirmed(self, state: State) -> str:
         try:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from kernel_pytorch._compat.modes import transform_active
 from kernel_pytorch.hardware_abstraction.dispatch import Function
 from kernel_pytorch.masks import Mask, full
 from kernel_pytorch.ops.attention.definition import ATTENTION, result_dtype
@@ -180,6 +181,6 @@ def _across_ranks(
 
 def _may_train(*tensors: torch.Tensor | None) -> bool:
     """Whether a backward may follow; torch.compile and torch.func do not say, so there it may."""
-    if torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is not None:
+    if torch.compiler.is_compiling() or transform_active():
         return True
     return torch.is_grad_enabled() and any(getattr(x, "requires_grad", x is not None) for x in tensors)

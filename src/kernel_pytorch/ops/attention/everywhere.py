@@ -12,6 +12,7 @@ import torch
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+from kernel_pytorch._compat.modes import transform_active
 from kernel_pytorch.hardware_abstraction.selection import UnsupportedCallError
 from kernel_pytorch.masks import Mask, causal, full, intervals
 from kernel_pytorch.ops.attention.tensor_mask import mask_and_bias
@@ -127,7 +128,7 @@ def _refusal(
         return f"a tensor of type {next((type(x).__name__ for x in given if type(x) not in _PLAIN), 'nested')}"
     if dropout_p:
         return f"dropout_p={dropout_p}, and kp.attention has no dropout"
-    if torch._C._functorch.peek_interpreter_stack() is not None:
+    if transform_active():
         return "inside a transform of torch.func"
     if not query.ndim == key.ndim == value.ndim or query.ndim not in (3, 4):
         return (

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from kernel_pytorch._compat.compiler import index_by_tensors
 from kernel_pytorch.masks import Mask, causal, documents, full, padding, window
 from kernel_pytorch.masks.from_tensor import from_rows
 from kernel_pytorch.ops.attention.hugging_face import carried
@@ -140,14 +141,12 @@ def _evaluated(
 
 def _by_vmap(function: Callable[..., Any]) -> Callable[..., torch.Tensor]:
     """A function of single indices over all of them; one that indexes tensors by its indices needs the mode."""
-    from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
-
     mapped: Any = function
     for dims in ((None, None, None, 0), (None, None, 0, None), (None, 0, None, None), (0, None, None, None)):
         mapped = torch.vmap(mapped, in_dims=dims, out_dims=0)
 
     def run(*indices: torch.Tensor) -> torch.Tensor:
-        with TransformGetItemToIndex():
+        with index_by_tensors():
             found: torch.Tensor = mapped(*indices)
         return found
 

@@ -15,9 +15,10 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from kernel_pytorch._compat.memory import int8_matmul
 from kernel_pytorch.optimization.candidate import Candidate, Context, Sites, Stage
 from kernel_pytorch.optimization.candidates.modules import sites_of
-from kernel_pytorch.optimization.compiler import int8_matmul, map_tensors
+from kernel_pytorch.optimization.compiler import map_tensors
 from kernel_pytorch.optimization.edits import Edits, Forward
 
 __all__ = ["BF16_AUTOCAST", "BF16_LINEAR", "INT8_LINEAR", "TF32", "WeightCache"]

@@ -1,9 +1,10 @@
 // The C interface, through which Python runs payloads without ExecuTorch: tests and eager mode.
+#include "core/c_api.h"
+
 #include <atomic>
 #include <cstring>
 #include <memory>
 
-#include "core/c_api.h"
 #include "core/program.h"
 
 #if defined(KERNEL_PYTORCH_WITH_EXECUTORCH)

@@ -14,8 +14,9 @@ struct KernelPyTorchTensor {  // contiguous
 };
 
 // Loads a payload, or returns null with the reason in `text`. `bytes` must outlive the program. Programs with the same
-// `owner`, any address, share caches; a null owner shares nothing. `openmp` is GOMP_parallel of the OpenMP runtime whose
-// threads the process already uses, of which the program uses `workers`; if it is null, ExecuTorch's threads are used.
+// `owner`, any address, share caches; a null owner shares nothing. `openmp` is GOMP_parallel of the OpenMP runtime
+// whose threads the process already uses, of which the program uses `workers`; if it is null, ExecuTorch's threads are
+// used.
 KERNEL_PYTORCH_API void* kernel_pytorch_load(const void* bytes, size_t size, const void* owner, void* openmp,
                                              int64_t workers, char* text, size_t text_size);
 

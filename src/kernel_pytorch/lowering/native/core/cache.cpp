@@ -20,7 +20,8 @@ bool multiply(size_t& bytes, int64_t factor) {
 std::shared_ptr<Cache> Cache::make(const CacheShape& shape, Reason& reason) {
   std::shared_ptr<Cache> cache(new (std::nothrow) Cache());
   size_t rows = 1;
-  const bool small = multiply(rows, shape.batch) && multiply(rows, shape.heads) && multiply(rows, shape.sinks + shape.ring);
+  const bool small =
+      multiply(rows, shape.batch) && multiply(rows, shape.heads) && multiply(rows, shape.sinks + shape.ring);
   size_t keys = rows * size_of(shape.dtype), values = keys;
   if (!cache || !small || !multiply(keys, shape.dim) || !multiply(values, shape.value_dim)) {
     reason.set("cache '%.64s' is too large", shape.name.c_str());
@@ -52,9 +53,10 @@ bool Cache::accepts(int64_t position, int64_t tokens, Reason& reason) const {
   }
   const int64_t first = std::max(shape_.sinks, position - shape_.window);
   if (position > shape_.sinks && first < low_) {
-    return reason.set("cache '%.64s': position %lld needs tokens from %lld on, and those before %lld have been "
-                      "overwritten; start again at 0",
-                      name, (long long)position, (long long)first, (long long)low_);
+    return reason.set(
+        "cache '%.64s': position %lld needs tokens from %lld on, and those before %lld have been "
+        "overwritten; start again at 0",
+        name, (long long)position, (long long)first, (long long)low_);
   }
   return true;
 }

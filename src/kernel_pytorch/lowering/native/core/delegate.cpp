@@ -187,8 +187,7 @@ class KernelPyTorchBackend final : public BackendInterface {
       sizes[d] = static_cast<executorch::aten::SizesType>(shape.dims[d]);
       same = same && tensor.size(d) == shape.dims[d];
     }
-    if (!same && executorch::runtime::resize_tensor(
-                     tensor, {sizes, static_cast<size_t>(shape.rank)}) != Error::Ok) {
+    if (!same && executorch::runtime::resize_tensor(tensor, {sizes, static_cast<size_t>(shape.rank)}) != Error::Ok) {
       return reason.set("output '%.64s' cannot take its shape", name);
     }
     data = tensor.mutable_data_ptr();

@@ -161,8 +161,8 @@ bool Mask::read_node(MaskNode kind, const int64_t* numbers, int64_t count, std::
     if (at != count) return wrong();
     node.starts.push_back(at);
   } else {
-    const int64_t wanted = kind == MaskNode::kWindow ? 2 : kind == MaskNode::kSinks || kind == MaskNode::kPrefix ? 1 : 0;
-    if (count != wanted) return wrong();
+    const bool has_one = kind == MaskNode::kSinks || kind == MaskNode::kPrefix;
+    if (count != (kind == MaskNode::kWindow ? 2 : has_one ? 1 : 0)) return wrong();
     for (int64_t& number : node.numbers) {
       if (number < 0) return wrong();
       number = std::min(number, kFar);
@@ -202,7 +202,7 @@ bool Mask::fits(const MaskLengths& lengths, Reason& reason) const {
 }
 
 int64_t Mask::ranges(const MaskLengths& lengths, int64_t batch, int64_t head, int64_t query, KeyRange* out,
-                   KeyRange* work) const {
+                     KeyRange* work) const {
   const Query at = {batch, head, query, query + lengths.keys - lengths.queries, lengths.keys, lengths.keys};
   return evaluate(nodes_.back(), at, out, work);
 }

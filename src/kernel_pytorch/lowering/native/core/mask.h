@@ -24,7 +24,8 @@ class Mask {
 
   // Writes the sorted, disjoint ranges of one query to `out` and returns how many; at most max_ranges(). `work` is
   // scratch for work_ranges() of them.
-  int64_t ranges(const MaskLengths& lengths, int64_t batch, int64_t head, int64_t query, KeyRange* out, KeyRange* work) const;
+  int64_t ranges(const MaskLengths& lengths, int64_t batch, int64_t head, int64_t query, KeyRange* out,
+                 KeyRange* work) const;
 
   int64_t max_ranges() const { return nodes_.empty() ? 1 : nodes_.back().max_ranges; }
   int64_t work_ranges() const { return work_ranges_; }
@@ -43,7 +44,8 @@ class Mask {
     int64_t batch, head, index, position, length, keys;
   };
 
-  bool read_node(format::MaskNode kind, const int64_t* numbers, int64_t count, std::vector<int32_t>& stack, Reason& reason);
+  bool read_node(format::MaskNode kind, const int64_t* numbers, int64_t count, std::vector<int32_t>& stack,
+                 Reason& reason);
   int64_t evaluate(const Node& node, const Query& query, KeyRange* out, KeyRange*& work) const;
 
   std::vector<Node> nodes_;  // children before their parents; the last is the root

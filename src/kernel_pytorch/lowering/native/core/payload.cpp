@@ -141,8 +141,8 @@ bool read_caches(Reader& in, Payload& payload, Reason& reason) {
     const uint8_t dtype = in.u8();
     in.bits(3);
     const uint32_t name_bytes = in.u32();
-    for (int64_t* size : {&cache.batch, &cache.heads, &cache.dim, &cache.value_dim, &cache.ring, &cache.sinks,
-                          &cache.window}) {
+    for (int64_t* size :
+         {&cache.batch, &cache.heads, &cache.dim, &cache.value_dim, &cache.ring, &cache.sinks, &cache.window}) {
       *size = in.i64();
       const bool may_be_zero = size == &cache.sinks || size == &cache.window;
       if (*size < (may_be_zero ? 0 : 1) || *size > kMaxCacheSize) {
@@ -245,7 +245,7 @@ bool read_ops(Reader& in, Payload& payload, Reason& reason) {
 
 bool read_payload(const uint8_t* data, size_t size, Payload& payload, Reason& reason) {
   if (data == nullptr || size < kHeaderBytes) return reason.set("the payload has %zu bytes and no header", size);
-  if (std::memcmp(data, kMagic, kMagicBytes) != 0) return reason.set("this is not a payload of KernelPyTorch: it does not start with KPTPLOAD");
+  if (std::memcmp(data, kMagic, kMagicBytes) != 0) return reason.set("this is not a payload of KernelPyTorch");
   Reader header(data + kMagicBytes, kHeaderBytes - kMagicBytes);
   const uint32_t version = header.u32(), checksum = header.u32();
   const uint64_t whole = header.u64();

@@ -15,10 +15,6 @@ using format::ArgumentKind;
 using format::BufferKind;
 using format::kAlignment;
 
-char* aligned(char* p) {
-  return reinterpret_cast<char*>((reinterpret_cast<uintptr_t>(p) + kAlignment - 1) / kAlignment * kAlignment);
-}
-
 bool is_aligned(const void* p, uint64_t alignment) { return reinterpret_cast<uintptr_t>(p) % alignment == 0; }
 
 int64_t value_of(const Symbol& symbol, const Argument* inputs) {
@@ -43,8 +39,7 @@ std::unique_ptr<Program> Program::load(const uint8_t* bytes, size_t size, const 
     reason.set("the payload lies at an address that is not a multiple of 8");
     return nullptr;
   }
-  const bool good =
-      program->load_shared(host, reason) && program->make_operators(reason) && program->allocate(reason);
+  const bool good = program->load_shared(host, reason) && program->make_operators(reason) && program->allocate(reason);
   return good ? std::move(program) : nullptr;
 }
 
@@ -112,10 +107,10 @@ bool Program::allocate(Reason& reason) {
   if (!memory_) {
     return reason.set("no memory: the program needs %llu bytes", static_cast<unsigned long long>(total));
   }
-  arena_ = aligned(memory_.get());
-  scratch_ = aligned(arena_ + payload_.arena_bytes);
+  arena_ = align_up(memory_.get());
+  scratch_ = align_up(arena_ + payload_.arena_bytes);
   if (copied > 0) {
-    char* const copy = aligned(scratch_ + scratch_bytes_ * static_cast<size_t>(workers_));
+    char* const copy = align_up(scratch_ + scratch_bytes_ * static_cast<size_t>(workers_));
     std::memcpy(copy, payload_.constants, copied);
     payload_.constants = reinterpret_cast<const uint8_t*>(copy);
   }

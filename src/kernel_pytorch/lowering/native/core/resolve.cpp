@@ -50,8 +50,7 @@ bool Program::resolve_parameter(const Parameter& parameter, View& shape, Reason&
   for (int d = 0; d < shape.rank; ++d) {
     const int64_t size = shape.dims[d] = sizes_[parameter.dims[d]];
     if (size < 0 || size > INT32_MAX || __builtin_mul_overflow(count, size, &count) || count > kMaxElements) {
-      return reason.set("'%.64s' would have a dimension of %lld", parameter.name.c_str(),
-                        static_cast<long long>(size));
+      return reason.set("'%.64s' would have a dimension of %lld", parameter.name.c_str(), static_cast<long long>(size));
     }
   }
   return true;

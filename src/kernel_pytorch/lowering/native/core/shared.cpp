@@ -20,7 +20,9 @@ template <typename Item, typename Make>
 std::shared_ptr<Item> find_or_make(Registry<Item>& registry, const void* owner, const std::string& name, Make make) {
   if (owner == nullptr) return make();
   const std::lock_guard<std::mutex> guard(registry.lock);
-  for (auto at = registry.items.begin(); at != registry.items.end();) at = at->second.expired() ? registry.items.erase(at) : ++at;
+  for (auto at = registry.items.begin(); at != registry.items.end();) {
+    at = at->second.expired() ? registry.items.erase(at) : ++at;
+  }
   auto& entry = registry.items[{owner, name}];
   auto item = entry.lock();
   if (!item) entry = item = make();

@@ -29,6 +29,11 @@ static inline bool is_float(DType dtype) {
   return dtype == DType::kFloat32 || dtype == DType::kFloat16 || dtype == DType::kBFloat16;
 }
 
+// The next address that is a multiple of 64: of a cache line, and of the widest vector.
+static inline char* align_up(char* p) {
+  return p + (format::kAlignment - reinterpret_cast<uintptr_t>(p) % format::kAlignment) % format::kAlignment;
+}
+
 // Keys [begin, end) of one query.
 struct KeyRange {
   int64_t begin;

@@ -36,7 +36,9 @@ extern "C" __attribute__((visibility("default"), no_sanitize("address", "undefin
 
 extern "C" void __sanitizer_set_death_callback(void (*callback)());
 
-extern "C" __attribute__((visibility("default"))) const char* __asan_default_options() { return "allocator_may_return_null=1:max_allocation_size_mb=512"; }
+extern "C" __attribute__((visibility("default"))) const char* __asan_default_options() {
+  return "allocator_may_return_null=1:max_allocation_size_mb=512";
+}
 
 namespace {
 
@@ -122,8 +124,9 @@ int main(int count, char** words) {
     auto program = Program::load(exact.get(), data.size(), host, reason);
     if (program) {
       ++loaded;
-      const bool once = run(*program);
-      ran += once && (!program->has_caches() || run(*program)) ? 1 : 0;  // the second run reads what the first wrote to the cache
+      // The second run reads what the first wrote to the cache.
+      const bool twice = run(*program) && (!program->has_caches() || run(*program));
+      ran += twice ? 1 : 0;
     } else if (reason.text[0] == 0) {
       std::fprintf(stderr, "kernel_pytorch_fuzz: a payload was refused without a reason\n");
       return 1;
@@ -131,6 +134,7 @@ int main(int count, char** words) {
     counting = false;
     if (fresh && !original && known.size() < 4096) known.push_back(data);
   }
-  std::printf("%ld cases, %ld loaded, %ld ran, %zu payloads reach all that was reached\n", cases, loaded, ran, known.size());
+  std::printf("%ld cases, %ld loaded, %ld ran, %zu payloads reach all that was reached\n", cases, loaded, ran,
+              known.size());
   return 0;
 }

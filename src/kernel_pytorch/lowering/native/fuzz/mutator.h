@@ -39,10 +39,12 @@ class Mutator {
 
  private:
   void change(Bytes& data, const std::vector<Bytes>& known) {
-    static const int64_t kInteresting[] = {0,          1,          2,         7,          8,           9,
-                                           15,         16,         63,        64,         255,         -1,
-                                           INT32_MAX,  INT32_MIN,  INT64_MAX, INT64_MIN,  int64_t{1} << 40,
-                                           0x7fffffff, 0xffffffff, 65536,     1000000007, int64_t{1} << 62};
+    // clang-format off
+    static const int64_t kBoundaries[] = {
+        0, 1, 2, 7, 8, 9, 15, 16, 63, 64, 255, -1, 65536, 1000000007,
+        0x7fffffff, 0xffffffff, INT32_MIN, INT64_MAX, INT64_MIN, int64_t{1} << 40, int64_t{1} << 62,
+    };
+    // clang-format on
     const size_t at = below(data.size());
     switch (below(7)) {
       case 0:
@@ -55,7 +57,7 @@ class Mutator {
       case 3: {
         // Numbers of four and eight bytes at aligned offsets.
         const size_t width = below(2) ? 4 : 8, place = at / 4 * 4;
-        const int64_t value = kInteresting[below(std::size(kInteresting))];
+        const int64_t value = kBoundaries[below(std::size(kBoundaries))];
         if (place + width <= data.size()) std::memcpy(data.data() + place, &value, width);
         break;
       }

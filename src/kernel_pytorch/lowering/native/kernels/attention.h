@@ -100,10 +100,10 @@ template <int Vectors>
 void attention_tile(const AttentionTile& tile, float* scratch) {
   constexpr int64_t kWide = Vectors * kLanes;
   const int64_t dim = tile.dim, value_dim = tile.value_dim;
-  float* const q = scratch;                           // [dim][row]
-  float* const scores = q + dim * kWide;              // [key][row]
-  float* const acc = scores + kKeyBlock * kWide;   // [value][row]
-  float* const keys = acc + value_dim * kWide;       // [key][dim], if they cannot be read in place
+  float* const q = scratch;                       // [dim][row]
+  float* const scores = q + dim * kWide;          // [key][row]
+  float* const acc = scores + kKeyBlock * kWide;  // [value][row]
+  float* const keys = acc + value_dim * kWide;    // [key][dim], if they cannot be read in place
   float* const values = keys + kKeyBlock * dim;
   const bool plain = tile.kv_dtype == DType::kFloat32;
   // Rows that are far apart in memory, such as those of a fused QKV projection, map to few sets of the L1 cache and
@@ -160,7 +160,9 @@ void attention_tile(const AttentionTile& tile, float* scratch) {
       Vec block_max[Vectors];
       for (int x = 0; x < Vectors; ++x) block_max[x] = max[x];
       for (int64_t n = 0; n < count; ++n) {
-        for (int x = 0; x < Vectors; ++x) block_max[x] = maximum(load(scores + (n * Vectors + x) * kLanes), block_max[x]);
+        for (int x = 0; x < Vectors; ++x) {
+          block_max[x] = maximum(load(scores + (n * Vectors + x) * kLanes), block_max[x]);
+        }
       }
       Vec safe[Vectors];
       for (int x = 0; x < Vectors; ++x) {

@@ -65,7 +65,9 @@ inline float sum_lanes(Vec v) {
 }
 
 // Log-sum-exp from the maximum score and the sum of exponentials relative to it; -inf for a row without keys.
-inline float log_sum_exp(float max, float total) { return total == 0 ? -__builtin_inff() : max + __builtin_logf(total); }
+inline float log_sum_exp(float max, float total) {
+  return total == 0 ? -__builtin_inff() : max + __builtin_logf(total);
+}
 
 // Whether one range of a row covers keys [key, key + count).
 inline bool row_attends(const AttentionTile& tile, int64_t row, int64_t key, int64_t count) {
@@ -77,7 +79,8 @@ inline bool row_attends(const AttentionTile& tile, int64_t row, int64_t key, int
 }
 
 // Adds the bias of one row to scores that are `stride` elements apart.
-inline void add_bias(const AttentionTile& tile, int64_t row, float* scores, int64_t stride, int64_t key, int64_t count) {
+inline void add_bias(const AttentionTile& tile, int64_t row, float* scores, int64_t stride, int64_t key,
+                     int64_t count) {
   const char* const own = tile.bias[row];
   for (int64_t n = 0; n < count; ++n) {
     float& score = scores[n * stride];
@@ -92,8 +95,8 @@ inline void add_bias(const AttentionTile& tile, int64_t row, float* scores, int6
   }
 }
 
-// acc[row] = acc[row] * rescale[row] + scores[row] x values, for Wide vectors of each row. Several accumulators hide the
-// latency of the multiply-adds.
+// acc[row] = acc[row] * rescale[row] + scores[row] x values, for Wide vectors of each row. Several accumulators hide
+// the latency of the multiply-adds.
 template <typename Format, int Rows, int Wide>
 inline void add_values(const typename Format::Element* values, int64_t value_row, const float* scores, int64_t count,
                        const float* rescale, float* acc, int64_t value_dim) {
@@ -118,9 +121,9 @@ template <typename Format, int Rows>
 void attention_rows(const AttentionTile& tile, float* scratch) {
   using Element = typename Format::Element;
   const int64_t dim = tile.dim, value_dim = tile.value_dim;
-  float* const q = scratch;                            // [row][dim]
-  float* const acc = q + Rows * dim;                  // [row][value]
-  float* const scores = acc + Rows * value_dim;       // [row][key]
+  float* const q = scratch;                      // [row][dim]
+  float* const acc = q + Rows * dim;             // [row][value]
+  float* const scores = acc + Rows * value_dim;  // [row][key]
   const Element* const k = reinterpret_cast<const Element*>(tile.k);
   const Element* const v = reinterpret_cast<const Element*>(tile.v);
   const float kMasked = -__builtin_inff();

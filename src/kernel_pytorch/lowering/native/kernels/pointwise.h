@@ -110,7 +110,8 @@ inline void pointwise(const PointwiseLoop& loop, int64_t begin, int64_t end, flo
         const Vec value = splat(loop.immediates[step[2]]);
         for (int64_t n = 0; n < count; n += kLanes) store(to + n, value);
       } else {
-        run_step(static_cast<Step>(step[0]), to, scratch + step[2] * kPointwiseChunk, scratch + step[3] * kPointwiseChunk, count);
+        run_step(static_cast<Step>(step[0]), to, scratch + step[2] * kPointwiseChunk,
+                 scratch + step[3] * kPointwiseChunk, count);
       }
     }
     for (int n = 0; n < loop.outputs; ++n) {

@@ -136,7 +136,7 @@ inline Vec gelu(Vec x) {
   // x times the normal CDF of x. Its lower tail is computed from erfc, so that nothing cancels.
   const Vec tail = 0.5f * erfc_positive(absolute(x) * 0.70710678118654752f);
   const Vec result = x * select(x < 0.0f, tail, 1.0f - tail);
-  return select(x < -13.0f, splat(-0.0f), result);
+  return select(x < -13.4f, splat(-0.0f), result);  // underflows; also keeps -inf * 0 from giving NaN
 }
 
 inline Vec gelu_tanh(Vec x) {

@@ -93,7 +93,7 @@ struct KernelTable {
   size_t (*attention_scratch)(int64_t dim, int64_t value_dim);  // bytes
   void (*attention)(const AttentionTile& tile, float* scratch);
   void (*pointwise)(const PointwiseLoop& loop, int64_t begin, int64_t end, float* scratch);
-  void (*norm)(const NormTask& task, int64_t begin, int64_t end, float* scratch);  // scratch: three rows
+  void (*norm)(const NormTask& task, int64_t begin, int64_t end, float* scratch);    // scratch: three rows
   void (*softmax)(const RowTask& task, int64_t begin, int64_t end, float* scratch);  // scratch: one row
   void (*reduce)(const RowTask& task, format::Reduction reduction, int64_t begin, int64_t end, float* scratch);
   void (*linear)(const LinearTask& task);

@@ -59,7 +59,8 @@ class Attention final : public TiledAttention {
     const int64_t wanted[4] = {lengths_.batch, lengths_.heads, lengths_.queries, lengths_.keys};
     const bool good = view->rank == 4 && std::equal(wanted, wanted + 4, view->dims) &&
                       (is_float(view->dtype) || view->dtype == DType::kBool);
-    return good || reason.set("the bias of attention has another shape than its scores, or a dtype other than float or bool");
+    return good ||
+           reason.set("the bias of attention has another shape than its scores, or a dtype other than float or bool");
   }
 
   bool lse_fits(Reason& reason) const {

@@ -12,9 +12,7 @@ using format::kPanel;
 constexpr int64_t kRowStep = 12;  // a multiple of the rows that a kernel keeps in registers, for every target
 constexpr int64_t kMaxFeatures = int64_t{1} << 32;
 
-bool has_contiguous_rows(const View& view) {
-  return view.strides[view.rank - 1] == 1 || view.dims[view.rank - 1] == 1;
-}
+bool has_contiguous_rows(const View& view) { return view.strides[view.rank - 1] == 1 || view.dims[view.rank - 1] == 1; }
 
 int64_t row_offset(const View& view, int64_t row) {
   int64_t offset = 0;
@@ -34,7 +32,8 @@ class Linear final : public Operator {
   bool resolve(Reason& reason) override {
     const View &x = inputs[0], &weight = inputs[1], &y = outputs[0];
     const bool quantized = weight.dtype == DType::kInt8;
-    const bool dtypes = x.dtype == DType::kFloat32 && y.dtype == DType::kFloat32 && (quantized || is_float(weight.dtype));
+    const bool dtypes =
+        x.dtype == DType::kFloat32 && y.dtype == DType::kFloat32 && (quantized || is_float(weight.dtype));
     if (!dtypes || x.rank < 1 || y.rank != x.rank || weight.rank != 3 ||
         !std::equal(x.dims, x.dims + x.rank - 1, y.dims)) {
       return reason.set("the shapes or dtypes of a linear do not fit each other");
@@ -112,8 +111,8 @@ class Linear final : public Operator {
     if (!has_input[input]) return true;
     const bool good = view.rank == 1 && view.dims[0] == count && view.dtype == DType::kFloat32 &&
                       (view.strides[0] == 1 || count == 1);
-    return good || reason.set("the bias or the scales of a linear do not fit %lld outputs",
-                              static_cast<long long>(count));
+    return good ||
+           reason.set("the bias or the scales of a linear do not fit %lld outputs", static_cast<long long>(count));
   }
 
   int64_t rows_per_task_ = kRowStep;

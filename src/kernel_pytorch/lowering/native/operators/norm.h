@@ -32,8 +32,7 @@ class Norm : public RowOperator {
 
   // Whether the op has x, optional parameters and an eps that is not negative.
   bool check_norm(size_t input_count, Reason& reason) const {
-    const bool good =
-        has_operands(input_count, 1, 1) && has_one_float() && op->floats[0] >= 0 && op->ints.empty();
+    const bool good = has_operands(input_count, 1, 1) && has_one_float() && op->floats[0] >= 0 && op->ints.empty();
     return good || wrong_operands(reason);
   }
 

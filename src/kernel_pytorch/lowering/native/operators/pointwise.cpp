@@ -14,7 +14,8 @@ class Pointwise final : public Operator {
  public:
   bool check(LoadContext& /*context*/, Reason& reason) override {
     const size_t outs = op->outputs.size(), ints = op->ints.size();
-    if (!has_operands(op->inputs.size(), op->inputs.size(), outs) || outs < 1 || ints < outs || (ints - outs) % 4 != 0) {
+    if (!has_operands(op->inputs.size(), op->inputs.size(), outs) || outs < 1 || ints < outs ||
+        (ints - outs) % 4 != 0) {
       return wrong_operands(reason);
     }
     for (size_t n = 0; n < ints - outs; n += 4) {

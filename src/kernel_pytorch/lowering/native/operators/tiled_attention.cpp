@@ -36,7 +36,8 @@ struct TiledAttention::Scratch {
   int64_t previous = -1;  // number of ranges of the row before, which end at ranges + tile.range_count
 
   static size_t bytes(int64_t max_ranges, int64_t work_ranges, size_t kernel_bytes) {
-    return static_cast<size_t>(max_ranges) * (2 * sizeof(int32_t) * kMaxTileRows + sizeof(KeyRange) * (kMaxTileRows + 1)) +
+    return static_cast<size_t>(max_ranges) *
+               (2 * sizeof(int32_t) * kMaxTileRows + sizeof(KeyRange) * (kMaxTileRows + 1)) +
            static_cast<size_t>(work_ranges) * sizeof(KeyRange) + kernel_bytes + 256;
   }
 
@@ -46,8 +47,7 @@ struct TiledAttention::Scratch {
     work = own + max_ranges;
     begin = reinterpret_cast<int32_t*>(work + work_ranges);
     end = begin + max_ranges * kMaxTileRows;
-    const auto rest = reinterpret_cast<uintptr_t>(end + max_ranges * kMaxTileRows);
-    kernel = reinterpret_cast<float*>((rest + 63) / 64 * 64);
+    kernel = reinterpret_cast<float*>(align_up(reinterpret_cast<char*>(end + max_ranges * kMaxTileRows)));
   }
 };
 
