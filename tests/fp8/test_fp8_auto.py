@@ -36,8 +36,8 @@ def test_auto_leaves_a_processors_layers_as_they_are(products: list[tuple[int, .
     assert not products
     report = kp.fp8.report(model)
     assert {row.recipe for row in report.layers} == {"auto (delayed)"}
-    assert all(row.products == dict.fromkeys(PRODUCTS, "own") for row in report.layers)
-    assert all("no 8-bit matrix units on cpu" in row.notes for row in report.layers)
+    assert all(row.products == dict.fromkeys(PRODUCTS, "fp32") for row in report.layers)
+    assert all("no FP8 matrix units on cpu" in row.notes for row in report.layers)
 
 
 @pytest.mark.parametrize("low", [PRODUCTS, ("y", "dW"), ("dx",), ()])
@@ -389,10 +389,11 @@ def test_the_report_has_what_was_measured(fabricated: list[tuple[Any, ...]]) -> 
     measured_choice(torch.device("cpu"), 8, (24, 41), *call[1:])  # another layer's
     (row,) = kp.fp8.report(model).layers
     assert [(found.rows, found.best) for found in row.measured] == [(64, ("y", "dx")), (96, ("y", "dx"))]
-    assert row.products == {"y": "fp8", "dx": "fp8", "dW": "own"}
-    line = str(kp.fp8.report(model)).splitlines()[1]
-    assert "1.25x at 64 rows, 1.25x at 96 rows" in line
-    assert re.search(r"auto \(delayed\) +fp8 +fp8 +own", line)
+    assert row.products == {"y": "fp8", "dx": "fp8", "dW": "fp32"}
+    text = str(kp.fp8.report(model))
+    assert "measured: 1.25x at 64 rows, 1.25x at 96 rows" in text
+    assert "recipe: auto (delayed)" in text
+    assert re.search(r"fp8 +fp8 +fp32", text)
 
 
 def test_the_report_of_a_layer_whose_input_needs_no_gradient(
@@ -415,9 +416,9 @@ def test_the_report_of_a_layer_whose_input_needs_no_gradient(
         model(random(32, 24))
     first, second = kp.fp8.report(model).layers
     assert [found.best for found in first.measured] == [("y", "dW")]
-    assert first.products == {"y": "fp8", "dx": "own", "dW": "fp8"}
+    assert first.products == {"y": "fp8", "dx": "fp32", "dW": "fp8"}
     assert [found.best for found in second.measured] == [("y", "dx")]
-    assert second.products == {"y": "fp8", "dx": "fp8", "dW": "own"}
+    assert second.products == {"y": "fp8", "dx": "fp8", "dW": "fp32"}
 
 
 @pytest.mark.parametrize(

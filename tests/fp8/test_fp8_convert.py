@@ -154,8 +154,8 @@ def test_only_the_layers_that_are_asked_for() -> None:
     names = ["first", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj", "last"]
     assert seen == [(name, nn.Linear) for name in names]
     assert [type(model.get_submodule(name)) is Float8Linear for name in names] == [True] * 4 + [False]
-    assert kp.fp8.report(model).others == ("last",)
-    assert "not converted: last" in str(kp.fp8.report(model))
+    assert kp.fp8.report(model).not_covered == {"last": "not selected by layers="}
+    assert "not covered: last (not selected by layers=)" in str(kp.fp8.report(model))
 
 
 def test_a_subclass_stays_as_it_is() -> None:
@@ -184,7 +184,7 @@ LEFT_ALONE = {
     ),
     "attention": (
         lambda: nn.MultiheadAttention(8, 2),
-        "MultiheadAttention multiplies by its weights itself and calls no layer: use layers of nn.Linear around",
+        "MultiheadAttention multiplies by its weights itself and calls no layer: use nn.Linear around",
     ),
     "attention of other keys": (lambda: nn.MultiheadAttention(8, 2, kdim=4, bias=False), "MultiheadAttention mult"),
     "lazy": (lambda: nn.LazyLinear(8), "LazyLinear has no shape before its first input: call the model before"),
@@ -203,35 +203,31 @@ def test_the_report_says_why_a_class_is_left_alone(make: Callable[[], nn.Module]
     assert type(model["odd"]) is kind
     report = kp.fp8.report(model)
     assert [layer.name for layer in report.layers] == ["plain"]
-    assert report.others == ("last",)
-    assert list(report.left_alone) == ["odd"]  # and nothing inside it
-    assert report.left_alone["odd"].startswith(reason)
-    assert str(report).splitlines()[-2:] == [
-        "not converted: last",
-        f"not converted: odd ({report.left_alone['odd']})",
-    ]
+    assert list(report.not_covered) == ["odd", "last"]  # and nothing inside it
+    assert report.not_covered["odd"].startswith(reason)
+    assert report.remarks == (
+        f"not covered: odd ({report.not_covered['odd']})",
+        "not covered: last (not selected by layers=)",
+    )
 
 
 def test_a_reason_is_given_once_for_all_layers_that_have_it() -> None:
     model = LoRALinear(8, 8)
     model.rest = nn.Sequential(*(LoRALinear(8, 8) for _ in range(4)), nn.Linear(8, 8), nn.MultiheadAttention(8, 2))
-    kp.fp8.convert(model, "tensorwise")
-    subclasses, attention = str(kp.fp8.report(model)).splitlines()[2:]
-    assert subclasses.startswith(
-        "not converted: the model itself, rest.0, rest.1, rest.2, rest.3 (LoRALinear is a "
-    )
-    assert attention.startswith("not converted: rest.5 (MultiheadAttention ")
+    with pytest.warns(UserWarning, match=r"only 10% of its .*; the model itself, rest\.0-3 \(LoRAL"):
+        kp.fp8.convert(model, "tensorwise")
+    subclasses, attention = kp.fp8.report(model).remarks
+    assert subclasses.startswith("not covered: the model itself, rest.0-3 (LoRALinear is a ")
+    assert attention.startswith("not covered: rest.5 (MultiheadAttention ")
 
 
 def test_only_layers_that_were_asked_for_and_cannot_be_converted() -> None:
     """The function is asked about each nn.Linear alone, so the warning has the reasons for all others."""
     model = nn.Sequential(*(LoRALinear(8, 8) for _ in range(5)), nn.Linear(8, 8))
-    text = (
-        "nothing was converted, .* an nn.Linear; 0, 1, 2 and 2 more \\(LoRALinear is a subclass of nn.Linear, whose"
-    )
+    text = "nothing was converted, .* an nn.Linear; 0-4 \\(LoRALinear is a subclass of nn.Linear, whose"
     with pytest.warns(UserWarning, match=text):
         kp.fp8.convert(model, "tensorwise", layers=lambda name, _: name == "0")
-    with pytest.raises(ValueError, match=r"no converted layer; .*; 0, 1, 2 and 2 more \(LoRALinear is a subclass"):
+    with pytest.raises(ValueError, match=r"no converted layer; .*; 0-4 \(LoRALinear is a subclass"):
         kp.fp8.report(model)
 
 
@@ -453,9 +449,9 @@ def test_layers_that_fully_shard_gave_a_class_of_its_own() -> None:
         assert type(layer) not in (nn.Linear, LoRALinear, Float8Linear)
     report = kp.fp8.report(model)
     assert [layer.name for layer in report.layers] == ["0"]
-    assert report.others == ("1",)
-    assert list(report.left_alone) == ["2"]
-    assert report.left_alone["2"].startswith("LoRALinear is a subclass of nn.Linear")
+    assert report.not_covered["1"] == "not selected by layers="
+    assert list(report.not_covered) == ["1", "2"]
+    assert report.not_covered["2"].startswith("LoRALinear is a subclass of nn.Linear")
 
 
 @pytest.mark.usefixtures("one_rank")
@@ -474,14 +470,16 @@ def test_a_report_has_a_line_for_each_layer(recipe: Recipe) -> None:
     model = kp.fp8.convert(block(), recipe)
     results(model, random(8, 24))
     report = kp.fp8.report(model)
-    head, *lines = str(report).splitlines()
+    summary, chosen, head, *lines = str(report).splitlines()
+    assert summary == "5 of 5 linear layers in FP8, 100 % of matmul parameters, 0 fell back"
+    assert chosen == f"recipe: {recipe}"
     assert head.split()[:2] == ["layer", "K"]
+    lines = [line for line in lines if not line.startswith(" ")]
     names = ["first", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj", "last"]
     assert [line.split()[0] for line in lines] == names == [row.name for row in report.layers]
-    assert all(str(recipe) in line for line in lines)
-    assert {line.index(str(recipe)) for line in lines} == {head.index("recipe")}  # columns
+    assert all(line[head.index(" dW") :].startswith((" fp8", " fp32")) for line in lines)  # columns
     for row in report.layers:
-        assert row.products == {p: "own" if p in recipe.high_precision else "fp8" for p in PRODUCTS}
+        assert row.products == {p: "fp32" if p in recipe.high_precision else "fp8" for p in PRODUCTS}
         assert row.measured == ()
         assert row.stats["weight"].elements == model.get_submodule(row.name).weight.numel()
         assert row.stats["gradient"].elements == 8 * row.outputs
@@ -508,9 +506,9 @@ def test_a_report_says_what_no_matrix_unit_multiplies(
     model(torch.randn(rows, inputs, dtype=dtype).requires_grad_())
     assert kp.fp8.report(model).layers[0].notes == ()
     with pretend("nvidia/h200"):
-        notes = [note for note in kp.fp8.report(model).layers[0].notes if "filled up" not in note]
+        notes = [note for note in kp.fp8.report(model).layers[0].notes if "padded" not in note]
     assert len(notes) == bool(products)
-    assert all(note.startswith(f"{products} (multiplied as copies in float32: scaled-mm {why}") for note in notes)
+    assert all(note.startswith(f"{products} (computed from float32 copies: scaled-mm {why}") for note in notes)
 
 
 @pytest.mark.parametrize(
@@ -530,10 +528,10 @@ def test_a_report_says_which_sizes_are_filled_up(
     model = kp.fp8.convert(nn.Sequential(nn.Linear(inputs, outputs)), recipe)
     model(torch.randn(rows, inputs, requires_grad=needs_dx))
     with pretend("nvidia/h200"):
-        notes = [note for note in kp.fp8.report(model).layers[0].notes if "filled up" in note]
-        assert notes == ([f"{filled} filled up with zeros to a multiple of 16 in 8-bit products"] if filled else [])
+        notes = [note for note in kp.fp8.report(model).layers[0].notes if "padded" in note]
+        assert notes == ([f"{filled} padded to a multiple of 16 in FP8 GEMMs"] if filled else [])
         model[0].fp8_fallback = "a test"
-        assert not any("filled up" in note for note in kp.fp8.report(model).layers[0].notes)
+        assert not any("padded" in note for note in kp.fp8.report(model).layers[0].notes)
 
 
 def test_a_report_has_what_was_lost() -> None:

@@ -49,7 +49,7 @@ def test_a_layer_that_keeps_losing_numbers_falls_back(recipe: str, tmp_path: Pat
     assert torch.equal(first, functional.linear(x, model[0][0].weight, model[0][0].bias))
     rows = {row.name: row for row in kp.fp8.report(model).layers}
     assert rows["0.0"].notes[0].startswith("fell back: input: ")
-    assert rows["0.0"].products == dict.fromkeys(PRODUCTS, "own")
+    assert rows["0.0"].products == dict.fromkeys(PRODUCTS, "fp32")
     assert rows["1"].products == dict.fromkeys(PRODUCTS, "fp8")
     assert "fell back: input" in str(kp.fp8.report(model))
     # It travels.

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional
 
 import kernel_pytorch as kp
-from fp8_models import random, same, sqnr
+from fp8_models import prepared_on_cpu, random, same, sqnr
 from fp8_norm_models import Block, Llama, both_recipes, caster_of, everything, is_cast, model, pair, train
 from kernel_pytorch.fp8 import norm as norm_module
 from kernel_pytorch.fp8.offer import Caster
@@ -305,8 +305,7 @@ def test_triton_writes_counts_and_histories_in_place(recipe: str, monkeypatch: p
     found = []
     with pretend("nvidia/h200"):
         for direct in (True, False):
-            norm_module._prepared.cache_clear()
-            monkeypatch.setattr(norm_module, "_on_gpu", lambda _, direct=direct: direct)
+            served = prepared_on_cpu(monkeypatch) if direct else []
             net = kp.fp8.convert(pair(), recipe)
             outputs = []
             for number in range(4):
@@ -316,10 +315,9 @@ def test_triton_writes_counts_and_histories_in_place(recipe: str, monkeypatch: p
                 y = net(x)
                 y.sum().backward()
                 outputs += [y.detach(), x.grad]
-            if not direct:
-                assert norm_module._prepared.cache_info().currsize == 0
+            assert (set(served) == {"fp8_cast", "fp8_rms_norm"}) == direct
+            monkeypatch.undo()
             found.append((outputs, everything(net)))
-    norm_module._prepared.cache_clear()
     for one, other in zip(found[0][0], found[1][0], strict=True):
         assert torch.equal(one, other)
     same(found[0][1], found[1][1])

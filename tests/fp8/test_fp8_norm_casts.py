@@ -252,12 +252,12 @@ def test_the_report_says_which_norms_cast_for_whom() -> None:
     net = kp.fp8.convert(model(), "delayed")
     first = kp.fp8.report(net)
     assert first.norms == dict.fromkeys(["block.norm_1", "block.norm_2", "norm"])
-    assert "fused norms that cast for no layer so far: block.norm_1, block.norm_2, norm" in str(first)
+    assert "fused norms that have quantized no layer's input yet: block.norm_1, block.norm_2, norm" in str(first)
     train(net, range(2))
     report = kp.fp8.report(net)
     assert report.norms == {"block.norm_1": "block.q", "block.norm_2": "block.mlp.gate_proj", "norm": "head"}
     notes = {row.name: row.notes for row in report.layers}
-    assert notes["head"] == ("its input is cast by the norm 'norm'",)
-    assert "cast by the norm 'block.norm_2'" in " ".join(notes["block.mlp.gate_proj"])
+    assert notes["head"] == ("its input is quantized by the norm 'norm'",)
+    assert "quantized by the norm 'block.norm_2'" in " ".join(notes["block.mlp.gate_proj"])
     assert notes["block.k"] == ()
-    assert "for no layer" not in str(report)
+    assert "no layer's input" not in str(report)

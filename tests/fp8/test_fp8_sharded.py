@@ -393,7 +393,7 @@ def test_reverting_gathers_as_before(pool: Ranks) -> None:
 
 def notes(model: nn.Module) -> dict[str, str]:
     return {
-        layer.name: "; ".join(note for note in layer.notes if note.startswith("gathered"))
+        layer.name: "; ".join(note for note in layer.notes if note.startswith("all-gathered"))
         for layer in kp.fp8.report(model).layers
     }
 
@@ -436,7 +436,7 @@ def refused(group: Any) -> list[dict[str, str]]:
 
 
 def test_what_cannot_be_gathered_in_8_bits_says_why(pool: Ranks) -> None:
-    own = "gathered in its own precision: "
+    own = "all-gathered in fp32: "
     for found in pool.run(refusals, 4):
         assert found == [
             own + "auto decides with each input what is in 8 bits",
@@ -447,8 +447,8 @@ def test_what_cannot_be_gathered_in_8_bits_says_why(pool: Ranks) -> None:
             own + "its weight is offloaded to the CPU",
         ]
     for found, tied in pool.run(refused, 2):
-        assert found == {"0": "gathered in 8 bits", "1": own + "left out", "2": own + "FSDP2 has not sharded it"}
-        assert tied == {"inner": "gathered in 8 bits", "head": own + "other modules share its weight"}
+        assert found == {"0": "all-gathered in FP8", "1": own + "left out", "2": own + "FSDP2 has not sharded it"}
+        assert tied == {"inner": "all-gathered in FP8", "head": own + "other modules share its weight"}
 
 
 def test_wrong_models_are_named_with_a_remedy() -> None:
@@ -491,5 +491,5 @@ def test_another_recipe_is_an_error_with_a_remedy(pool: Ranks) -> None:
 
 def test_a_fallback_on_one_rank(pool: Ranks) -> None:
     for found in pool.run(falling_back, 2):
-        assert found.pop("0.last") == "gathered in its own precision: it fell back"
-        assert set(found.values()) == {"gathered in 8 bits"}
+        assert found.pop("0.last") == "all-gathered in fp32: it fell back"
+        assert set(found.values()) == {"all-gathered in FP8"}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from kernel_pytorch.fp8 import layer as layer_module
 from kernel_pytorch.fp8 import plan as plan_module
 from kernel_pytorch.fp8 import swiglu as swiglu_module
 from kernel_pytorch.fp8.recipe import RECIPES
+from kernel_pytorch.hardware_abstraction import dispatch
 
 every_recipe = pytest.mark.parametrize("recipe", RECIPES.values(), ids=str)
 
@@ -25,6 +27,21 @@ def sqnr(found: torch.Tensor, exact: torch.Tensor) -> float:
     """How many decibels the truth is above the error."""
     error = (found.double() - exact.double()).square().sum()
     return 10 * math.log10(float(exact.double().square().sum() / error)) if error > 0 else math.inf
+
+
+def prepared_on_cpu(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Serve prepared Triton kernels to CPU tensors, in the interpreter; the ops served. Matmuls stay as they are."""
+    served: list[str] = []
+
+    def prepared(op: Any, spec: Any, tensor: torch.Tensor, *, checked: bool = False) -> Any:
+        if op.name == "fp8_matmul":
+            return None
+        run = dispatch._prepare(op.name, tensor.device, spec)
+        served.append(op.name)
+        return run
+
+    monkeypatch.setattr(dispatch, "prepared", prepared)
+    return served
 
 
 class SwiGLU(nn.Module):

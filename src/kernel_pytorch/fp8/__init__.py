@@ -12,7 +12,7 @@ from kernel_pytorch.fp8.linear import fp8_linear as linear
 from kernel_pytorch.fp8.monitor import CastStats
 from kernel_pytorch.fp8.ranks import synchronize
 from kernel_pytorch.fp8.recipe import RECIPES, Recipe
-from kernel_pytorch.fp8.summary import LayerReport, Report, report
+from kernel_pytorch.fp8.summary import LayerGroup, LayerReport, Report, report
 from kernel_pytorch.fp8.weight_cache import accumulate
 from kernel_pytorch.hardware_abstraction.formats import Format
 
@@ -20,6 +20,7 @@ __all__ = [
     "RECIPES",
     "CastStats",
     "Format",
+    "LayerGroup",
     "LayerReport",
     "Recipe",
     "Report",

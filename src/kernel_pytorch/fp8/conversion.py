@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from kernel_pytorch.fp8.coverage import by_reason, left_alone, sharded_before
+from kernel_pytorch.fp8.coverage import NOT_SELECTED, by_reason, sharded_already, subclass_weight, uncovered
 from kernel_pytorch.fp8.gathering import stop_gathering
 from kernel_pytorch.fp8.layer import BUFFERS, Float8Linear
 from kernel_pytorch.fp8.monitor import layers_of, unwatch, watch
@@ -20,7 +20,7 @@ from kernel_pytorch.fp8.swiglu import fuse, unfuse
 __all__ = ["check_module", "convert", "revert"]
 
 AUTO = "delayed"
-"""The recipe that ``auto`` measures products of: the one with the fewest passes over memory."""
+"""The recipe whose GEMMs ``auto`` measures: the one with the fewest passes over memory."""
 _IGNORED_BY_DDP = "_ddp_params_and_buffers_to_ignore"
 
 
@@ -33,26 +33,26 @@ def convert(
     fuse_norm: bool = True,
     monitor: int | None = 50,
 ) -> nn.Module:
-    """Turn the linear layers of a model to 8-bit training, in place.
+    """Convert the linear layers of a model to FP8 training, in place.
 
-    Parameters stay the objects they are, under their names: optimizers, state dicts, DDP, FSDP2 (``fully_shard``),
-    activation checkpointing, gradient accumulation and ``torch.compile`` work as before. Only what is itself an
-    ``nn.Linear`` is converted: no subclass of it, and no ``nn.MultiheadAttention``, which calls no layers. The
-    report names those. A layer may have any size.
+    Parameters stay the same objects under the same names, so optimizers, state dicts, DDP, FSDP2 (``fully_shard``),
+    activation checkpointing, gradient accumulation and ``torch.compile`` work as before. Only modules whose type is
+    exactly ``nn.Linear`` and whose weight is a plain tensor are converted, whatever their size. ``kp.fp8.report``
+    lists all other modules that multiply by a weight, with the reason; a warning does where they hold more than half
+    of the model's matmul parameters.
 
     Args:
-        recipe: one of ``RECIPES`` by name, a ``Recipe``, or ``auto``: the ``delayed`` recipe for those of the three
-            products of each layer that are measured to be faster with it, when the layer first sees an input of a
-            size; the others, and every layer on a device without 8-bit matrix units, stay as they are.
-        layers: called with the name and the layer, for each ``nn.Linear`` and nothing else; those it answers False
-            for stay as they are. The last layer of a language model, whose logits are sensitive, is often left out:
+        recipe: a name from ``RECIPES``, a ``Recipe``, or ``auto``. ``auto`` measures each layer with the ``delayed``
+            recipe when it first sees an input of a size, and computes those of its three GEMMs in FP8 that are
+            faster. On a device without FP8 matrix units nothing changes.
+        layers: called with the name and the module of each ``nn.Linear``; return False to leave it as it is. The
+            logits of a language model are sensitive, so its last layer is often left out:
             ``lambda name, _: name != "lm_head"``.
-        fuse_swiglu: run ``down(silu(gate(x)) * up(x))`` as one function where a module is found to compute that, with
-            the activation going straight into 8 bits, forward and backward.
-        fuse_norm: with scales of tensors, let an RMSNorm write its result also in 8 bits for the layers behind it,
-            which then do not read it: in eager mode from the second call on, and under torch.compile, with a
-            delayed recipe, only in 8 bits where nobody else needs it.
-        monitor: every how many steps of an optimizer the casts' losses are looked at; None for never.
+        fuse_swiglu: compute ``down(silu(gate(x)) * up(x))`` as one function in modules that are found to do so. The
+            activation is then quantized as it is computed, in the forward and the backward.
+        fuse_norm: let an RMSNorm write its output also in FP8 for the layers that follow. Needs a recipe with
+            tensorwise scaling.
+        monitor: evaluate the quantization statistics every so many training steps; None for never.
 
     Returns:
         The model.
@@ -62,8 +62,8 @@ def convert(
         >>> model = torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.ReLU(), torch.nn.Linear(128, 64))
         >>> model = kp.fp8.convert(model, recipe="tensorwise")
         >>> model(torch.randn(8, 64)).sum().backward()
-        >>> print(kp.fp8.report(model))  # doctest: +ELLIPSIS
-        layer  K -> N     recipe      y    dx   dW ...
+        >>> print(kp.fp8.report(model).summary)
+        2 of 2 linear layers in FP8, 100 % of matmul parameters, 0 fell back
     """
     check_module(model)
     if layers is not None and not callable(layers):
@@ -77,54 +77,31 @@ def convert(
     if not isinstance(recipe, Recipe) and recipe not in (*RECIPES, "auto"):
         raise ValueError(f"recipe={recipe!r}: use a Recipe, auto, or one of {', '.join(RECIPES)}")
     chosen = recipe_named(AUTO if auto else recipe)
-    for name, module in list(model.named_modules()):
-        if isinstance(module, Float8Linear):
-            raise ValueError(f"model: layer {name!r} is converted already; use kp.fp8.revert(model) first")
-    found = [
-        (name, module)
-        for name, module in model.named_modules()
-        if type(module) is nn.Linear and (layers is None or layers(name, module))
-    ]
-    for name, linear in found:
-        if linear.weight.dtype not in (torch.float32, torch.float16, torch.bfloat16):
-            raise TypeError(
-                f"layer {name!r} has a weight of {linear.weight.dtype}: use float32, float16 or bfloat16, or leave "
-                f"it out with layers="
-            )
-    for _, linear in found:
-        Float8Linear.made_from(linear, chosen, auto, len(found) == 1)
+    selected = _selected(model, layers)
+    for linear in selected.values():
+        Float8Linear.made_from(linear, chosen, auto, len(selected) == 1)
     if fuse_swiglu:
         fuse(model)
     if fuse_norm:
         fuse_norms(model, chosen, auto)
-    # Every rank keeps its own counts and histories.
+    # Every rank keeps its own counters and histories.
     ignored = list(getattr(model, _IGNORED_BY_DDP, []))
-    own = [f"{name}.{buffer}".lstrip(".") for name, _ in found for buffer in BUFFERS]
+    own = [f"{name}.{buffer}".lstrip(".") for name in selected for buffer in BUFFERS]
     setattr(model, _IGNORED_BY_DDP, ignored + [name for name in own if name not in ignored])
-    if not found:
-        warnings.warn(
-            "; ".join(
-                [
-                    "model: nothing was converted, for no module that layers= takes is an nn.Linear",
-                    *by_reason({**left_alone(model), **sharded_before(model)}, most=3),
-                ]
-            ),
-            stacklevel=2,
-        )
-        return model
-    if monitor is not None:
+    _warn_about_coverage(model, selected)
+    if selected and monitor is not None:
         watch(model, monitor)
     return model
 
 
 def check_module(model: Any) -> None:
-    """An error where that is no module."""
+    """Raise a TypeError unless ``model`` is an ``nn.Module``."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model={model!r}: expected a torch.nn.Module")
 
 
 def revert(model: nn.Module) -> nn.Module:
-    """Make a converted model what it was; its parameters stay where they are.
+    """Undo ``convert``; the parameters stay the same objects.
 
     Example:
         >>> import torch, kernel_pytorch as kp
@@ -145,3 +122,41 @@ def revert(model: nn.Module) -> nn.Module:
     for layer in layers_of(model).values():
         layer.plain()
     return model
+
+
+def _selected(model: nn.Module, layers: Callable[[str, nn.Linear], bool] | None) -> dict[str, nn.Linear]:
+    """Return the layers to convert by name, all of them checked."""
+    found = {}
+    for name, module in model.named_modules():
+        if isinstance(module, Float8Linear):
+            raise ValueError(f"model: layer {name!r} is converted already; use kp.fp8.revert(model) first")
+        if (
+            type(module) is nn.Linear
+            and subclass_weight(module) is None
+            and (layers is None or layers(name, module))
+        ):
+            found[name] = module
+    for name, linear in found.items():
+        if linear.weight.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+            raise TypeError(
+                f"layer {name!r} has a weight of {linear.weight.dtype}: use float32, float16 or bfloat16, or leave "
+                f"it out with layers="
+            )
+    return found
+
+
+def _warn_about_coverage(model: nn.Module, selected: dict[str, nn.Linear]) -> None:
+    """Warn where nothing, or less than half of what layers= did not leave out, is converted."""
+    others = {name: each for name, each in uncovered(model).items() if each.reason != NOT_SELECTED}
+    covered = sum(linear.weight.numel() for linear in selected.values())
+    total = covered + sum(each.parameters for each in others.values())
+    if selected and 2 * covered >= total:
+        return
+    if selected:
+        head = f"model: only {covered / total:.0%} of its matmul parameters are in layers that can be converted"
+    else:
+        head = "model: nothing was converted, for no module that layers= takes is an nn.Linear"
+    reasons = {name: each.reason for name, each in others.items()}
+    if not selected:
+        reasons |= sharded_already(model)
+    warnings.warn("; ".join([head, *by_reason(reasons, most=3)]), stacklevel=3)

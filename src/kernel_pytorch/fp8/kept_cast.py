@@ -8,7 +8,6 @@ kernels are those that the dispatcher would choose, called without asking it whe
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -16,11 +15,14 @@ import torch
 from kernel_pytorch.fp8.in_graph import kept_unchecked, revision
 from kernel_pytorch.fp8.transforms import refuse_batch
 from kernel_pytorch.hardware_abstraction import dispatch
-from kernel_pytorch.hardware_abstraction.registry import device_preferring
-from kernel_pytorch.ops.fp8_cast import KERNEL_TRITON, assembled_wrong, fp8_cast
+from kernel_pytorch.ops.fp8_cast import fp8_cast
 from kernel_pytorch.ops.fp8_cast.definition import FP8_CAST
-from kernel_pytorch.ops.fp8_matmul import KERNEL_SCALED_MM, fp8_matmul
-from kernel_pytorch.ops.fp8_matmul.definition import OUTPUTS, adds_up_fast
+from kernel_pytorch.ops.fp8_cast.prepared import CastSpec, TransposeSpec
+from kernel_pytorch.ops.fp8_matmul import fp8_matmul
+from kernel_pytorch.ops.fp8_matmul.definition import FP8_MATMUL, OUTPUTS
+from kernel_pytorch.ops.fp8_matmul.prepared import MatmulSpec
+from kernel_pytorch.ops.fp8_rms_norm.definition import FP8_RMS_NORM
+from kernel_pytorch.ops.fp8_rms_norm.prepared import NormCastSpec
 
 __all__ = [
     "NAMES",
@@ -91,16 +93,13 @@ def direct_cast(
     history: torch.Tensor | None,
 ) -> Kept:
     """``kept_cast`` where nothing is being compiled, such as inside an operator."""
-    on_gpu = x_RC.is_cuda or x_RC.is_xpu
-    if on_gpu and counts is not None and x_RC.numel() > 0 and dispatch.plain_call(x_RC):
+    if counts is not None:
         length = 0 if history is None else history.shape[0]
-        guessed = row == _WEIGHT and history is None and power_of_two and granularity == "tensor"
-        kind = (x_RC.shape, x_RC.stride(), number_format, granularity, transposed)
-        cast = _prepared(x_RC.device, guessed, *kind, length, power_of_two)
+        reuse_scale = row == _WEIGHT and history is None and power_of_two and granularity == "tensor"
+        kind = (number_format, granularity, transposed, length, power_of_two, reuse_scale)
+        cast = dispatch.prepared(FP8_CAST, CastSpec(x_RC.shape, x_RC.stride(), *kind), x_RC)
         if cast is not None:
-            place, run = cast
-            remembered = None if history is None else place(history, torch.float32)
-            data, data_t, inverse, inverse_t = run(x_RC, place(counts, torch.int64, 64 * row), remembered)
+            data, data_t, inverse, inverse_t = cast(x_RC, counts, row, history)
             return Kept(data, data_t, inverse, inverse_t, True)
     refuse_batch(x_RC, counts is not None or history is not None)
     found = fp8_cast(
@@ -136,30 +135,6 @@ def weight_scale_is_power_of_two(granularity: str, power_of_two: bool) -> bool:
     return power_of_two or granularity == "tensor"
 
 
-@lru_cache(maxsize=4096)
-def _prepared(where: torch.device, guessed: bool, *kind: Any) -> tuple[Any, Callable[..., Any]] | None:
-    """Triton's cast of matrices of one kind, where its kernel would be chosen, and what it takes memory as."""
-    device = device_preferring(KERNEL_TRITON, where, "float64")
-    shape, _, _, granularity, *_ = kind
-    if device is None or assembled_wrong(shape, granularity):
-        return None
-    from kernel_pytorch.ops.fp8_cast.triton_kernel import PreparedCast
-    from kernel_pytorch.ops.triton_launch import Place, number_beside
-
-    cast = PreparedCast(device, *kind)
-    if not guessed:
-        return Place, dispatch.launched(where, cast)
-    *matrices, _, power_of_two = kind
-    with_guess = (*matrices, 1, power_of_two, guessed)
-    guessing = PreparedCast(device, *with_guess)
-
-    def run(x: torch.Tensor, counts: Any, history: None) -> tuple[torch.Tensor, ...]:
-        guess = number_beside(counts.tensor)
-        return cast(x, counts, history) if guess is None else guessing(x, counts, guess)
-
-    return Place, dispatch.launched(where, run)
-
-
 def cast_of_norm(
     x_RH: torch.Tensor,
     rstd: torch.Tensor | None,
@@ -172,51 +147,27 @@ def cast_of_norm(
 ) -> Kept:
     """``direct_cast`` with both copies of the norm of x, which need not be in memory; of x itself without rstd."""
     if rstd is not None:
-        if counts is not None and history is not None and x_RH.numel() > 0 and dispatch.plain_call(x_RH):
-            kind = (x_RH.shape, x_RH.stride(), number_format, history.shape[0], power_of_two, weight is not None)
-            cast = _prepared_norm(x_RH.device, *kind) if x_RH.is_cuda or x_RH.is_xpu else None
+        if counts is not None and history is not None:
+            kind = (number_format, history.shape[0], power_of_two, weight is not None)
+            cast = dispatch.prepared(FP8_RMS_NORM, NormCastSpec(x_RH.shape, x_RH.stride(), *kind), x_RH)
             if cast is not None:
-                place, run = cast
-                places = (place(counts, torch.int64), place(history, torch.float32))
-                data, data_t, inverse = run(x_RH, rstd, None if weight is None else weight.contiguous(), *places)
+                weight = None if weight is None else weight.contiguous()
+                data, data_t, inverse = cast(x_RH, rstd, weight, counts, history)
                 return Kept(data, data_t, inverse, inverse, True)
         normal = x_RH.float() * rstd[:, None]
         x_RH = (normal if weight is None else normal * weight).to(x_RH.dtype)
     return direct_cast(x_RH, number_format, granularity, True, power_of_two, counts, 0, history)
 
 
-@lru_cache(maxsize=4096)
-def _prepared_norm(where: torch.device, *kind: Any) -> tuple[Any, Callable[..., Any]] | None:
-    """The same for the norm of such matrices."""
-    device = device_preferring(KERNEL_TRITON, where, "float64")
-    if device is None:
-        return None
-    from kernel_pytorch.ops.fp8_rms_norm.triton_cast import PreparedNormCast
-    from kernel_pytorch.ops.triton_launch import Place
-
-    return Place, dispatch.launched(where, PreparedNormCast(device, *kind))
-
-
 def transposed_codes(codes: torch.Tensor) -> torch.Tensor:
     """The transposed copy of a matrix in an 8-bit format."""
-    if not torch.compiler.is_compiling() and (codes.is_cuda or codes.is_xpu) and codes.is_contiguous():
-        plain = codes.numel() > 0 and dispatch.plain_call(codes)
-        turn = _prepared_turn(codes.device, codes.shape) if plain else None
-        if turn is not None:
-            turned: torch.Tensor = turn(codes)
+    if codes.is_contiguous():
+        run = dispatch.prepared(FP8_CAST, TransposeSpec(codes.shape), codes)
+        if run is not None:
+            turned: torch.Tensor = run(codes)
             return turned
     # As bytes, for not every device copies 8-bit floats with strides.
     return codes.view(torch.uint8).t().contiguous().view(codes.dtype)
-
-
-@lru_cache(maxsize=4096)
-def _prepared_turn(where: torch.device, shape: tuple[int, int]) -> Callable[..., Any] | None:
-    """Triton's kernel for codes of this shape, where its casts would be chosen."""
-    if device_preferring(KERNEL_TRITON, where) is None:
-        return None
-    from kernel_pytorch.ops.fp8_cast.triton_turn import PreparedTurn
-
-    return dispatch.launched(where, PreparedTurn(shape))
 
 
 def product(
@@ -229,24 +180,18 @@ def product(
     direct: bool = False,
 ) -> torch.Tensor:
     """``fp8_matmul`` of casts; ``direct`` where one of them was made without asking the dispatcher in this call."""
-    if direct and a.is_cuda and inverse_a.ndim == 0:
-        (m, k), n = a.shape, b.shape[0]
-        if m > 0 and n > 0 and k > 0 and n % 16 == 0 and k % 16 == 0 and _scaled_mm_first(a.device):
-            fast = adds_up_fast(sums, k)
-            return torch._scaled_mm(a, b.t(), inverse_a, inverse_b, out_dtype=OUTPUTS[dtype], use_fast_accum=fast)
+    if direct and inverse_a.ndim == 0:
+        spec = MatmulSpec(a.shape, b.shape, a.dtype, b.dtype, dtype, sums)
+        run = dispatch.prepared(FP8_MATMUL, spec, a, checked=True)
+        if run is not None:
+            y: torch.Tensor = run(a, b, inverse_a, inverse_b)
+            return y
     return fp8_matmul(a, b, inverse_a, inverse_b, dtype, sums)
 
 
 def sums_of_y(granularity: str) -> str:
     """How the forward's product adds up: in the matrix units alone, but for blocks, whose scales come in between."""
     return "promoted" if granularity in ("block", "square") else "fast"
-
-
-@lru_cache
-def _scaled_mm_first(where: torch.device) -> bool:
-    """Whether torch's own product would be chosen for scales of tensors."""
-    device = device_preferring(KERNEL_SCALED_MM, where)
-    return device is not None and {"float8_e4m3fn", "float8_e5m2"} <= set(device.matrix_formats)
 
 
 def _apart(

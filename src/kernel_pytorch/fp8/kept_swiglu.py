@@ -11,7 +11,7 @@ others, and the transposed copies of its gradients later.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -28,11 +28,11 @@ from kernel_pytorch.fp8.kept_cast import (
     transposed_codes,
 )
 from kernel_pytorch.hardware_abstraction import dispatch
-from kernel_pytorch.hardware_abstraction.registry import device_preferring
 from kernel_pytorch.ops.fp8_cast.definition import FP8_CAST
-from kernel_pytorch.ops.fp8_swiglu import GRAD_KERNEL_TRITON, KERNEL_TRITON, fp8_swiglu, fp8_swiglu_grad
+from kernel_pytorch.ops.fp8_swiglu import fp8_swiglu, fp8_swiglu_grad
 from kernel_pytorch.ops.fp8_swiglu.definition import FP8_SWIGLU
 from kernel_pytorch.ops.fp8_swiglu.grad_definition import FP8_SWIGLU_GRAD
+from kernel_pytorch.ops.fp8_swiglu.prepared import SwiGLUGradSpec, SwiGLUSpec
 
 __all__ = [
     "Needs",
@@ -237,12 +237,10 @@ def _hidden(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``fp8_swiglu``, with what it lost added to ``counts[0]``, and by the history, where there is one."""
     length = 0 if history is None else history.shape[0]
-    kind = (gate.shape, gate.stride(), up.stride(), number_format, length, power_of_two)
-    cast = _direct(FP8_SWIGLU.name, gate, kind)
+    spec = SwiGLUSpec(gate.shape, gate.stride(), up.stride(), number_format, length, power_of_two)
+    cast = dispatch.prepared(FP8_SWIGLU, spec, gate)
     if cast is not None:
-        place, run = cast
-        remembered = None if history is None else place(history, torch.float32)
-        data, inverse = run(gate, up, place(counts, torch.int64), remembered)
+        data, inverse = cast(gate, up, counts, history)
         return data, inverse
     h = fp8_swiglu(gate, up, number_format, history=history, power_of_two=power_of_two)
     _count(counts, h.counts, h.data.numel())
@@ -266,14 +264,12 @@ def _hidden_gradients(
     gate_history, up_history = histories
     length = 0 if gate_history is None else gate_history.shape[0]
     strides = (dh.stride(), gate.stride(), up.stride())
-    kind = (gate.shape, *strides, number_format, h_format, h_inverse is not None, length, power_of_two)
-    cast = _direct(FP8_SWIGLU_GRAD.name, gate, kind)
+    spec = SwiGLUGradSpec(
+        gate.shape, *strides, number_format, h_format, h_inverse is not None, length, power_of_two
+    )
+    cast = dispatch.prepared(FP8_SWIGLU_GRAD, spec, gate)
     if cast is not None:
-        place, run = cast
-        remembered = [None if history is None else place(history, torch.float32) for history in histories]
-        found: tuple[torch.Tensor, ...] = run(
-            dh, gate, up, h_inverse, *(place(each, torch.int64) for each in counts), *remembered
-        )
+        found: tuple[torch.Tensor, ...] = cast(dh, gate, up, h_inverse, counts, histories)
         return found
     hidden = fp8_swiglu_grad(
         dh,
@@ -312,16 +308,14 @@ def _hidden_gradients_in_parts(
     h_format, number_format = formats
     assert histories[0] is not None
     length = histories[0].shape[0]
-    strides = (gate.stride(), up.stride())
-    kind = (gate.shape, *strides, number_format, h_format, h_inverse is not None, length, power_of_two, _PART_ROWS)
-    cast = _direct(_IN_PARTS, gate, kind)
+    strides = (None, gate.stride(), up.stride())
+    spec = SwiGLUGradSpec(
+        gate.shape, *strides, number_format, h_format, h_inverse is not None, length, power_of_two, _PART_ROWS
+    )
+    cast = dispatch.prepared(FP8_SWIGLU_GRAD, spec, gate)
     if cast is None:
         return None
-    place, run = cast
-    remembered = [place(history, torch.float32) for history in histories]
-    found: tuple[torch.Tensor, ...] = run(
-        dh_of, gate, up, h_inverse, *(place(each, torch.int64) for each in counts), *remembered
-    )
+    found: tuple[torch.Tensor, ...] = cast(dh_of, gate, up, h_inverse, counts, histories)
     return found
 
 
@@ -329,33 +323,6 @@ def _count(counts: torch.Tensor, lost: torch.Tensor, numbers: int) -> None:
     """Add the losses of an input or a gradient, the same in both copies."""
     counts[0, :, :3].add_(lost)
     counts[0, :, 3].add_(numbers)
-
-
-def _direct(which: str, x: torch.Tensor, kind: tuple[Any, ...]) -> tuple[Any, Callable[..., Any]] | None:
-    """Triton's casts of matrices of one kind, where its kernel would be chosen and nothing watches the call."""
-    if torch.compiler.is_compiling() or not (x.is_cuda or x.is_xpu) or x.numel() == 0 or not dispatch.plain_call(x):
-        return None
-    return _prepared(which, x.device, kind)
-
-
-_IN_PARTS = f"{FP8_SWIGLU_GRAD.name} in parts"
-
-
-@lru_cache(maxsize=4096)
-def _prepared(which: str, where: torch.device, kind: tuple[Any, ...]) -> tuple[Any, Callable[..., Any]] | None:
-    kernel = KERNEL_TRITON if which == FP8_SWIGLU.name else GRAD_KERNEL_TRITON
-    device = device_preferring(kernel, where, "float64")
-    if device is None:
-        return None
-    from kernel_pytorch.ops.fp8_swiglu import grad_triton_kernel, triton_kernel, triton_parts
-    from kernel_pytorch.ops.triton_launch import Place
-
-    prepared: dict[str, Callable[..., Any]] = {
-        FP8_SWIGLU.name: triton_kernel.prepared,
-        FP8_SWIGLU_GRAD.name: grad_triton_kernel.prepared,
-        _IN_PARTS: triton_parts.PreparedParts,
-    }
-    return Place, dispatch.launched(where, prepared[which](device, *kind))
 
 
 # For torch.compile.

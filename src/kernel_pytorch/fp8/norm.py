@@ -8,7 +8,6 @@ the same as the formula. Whether its result is cast, and how, the layer behind s
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from functools import lru_cache, partial
 from typing import Any
 
@@ -26,8 +25,9 @@ from kernel_pytorch.fp8.settings import SETTINGS, settings_of, unchanged
 from kernel_pytorch.fp8.traced_norm import norm_of
 from kernel_pytorch.fp8.transforms import compiled_transforms_active
 from kernel_pytorch.hardware_abstraction import dispatch
-from kernel_pytorch.hardware_abstraction.registry import device_preferring
-from kernel_pytorch.ops.fp8_rms_norm import KERNEL_TRITON, fp8_rms_norm
+from kernel_pytorch.ops.fp8_rms_norm import fp8_rms_norm
+from kernel_pytorch.ops.fp8_rms_norm.definition import FP8_RMS_NORM
+from kernel_pytorch.ops.fp8_rms_norm.prepared import NormSpec
 from kernel_pytorch.ops.rms_norm.definition import RMS_NORM
 
 __all__ = ["fuse_norms", "norms_in", "unfuse_norms"]
@@ -218,10 +218,9 @@ def _norm(
     if wish is not None and layer is not None:
         number_format, transposed, power_of_two = wish.number_format, wish.transposed, wish.recipe.power_of_two
         counts, history, _, _ = layer.fp8_memory(wish.recipe)
-    run = None
-    if _on_gpu(x) and x.numel() > 0 and dispatch.plain_call(x):
-        length = 0 if history is None else history.shape[0]
-        run = _prepared(x.device, x_RH.shape, x_RH.stride(), eps, number_format, transposed, length, power_of_two)
+    length = 0 if history is None else history.shape[0]
+    spec = NormSpec(x_RH.shape, x_RH.stride(), eps, number_format, transposed, length, power_of_two)
+    run = dispatch.prepared(FP8_RMS_NORM, spec, x)
     if run is not None:
         y, rstd, data, data_t, inverse = run(x_RH, weight_H, counts, history)
     else:
@@ -239,32 +238,6 @@ def _norm(
     if x.ndim != 2:  # no view, so that whoever is given y may change it in place
         y = torch.ops.aten._unsafe_view.default(y, x.shape)
     return y, rstd, cast
-
-
-def _on_gpu(x: torch.Tensor) -> bool:
-    return x.is_cuda or x.is_xpu
-
-
-@lru_cache(maxsize=4096)
-def _prepared(where: torch.device, *kind: Any) -> Callable[..., Any] | None:
-    """Triton's norm of matrices of one kind, where its kernel would be chosen: torch is asked for memory alone."""
-    device = device_preferring(KERNEL_TRITON, where, "float64")
-    if device is None:
-        return None
-    from kernel_pytorch.ops.fp8_rms_norm.triton_kernel import PreparedNorm
-    from kernel_pytorch.ops.triton_launch import Place
-
-    norm = PreparedNorm(device, *kind)
-
-    def run(x: torch.Tensor, weight: Any, counts: torch.Tensor | None, history: torch.Tensor | None) -> Any:
-        return norm(
-            x,
-            weight,
-            None if counts is None else Place(counts, torch.int64),
-            None if history is None else Place(history, torch.float32),
-        )
-
-    return dispatch.launched(where, run)
 
 
 class _Norm(torch.autograd.Function):

@@ -1,16 +1,19 @@
-"""Report what became of each layer of a converted model."""
+"""Report which layers of a model are in FP8, with their quantization statistics."""
 
 from __future__ import annotations
 
 import math
+import re
+import textwrap
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import nn
 
 from kernel_pytorch.fp8.conversion import check_module
-from kernel_pytorch.fp8.coverage import by_reason, class_of, left_alone
+from kernel_pytorch.fp8.coverage import by_reason, group_names, uncovered
 from kernel_pytorch.fp8.gathering import Shard
 from kernel_pytorch.fp8.kept_cast import sums_of_y
 from kernel_pytorch.fp8.layer import Float8Linear
@@ -19,6 +22,7 @@ from kernel_pytorch.fp8.monitor import CastStats, cast_stats, layers_of
 from kernel_pytorch.fp8.norm import norms_in
 from kernel_pytorch.fp8.plan import Measured, may_gain
 from kernel_pytorch.fp8.recipe import PRODUCTS
+from kernel_pytorch.fp8.report_page import page
 from kernel_pytorch.fp8.swiglu import fused_in
 from kernel_pytorch.hardware_abstraction.dispatch import explain
 from kernel_pytorch.hardware_abstraction.formats import FORMATS
@@ -26,93 +30,171 @@ from kernel_pytorch.hardware_abstraction.registry import device_of
 from kernel_pytorch.ops.fp8_cast.definition import inverse_shape
 from kernel_pytorch.ops.fp8_matmul import KERNEL_DEQUANTISED, KERNEL_SCALED_MM, fp8_matmul
 
-__all__ = ["LayerReport", "Report", "report"]
+__all__ = ["LayerGroup", "LayerReport", "Report", "report"]
+
+WIDTH = 100
+UNDECIDED, NOT_COMPUTED = "?", "-"
+_SHORT = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 
 @dataclass(frozen=True)
 class LayerReport:
-    """What became of one layer."""
+    """One converted layer."""
 
     name: str
     inputs: int
     outputs: int
     recipe: str
     products: dict[str, str]
-    """For y, dx and dW: ``fp8``, ``own`` (the layer's own precision), or ``?`` where auto has not seen an input."""
+    """For the GEMMs y, dx and dW: ``fp8``, the layer's dtype (``bf16``), ``-`` if not computed because the weight is
+    frozen, or ``?`` if ``auto`` has not measured yet."""
     measured: tuple[Measured, ...]
-    """The measurements of ``auto``, one for each number of rows it was asked about."""
+    """The measurements of ``auto``, one for each number of rows."""
     stats: dict[str, CastStats]
+    """Quantization statistics of input, weight and gradient since the conversion."""
+    notes: tuple[str, ...]
+    fell_back: bool = False
+
+    @property
+    def in_fp8(self) -> bool:
+        """Whether at least one GEMM is in FP8."""
+        return "fp8" in self.products.values()
+
+
+@dataclass(frozen=True)
+class LayerGroup:
+    """Layers that differ in their indices alone, as a row of the report; statistics are the worst of the group."""
+
+    name: str
+    count: int
+    shape: str
+    recipe: str
+    products: tuple[str, ...]
+    saturated: float
+    underflowed: float
+    nonfinite: int
     notes: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class Report:
-    """A table of all converted layers; print it."""
+    """All linear layers of a converted model. Print it, or save it as a page.
+
+    Example:
+        >>> import torch, kernel_pytorch as kp
+        >>> model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(4)))
+        >>> print(kp.fp8.report(kp.fp8.convert(model, "delayed")))
+        4 of 4 linear layers in FP8, 100 % of matmul parameters, 0 fell back
+        recipe: delayed
+        layer  K -> N    y    dx   dW   saturated  underflow  non-finite
+        0-3    64 -> 64  fp8  fp8  fp8  0.00%      0.00%      0
+    """
 
     layers: tuple[LayerReport, ...]
-    others: tuple[str, ...]
-    """Names of the layers that are an ``nn.Linear`` and were not converted."""
+    not_covered: dict[str, str]
+    """The modules that multiply by a weight and are not converted, each with the reason."""
     norms: dict[str, str | None]
-    """The fused norms by name, each with the name of the layer that it casts for; None where that is not known."""
-    left_alone: dict[str, str]
-    """Names of what multiplies by a weight and ``convert`` never takes, for what it is: why, and what to do."""
+    """The fused norms by name, each with the layer whose input it quantizes; None if it has quantized none yet."""
+    not_covered_parameters: int = 0
 
-    def __str__(self) -> str:
-        head = [
-            "layer",
-            "K -> N",
-            "recipe",
-            *PRODUCTS,
-            "measured",
-            "saturated",
-            "underflowed",
-            "non-finite",
-            "notes",
-        ]
-        rows = [head]
-        for layer in self.layers:
-            gains = [f"{found.speedup:.2f}x at {found.rows} rows" for found in layer.measured]
-            stats = layer.stats.values()
-            rows.append([
-                layer.name,
-                f"{layer.inputs} -> {layer.outputs}",
-                layer.recipe,
-                *layer.products.values(),
-                ", ".join(gains) or "-",
-                f"{max(of.saturated for of in stats):.2%}",
-                f"{max(of.underflowed for of in stats):.2%}",
-                str(sum(of.nonfinite for of in stats)),
-                "; ".join(layer.notes),
-            ])  # fmt: skip
-        widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
-        lines = [
-            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
-        ]
-        if self.others:
-            lines.append(f"not converted: {', '.join(self.others)}")
-        lines += [f"not converted: {line}" for line in by_reason(self.left_alone)]
+    @property
+    def summary(self) -> str:
+        """One line: how many layers and parameters are in FP8, and how many layers fell back."""
+        inside = [layer for layer in self.layers if layer.in_fp8]
+        covered = sum(layer.inputs * layer.outputs for layer in inside)
+        total = sum(layer.inputs * layer.outputs for layer in self.layers) + self.not_covered_parameters
+        undecided = sum(UNDECIDED in layer.products.values() for layer in self.layers)
+        line = (
+            f"{len(inside)} of {len(self.layers) + len(self.not_covered)} linear layers in FP8, "
+            f"{math.floor(100 * covered / max(total, 1))} % of matmul parameters, "
+            f"{sum(layer.fell_back for layer in self.layers)} fell back"
+        )
+        return f"{line}, {undecided} not measured yet" if undecided else line
+
+    @property
+    def remarks(self) -> tuple[str, ...]:
+        """What is not covered and why, and fused norms without an effect."""
+        lines = [f"not covered: {line}" for line in by_reason(self.not_covered)]
         idle = [name or "the model itself" for name, layer in self.norms.items() if layer is None]
         if idle:
-            lines.append(f"fused norms that cast for no layer so far: {', '.join(idle)}")
+            lines.append(f"fused norms that have quantized no layer's input yet: {', '.join(group_names(idle))}")
+        return tuple(lines)
+
+    @property
+    def groups(self) -> tuple[LayerGroup, ...]:
+        """The layers with repeated ones grouped."""
+        alike: dict[tuple[object, ...], list[LayerReport]] = {}
+        for layer in self.layers:
+            template = re.sub(r"\d+", "*", layer.name)
+            notes = tuple(map(_without_indices, _notes(layer)))
+            key = (template, layer.inputs, layer.outputs, layer.recipe, *layer.products.values(), notes)
+            alike.setdefault(key, []).append(layer)
+        return tuple(group for layers in alike.values() for group in _groups(layers))
+
+    def save(self, path: str | Path) -> Path:
+        """Write the report as one self-contained HTML page.
+
+        Example:
+            >>> import tempfile, torch, kernel_pytorch as kp
+            >>> report = kp.fp8.report(kp.fp8.convert(torch.nn.Sequential(torch.nn.Linear(64, 64)), "delayed"))
+            >>> with tempfile.TemporaryDirectory() as folder:
+            ...     report.save(f"{folder}/report.html").name
+            'report.html'
+        """
+        path = Path(path)
+        if path.suffix != ".html":
+            raise ValueError(f"path={str(path)!r}: use a name that ends in .html")
+        path.write_text(page(self.summary, self.groups, self.remarks), encoding="utf-8")
+        return path
+
+    def __str__(self) -> str:
+        groups = self.groups
+        recipes = sorted({group.recipe for group in groups})
+        lines = [self.summary]
+        for remark in self.remarks:
+            lines += textwrap.wrap(remark, WIDTH, subsequent_indent="  ")
+        if len(recipes) == 1:
+            lines.append(f"recipe: {recipes[0]}")
+        table = [["layer", "K -> N", *PRODUCTS, "saturated", "underflow", "non-finite"]]
+        table += [
+            [
+                group.name, group.shape, *group.products, f"{group.saturated:.2%}", f"{group.underflowed:.2%}",
+                str(group.nonfinite),
+            ]
+            for group in groups
+        ]  # fmt: skip
+        widths = [max(len(row[i]) for row in table) for i in range(len(table[0]))]
+        widths[0] = max(5, min(widths[0], WIDTH - sum(widths[1:]) - 2 * len(widths[1:])))
+        for row, notes in zip(table, [(), *(group.notes for group in groups)], strict=True):
+            if len(row[0]) > widths[0]:
+                lines += textwrap.wrap(row[0], WIDTH, subsequent_indent="  ")
+                row[0] = ""
+            cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+            lines.append("  ".join(cells).rstrip())
+            for note in notes:
+                lines += textwrap.wrap(note, WIDTH, initial_indent="    ", subsequent_indent="      ")
+        if len(recipes) > 1:
+            for recipe in recipes:
+                names = ", ".join(group.name for group in groups if group.recipe == recipe)
+                lines += textwrap.wrap(f"recipe {recipe}: {names}", WIDTH, subsequent_indent="  ")
         return "\n".join(lines)
 
 
 def report(model: nn.Module) -> Report:
-    """What became of each layer of a converted model: its products, what auto measured, what its casts lost.
+    """Return the report of a converted model: GEMMs in FP8, measurements of ``auto``, quantization statistics.
 
-    Below the table are the linear layers that were not converted, with the reason where that is their class.
-    Waits for the device, for it reads the counts. What the casts lost is the largest part over input, weight and
-    gradient since the conversion.
+    Reads the counters, so it synchronizes with the device. ``Report`` has an example.
     """
     check_module(model)
-    converted = layers_of(model)
+    converted, others = layers_of(model), uncovered(model)
+    reasons = {name: each.reason for name, each in others.items()}
     if not converted:
         raise ValueError(
             "; ".join(
                 [
                     "model: it has no converted layer",
                     "use kp.fp8.convert(model) first, which converts what is an nn.Linear",
-                    *by_reason(left_alone(model), most=3),
+                    *by_reason(reasons, most=3),
                 ]
             )
         )
@@ -121,12 +203,49 @@ def report(model: nn.Module) -> Report:
     norms = {norm: names.get(id(layer)) for norm, layer in norms_in(model).items()}
     before = {layer: norm for norm, layer in norms.items() if layer is not None}
     rows = tuple(_layer_report(name, layer, fused.get(name), before.get(name)) for name, layer in converted.items())
-    others = tuple(name for name, module in model.named_modules() if class_of(module) is nn.Linear)
-    return Report(rows, others, norms, left_alone(model))
+    return Report(rows, reasons, norms, sum(each.parameters for each in others.values()))
+
+
+def _notes(layer: LayerReport) -> tuple[str, ...]:
+    """The notes of a layer, with what ``auto`` measured first."""
+    gains = [f"{found.speedup:.2f}x at {found.rows} rows" for found in layer.measured]
+    return (*([f"measured: {', '.join(gains)}"] if gains else []), *layer.notes)
+
+
+def _without_indices(note: str) -> str:
+    """Replace the indices in the quoted module names of a note: layers of a group have different ones."""
+    return re.sub(r"'[^']*'", lambda quoted: re.sub(r"(?<=[.'])\d+(?=[.'])", "*", quoted[0]), note)
+
+
+def _groups(layers: list[LayerReport]) -> list[LayerGroup]:
+    first = layers[0]
+    names = group_names(layer.name for layer in layers)
+    if len(names) > 1 or len(layers) == 1:  # no regular repetition
+        names, members = [layer.name for layer in layers], [[layer] for layer in layers]
+    else:
+        members = [layers]
+    found = []
+    for name, group in zip(names, members, strict=True):
+        stats = [each for layer in group for each in layer.stats.values()]
+        notes = _notes(group[0])
+        found.append(
+            LayerGroup(
+                name or "the model itself",
+                len(group),
+                f"{first.inputs} -> {first.outputs}",
+                first.recipe,
+                tuple(first.products.values()),
+                max(each.saturated for each in stats),
+                max(each.underflowed for each in stats),
+                sum(each.nonfinite for each in stats),
+                notes if len(group) == 1 else tuple(map(_without_indices, notes)),
+            )
+        )
+    return found
 
 
 def _without_matrix_units(layer: Float8Linear) -> dict[str, str]:
-    """The 8-bit products of the last kind of eager call that a GPU computes from copies in float32: for each why."""
+    """Return the FP8 GEMMs of the last eager call that a GPU computes from float32 copies, each with the reason."""
     shape, call = layer.fp8_last_call()
     device = None if layer.weight.is_meta else device_of(layer.weight.device)
     if call is None or shape is None or device is None or device.backend == "cpu":
@@ -134,7 +253,7 @@ def _without_matrix_units(layer: Float8Linear) -> dict[str, str]:
     recipe, how = call
     m, k, n = math.prod(shape[:-1]), layer.in_features, layer.out_features
     forward, gradient = how.forward_format, how.gradient_format
-    # Rows of both operands, the length of the sums, scales, formats, and how they are added up.
+    # Rows of both operands, length of the reduction, granularities, formats, accumulation.
     products = {
         "y": ((m, n), k, (recipe.input, recipe.weight), (forward, forward), sums_of_y(recipe.input)),
         "dx": ((m, k), n, (recipe.gradient, recipe.weight), (gradient, forward), recipe.dx_sums),
@@ -155,52 +274,68 @@ def _without_matrix_units(layer: Float8Linear) -> dict[str, str]:
         choice = explain(fp8_matmul, *codes, *scales, how.dtype, sums, device=device)
         if choice.kernel is KERNEL_DEQUANTISED and m > 0:
             why = next(verdict.reason for verdict in choice.verdicts if verdict.kernel == KERNEL_SCALED_MM.name)
-            found[product] = f"multiplied as copies in float32: {KERNEL_SCALED_MM.name} {why}"
+            found[product] = f"computed from float32 copies: {KERNEL_SCALED_MM.name} {why}"
     return found
 
 
-def _filled_up(layer: Float8Linear, products: Iterable[str]) -> list[str]:
-    """A line if the matrix units take other sizes for these products; M is that of the last kind of eager call."""
+def _padded(layer: Float8Linear, products: Iterable[str]) -> list[str]:
+    """Return a note if sizes are padded for the matrix units; M is that of the last eager call."""
     if layer.weight.is_meta or device_of(layer.weight.device).backend == "cpu":
         return []
     shape, _ = layer.fp8_last_call()
     m = 0 if shape is None else math.prod(shape[:-1])
     sizes = {"M": m, "K": layer.in_features, "N": layer.out_features}
-    filled = {"y": "KN", "dx": "KN", "dW": "MK"}  # the length of the sums, and columns
-    sides = {side for product in products for side in filled[product]}
+    padded = {"y": "KN", "dx": "KN", "dW": "MK"}  # length of the reduction, and columns
+    sides = {side for product in products for side in padded[product]}
     ragged = [f"{side} = {size}" for side, size in sizes.items() if side in sides and size % 16]
-    return [f"{', '.join(ragged)} filled up with zeros to a multiple of 16 in 8-bit products"] if ragged else []
+    return [f"{', '.join(ragged)} padded to a multiple of 16 in FP8 GEMMs"] if ragged else []
 
 
 def _layer_report(name: str, layer: Float8Linear, fused: str | None, norm: str | None) -> LayerReport:
     notes = []
+    dtype = _SHORT[layer.weight.dtype]
     if layer.fp8_fallback is not None:
         notes.append(f"fell back: {layer.fp8_fallback}")
     if fused is not None:
         notes.append(f"part of the fused SwiGLU {fused!r}" if fused else "part of a fused SwiGLU")
     if isinstance(layer.fp8_gather, Shard):
-        notes.append(f"gathered in {'8 bits' if layer.fp8_gather.in_8_bits else 'its own precision: it fell back'}")
+        notes.append(
+            "all-gathered in FP8" if layer.fp8_gather.in_8_bits else f"all-gathered in {dtype}: it fell back"
+        )
     elif layer.fp8_gather is not None:
-        notes.append(f"gathered in its own precision: {layer.fp8_gather}")
+        notes.append(f"all-gathered in {dtype}: {layer.fp8_gather}")
     if norm is not None:
-        notes.append(f"its input is cast by the norm {norm!r}")
+        notes.append(f"its input is quantized by the norm {norm!r}")
     measured = layer.fp8_measured() if layer.fp8_auto else ()
     if layer.fp8_fallback is not None:
-        products = dict.fromkeys(PRODUCTS, "own")
+        products = dict.fromkeys(PRODUCTS, dtype)
     elif layer.fp8_auto and not measured:
         unknown = may_gain(layer.weight.device.type)
-        products = dict.fromkeys(PRODUCTS, "?" if unknown else "own")
+        products = dict.fromkeys(PRODUCTS, UNDECIDED if unknown else dtype)
         if not unknown:
-            notes.append(f"no 8-bit matrix units on {layer.weight.device.type}")
+            notes.append(f"no FP8 matrix units on {layer.weight.device.type}")
     else:
         low = measured[-1].best if measured else layer.fp8_recipe.low_precision
-        products = {product: "fp8" if product in low else "own" for product in PRODUCTS}
+        products = {product: "fp8" if product in low else dtype for product in PRODUCTS}
+    if not layer.weight.requires_grad:
+        products["dW"] = NOT_COMPUTED
+        notes.append("the weight is frozen: no weight gradient")
+    rank, features = sorted((layer.in_features, layer.out_features))
+    if 8 * rank <= features and rank <= 64 and "fp8" in products.values():
+        notes.append(f"rank {rank} is too small to gain from FP8: leave it out with layers=")
     refused = _without_matrix_units(layer)
-    in_8 = [product for product, how in products.items() if how == "fp8" and product not in refused]
-    notes += _filled_up(layer, in_8)
+    computed = [product for product, how in products.items() if how == "fp8" and product not in refused]
+    notes += _padded(layer, computed)
     notes += by_reason(refused)
     counts = torch.zeros(COUNTS_SHAPE, dtype=torch.int64) if layer.weight.is_meta else layer.fp8_counts.cpu()
-    recipe = f"auto ({layer.fp8_recipe})" if layer.fp8_auto else str(layer.fp8_recipe)
     return LayerReport(
-        name, layer.in_features, layer.out_features, recipe, products, measured, cast_stats(counts), tuple(notes)
+        name=name,
+        inputs=layer.in_features,
+        outputs=layer.out_features,
+        recipe=f"auto ({layer.fp8_recipe})" if layer.fp8_auto else str(layer.fp8_recipe),
+        products=products,
+        measured=measured,
+        stats=cast_stats(counts),
+        notes=tuple(notes),
+        fell_back=layer.fp8_fallback is not None,
     )

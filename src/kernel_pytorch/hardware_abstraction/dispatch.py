@@ -8,9 +8,10 @@ call, and reach the same kernels through the same choice; ``benchmarks/selection
 from __future__ import annotations
 
 import contextlib
+import importlib
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextvars import ContextVar
 from functools import lru_cache, partial
 from typing import Any, NoReturn
@@ -35,7 +36,7 @@ from kernel_pytorch.hardware_abstraction.func_transforms import (
     save,
 )
 from kernel_pytorch.hardware_abstraction.op import Call, Op, Phase, TensorSpec, registered_op
-from kernel_pytorch.hardware_abstraction.registry import device_of
+from kernel_pytorch.hardware_abstraction.registry import backend, device_of
 from kernel_pytorch.hardware_abstraction.selection import Choice, Policy, encode_policy, fitting, select
 from kernel_pytorch.hardware_abstraction.timing import median_seconds
 
@@ -49,10 +50,10 @@ __all__ = [
     "explaining",
     "forget_choices",
     "function_of",
-    "launched",
     "placed",
     "plain_call",
     "policy",
+    "prepared",
 ]
 
 TORCH_VERSION = tuple(int(part) for part in torch.__version__.split(".")[:2])
@@ -205,7 +206,8 @@ def _put_in_force(policy: Policy) -> None:
 
 def forget_choices() -> None:
     """Drop every choice of this process, so that the next call chooses anew (kept measurements stay kept)."""
-    select.cache_clear()
+    for cached in (select, _prepare):
+        cached.cache_clear()
     for state in list(_states):
         state.choices.clear()
 
@@ -308,7 +310,7 @@ class Function:
             raise _Explained(self._explained(arguments, state.policy, needs_grad))
         if not plain:
             self.refuse_tangents(arguments)
-            if torch._C._functorch.peek_interpreter_stack() is not None and self.op.differentiable_outputs:
+            if transform_active() and self.op.differentiable_outputs:
                 outputs = Transformed.apply(self, state.policy.encoded, *self.encoded(arguments))  # type: ignore[no-untyped-call]
                 return outputs
             return self._through_torch(self.encoded(arguments), state.policy.encoded)
@@ -556,9 +558,35 @@ def _one_of_several(where: torch.device) -> bool:
     return where.type != "cpu" and torch.get_device_module(where.type).device_count() > 1
 
 
-def launched(where: torch.device, run: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, which launches kernels and computes nothing in torch, as it must run: itself on an only GPU."""
-    return placed(where, run) if _one_of_several(where) else run
+def prepared(op: Op, spec: Hashable, tensor: torch.Tensor, *, checked: bool = False) -> Callable[..., Any] | None:
+    """Return the function that the preferred kernel of an op prepared for calls of one kind, made once per device.
+
+    For calls whose host time matters: no checks of arguments, no choice and no autograd. None on a CPU, where the
+    kernel has no ``prepare`` or refuses the spec, and where a policy, a dispatch mode or a transform must see the
+    call: then call the op's function.
+
+    Args:
+        op: the op in the registry.
+        spec: the kind of call, of a class that the kernel's ``prepare`` takes.
+        tensor: one of the arguments.
+        checked: whether another ``prepared`` of the same call was served, so that nothing watches it.
+    """
+    if not (tensor.is_cuda or tensor.is_xpu) or torch.compiler.is_compiling():
+        return None
+    if not checked and (tensor.numel() == 0 or not plain_call(tensor)):
+        return None
+    return _prepare(op.name, tensor.device, spec)
+
+
+@lru_cache(maxsize=16384)
+def _prepare(op: str, where: torch.device, spec: Hashable) -> Callable[..., Any] | None:
+    device = device_of(where)
+    kernel = next(known for known in backend(device.backend).kernels if known.op == op)
+    if kernel.prepare is None:
+        return None
+    run: Callable[..., Any] | None = importlib.import_module(kernel.prepare).prepare(device, spec)
+    # It launches kernels and computes nothing in torch, so autocast need not be switched off.
+    return placed(where, run) if run is not None and _one_of_several(where) else run
 
 
 def placed(where: torch.device, run: Callable[..., Any]) -> Callable[..., Any]:

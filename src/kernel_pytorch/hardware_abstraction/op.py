@@ -125,6 +125,10 @@ class Kernel:
     supports: Callable[[Call, Device], str | None]
     """None when the kernel can serve the call on the device exactly, otherwise the reason it cannot."""
     language: Literal["torch", "triton", "native"]
+    prepare: str | None = None
+    """A module with ``prepare(device, spec) -> callable | None``, for callers that cannot afford the dispatcher in
+    every call. The callable serves all calls of one kind and may update state in place, as the spec's class says;
+    None where the kernel cannot serve them. See ``dispatch.prepared``."""
     backward: bool = True
     deterministic: bool = True
     """Whether two runs on the same inputs give the same bits, forward and backward."""

@@ -10,8 +10,8 @@ from executorch.exir._serialize._named_data_store import NamedDataStore
 from executorch.exir.backend.backend_details import BackendDetails, PreprocessResult
 from executorch.exir.backend.compile_spec_schema import CompileSpec
 from torch.export import ExportedProgram
-from torch.utils._sympy.value_ranges import ValueRanges
 
+from kernel_pytorch._compat.symbolic import ValueRanges
 from kernel_pytorch.lowering.constants import Constants
 from kernel_pytorch.lowering.emitter import Emitter
 from kernel_pytorch.lowering.payload import ALIGNMENT, Payload

@@ -18,6 +18,7 @@ from torch.export import ExportedProgram
 from kernel_pytorch._compat.structures import pytree
 from kernel_pytorch.fp8.monitor import layers_of
 from kernel_pytorch.lowering.checksum import add_checksum
+from kernel_pytorch.lowering.definitions import with_definitions
 from kernel_pytorch.lowering.recipes import find_recipe
 from kernel_pytorch.lowering.refusals import refuse_without_kernels
 from kernel_pytorch.lowering.report import Report, joined, report_of
@@ -216,6 +217,7 @@ def lower_exported(
     """The second half of ``lower``, for methods that are exported already."""
     tell = tell or _silent
     if target is CPU:  # a backend elsewhere may take any custom operator
+        exported = {method: with_definitions(program) for method, program in exported.items()}
         for program in exported.values():
             refuse_without_kernels(program)
     partitioners = {method: target.partitioners(target.checked(options)) for method in exported}

@@ -11,7 +11,7 @@ from kernel_pytorch.hardware_abstraction.dispatch import Function
 from kernel_pytorch.hardware_abstraction.op import Call, Kernel
 from kernel_pytorch.ops.fp8_cast.definition import FP8_CAST
 
-__all__ = ["KERNEL_TORCH", "KERNEL_TRITON", "Cast", "assembled_wrong", "fp8_cast"]
+__all__ = ["KERNEL_TORCH", "KERNEL_TRITON", "Cast", "fp8_cast", "refusal"]
 
 _function = Function(FP8_CAST)
 
@@ -103,25 +103,28 @@ def _supports(call: Call, device: Device) -> str | None:
     return None
 
 
-def assembled_wrong(shape: tuple[int, ...], granularity: str) -> bool:
-    """Whether the Triton kernel for such a matrix is not what its text says.
+def refusal(device: Device, shape: tuple[int, ...], granularity: str) -> str | None:
+    """Return why the Triton kernel cannot cast such a matrix on the device, or None.
 
-    For a single number with a square's scale, in float32, the assembler of CUDA 12.8 stores a register that nothing
-    was written to: on an H200 the transposed copy was wrong. ``testing.cross_compile`` looks for that.
+    1x1 float32 input with 128x128 scaling: ptxas 12.8 stores a register that was never written, and on an H200 the
+    transposed data was wrong. ``testing.cross_compile`` looks for that.
     """
-    return granularity == "square" and tuple(shape) == (1, 1)
+    if granularity == "square" and tuple(shape) == (1, 1):
+        return "1x1 input with 128x128 scaling is miscompiled by ptxas 12.8"
+    if not device.supports("float64"):
+        return f"computes scales in float64, which {device.arch} does not"
+    return None
 
 
 def _triton_supports(call: Call, device: Device) -> str | None:
-    if assembled_wrong(call["x"].shape, call["granularity"]):
-        return "is not for a single number with a square's scale, which an assembler gets wrong"
-    return _supports(call, device)
+    return refusal(device, call["x"].shape, call["granularity"])
 
 
 KERNEL_TRITON = Kernel(
     op="fp8_cast",
     name="triton",
     module="kernel_pytorch.ops.fp8_cast.triton_kernel",
+    prepare="kernel_pytorch.ops.fp8_cast.prepared",
     supports=_triton_supports,
     language="triton",
     backward=False,

@@ -9,7 +9,7 @@ from kernel_pytorch.hardware_abstraction.dispatch import TORCH_VERSION, Function
 from kernel_pytorch.hardware_abstraction.op import Call, Kernel
 from kernel_pytorch.ops.fp8_matmul.definition import BLOCK_PAIRS, FP8_MATMUL, granularities
 
-__all__ = ["KERNEL_DEQUANTISED", "KERNEL_SCALED_MM", "fp8_matmul"]
+__all__ = ["KERNEL_DEQUANTISED", "KERNEL_SCALED_MM", "fp8_matmul", "needs_padding"]
 
 _function = Function(FP8_MATMUL)
 
@@ -49,13 +49,18 @@ def fp8_matmul(
     if torch.compiler.is_compiling() and kernel is None:
         from kernel_pytorch.ops.fp8_matmul import compiled
 
-        if compiled.serves(a, b, inverse_a, sums):
-            return compiled.product(a, b, inverse_a, inverse_b, dtype, sums)
+        if compiled.serves(a, b, inverse_a, inverse_b, dtype, sums):
+            return compiled.matmul(a, b, inverse_a, inverse_b, dtype, sums)
     return _function(a, b, inverse_a, inverse_b, dtype, sums, kernel=kernel)[0]
 
 
 def _dequantised_supports(call: Call, device: Device) -> str | None:
     return None
+
+
+def needs_padding(k: int, n: int) -> bool:
+    """Return whether ``torch._scaled_mm`` takes copies padded with zeros: K and N must be multiples of 16."""
+    return k % 16 != 0 or n % 16 != 0
 
 
 def _scaled_mm_supports(call: Call, device: Device) -> str | None:
@@ -100,6 +105,7 @@ KERNEL_SCALED_MM = Kernel(
     op="fp8_matmul",
     name="scaled-mm",
     module="kernel_pytorch.ops.fp8_matmul.scaled_mm_kernel",
+    prepare="kernel_pytorch.ops.fp8_matmul.prepared",
     supports=_scaled_mm_supports,
     language="native",
     backward=False,

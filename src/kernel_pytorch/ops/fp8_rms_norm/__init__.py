@@ -96,6 +96,7 @@ KERNEL_TRITON = Kernel(
     op="fp8_rms_norm",
     name="triton",
     module="kernel_pytorch.ops.fp8_rms_norm.triton_kernel",
+    prepare="kernel_pytorch.ops.fp8_rms_norm.prepared",
     supports=_supports,
     language="triton",
     backward=False,
