@@ -6,7 +6,9 @@
 # make suite     run ExecuTorch's own backend test suite with our flow, and record what came of it
 # make oldest    what depends on torch's version, with the oldest that the project takes (downloads gigabytes)
 # make check     formatting, lint, types
+# make tidy      clang-tidy over the C++ sources (about a minute)
 # make docs      build the site in docs/_build/html; anything doubtful fails the build
+# make test-gpu  run the backend contract on the devices that are here, and record which kernels passed
 # make docs-gpu  run every block of the documentation on the GPU that is here, and record which passed
 # make evidence  make the records and pages that need no hardware anew
 # make probe     lower and run every operator anew: the table of operators of the cpu backend (about ten minutes)
@@ -15,10 +17,11 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-CHECKED := src tests benchmarks demos docs conftest.py
+CHECKED := src tests tools benchmarks demos docs conftest.py
 SITE := docs/_build/html
+NATIVE := src/kernel_pytorch/lowering/native
 
-.PHONY: install demo test oldest check fuzz cross suite docs docs-gpu evidence evidence-check probe clean
+.PHONY: install demo test oldest check tidy fuzz cross suite docs docs-gpu test-gpu evidence evidence-check probe clean
 
 # The stamp is older than what it depends on exactly when there is something to install.
 $(VENV)/.installed: pyproject.toml constraints.txt
@@ -48,8 +51,15 @@ check: install
 	$(BIN)/ruff format --check $(CHECKED)
 	$(BIN)/mypy
 
+tidy: install
+	$(BIN)/cmake -S $(NATIVE) -B $(VENV)/tidy -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN)/ninja) \
+		-DCMAKE_PREFIX_PATH=$$($(BIN)/python -c 'from kernel_pytorch.lowering.build import executorch_root; print(executorch_root())') \
+		-DCMAKE_EXPORT_COMPILE_COMMANDS=ON -DKERNEL_PYTORCH_TESTS=$(abspath tests/lowering/native) > /dev/null
+	ls $(foreach folder,core operators kernels tools,$(NATIVE)/$(folder)/*.cpp) tests/lowering/native/*.cpp | \
+		xargs -P 2 -n 4 clang-tidy -p $(VENV)/tidy --quiet
+
 fuzz: install
-	$(BIN)/python tests/fuzz_payload.py --cases 1000000 --write
+	$(BIN)/python tests/lowering/fuzz_payload.py --cases 1000000 --write
 
 cross: install
 	$(BIN)/python -m pip download --quiet --no-deps --only-binary :all: --platform manylinux_2_28_aarch64 \
@@ -62,19 +72,22 @@ docs: install
 	$(BIN)/sphinx-build --fresh-env --fail-on-warning --keep-going --nitpicky --quiet --builder html --conf-dir docs . $(SITE)
 	@echo 'open $(SITE)/index.html'
 
+test-gpu: install
+	$(BIN)/python -m kernel_pytorch.testing.contract_run --record
+
 docs-gpu: install
-	$(BIN)/python benchmarks/documentation.py --record
+	$(BIN)/python -m tools.website.execute --record
 
 evidence: install
 	$(BIN)/python -m kernel_pytorch.testing.checks --write
-	$(BIN)/python -m kernel_pytorch.documentation --write
+	$(BIN)/python -m tools.website --write
 
 probe: install
 	$(BIN)/kernel-pytorch backend docs cpu --out docs/backends/cpu --probe
-	$(BIN)/python -m kernel_pytorch.documentation --write
+	$(BIN)/python -m tools.website --write
 
 evidence-check: install
-	$(BIN)/python -m kernel_pytorch.documentation.freshness
+	$(BIN)/python -m tools.website.freshness
 
 clean:
 	rm -rf $(VENV) .venv-oldest $(SITE) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

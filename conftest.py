@@ -4,7 +4,7 @@ A block that needs a GPU is preceded by ``<!--- skip: next if(not has_gpu, reaso
 Blocks of one page share their names and run in order. On the pages that are written by hand, blocks in bash run as
 well, in a folder of their own for each page, with the checkout's demos and benchmarks in it; one that cannot, such as
 ``make install``, is preceded by ``<!--- skip: next "the reason" -->``. For the commands of other pages see
-tests/documentation/test_documentation.py.
+tests/website/test_documentation.py.
 """
 
 import doctest

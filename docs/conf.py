@@ -1,15 +1,20 @@
 """Sphinx: ``make docs`` builds the site from the checkout's root, so that links work on the site as in the files."""
 
+import sys
+from pathlib import Path
+
 import kernel_pytorch
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # tools.website
 
 project = "KernelPyTorch"
 version = release = kernel_pytorch.__version__
 copyright = "the KernelPyTorch authors"  # noqa: A001 - Sphinx's name
 
-extensions = ["myst_parser", "sphinx_copybutton", "kernel_pytorch.documentation.site"]
+extensions = ["myst_parser", "sphinx_copybutton", "tools.website.site"]
 root_doc = "docs/README"
 include_patterns = ["*.md", "docs/**.md", "demos/*.md"]
-exclude_patterns = [".*", "src", "tests", "benchmarks", "build", "dist", "docs/_*"]
+exclude_patterns = [".*", "src", "tests", "tools", "benchmarks", "build", "dist", "docs/_*"]
 nitpicky = True
 
 # The navigation: captions with pages or patterns. A page that is in none fails the build.

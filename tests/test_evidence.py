@@ -11,16 +11,19 @@ from typing import Any
 import jsonschema
 import msgspec
 import pytest
+from tools.website.support_tables import support_markdown
 
-from kernel_pytorch.documentation.support import Status, Support, support_markdown, support_table
+from kernel_pytorch.documentation.support import Status, Support, support_table
 from kernel_pytorch.evidence import (
     Benchmark,
     Checks,
     Compilation,
+    ContractRun,
     EvidenceError,
     Facts,
     Interpretation,
     Measurement,
+    PassedCases,
     Quantiles,
     Record,
     clean_commit,
@@ -236,23 +239,42 @@ def known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Known:
     return Known(folder, monkeypatch)
 
 
-def test_without_records_everything_is_untested(known: Known) -> None:
+def test_without_records_there_is_no_record(known: Known) -> None:
     table = known()
     assert {("nvidia", "triton"), ("amd", "triton"), ("intel", "triton"), ("cpu", "torch")} <= set(table)
-    assert {row.status for row in table.values()} == {Status.UNTESTED}
+    assert {row.status for row in table.values()} == {Status.NO_RECORD}
 
 
 def test_a_benchmark_is_measured_on_its_backend_alone(known: Known) -> None:
     table = known(BENCHMARK)
     assert table["nvidia", "triton"].status is Status.MEASURED
     assert table["nvidia", "triton"].detail == "NVIDIA H200"
-    assert table["amd", "triton"].status is Status.UNTESTED
+    assert table["amd", "triton"].status is Status.NO_RECORD
 
 
 def test_a_kernel_that_was_there_but_not_timed_is_not_measured(known: Known) -> None:
     """A benchmark's sources name every kernel of the backend, those that refused its cases too."""
     assert "torch" in BENCHMARK.sources
-    assert known(BENCHMARK)["nvidia", "torch"].status is Status.UNTESTED
+    assert known(BENCHMARK)["nvidia", "torch"].status is Status.NO_RECORD
+
+
+def test_a_larger_benchmark_measures_the_first_kernel_of_an_op(known: Known) -> None:
+    digests = {f"rms_norm/{name}": digest for name, digest in BENCHMARK.sources.items()}
+    table = known(msgspec.structs.replace(BENCHMARK, op="fp8", sources=digests))
+    assert table["nvidia", "triton"].status is Status.MEASURED
+    assert table["nvidia", "torch"].status is Status.NO_RECORD, "listed, and not what a model's calls use"
+
+
+def test_a_contract_run_is_tested_on_its_backend_alone(known: Known) -> None:
+    passed = [PassedCases("rms_norm/torch", "float32", ["odd-hidden"])]
+    run = ContractRun(
+        BENCHMARK.device, {}, "0", "command", "now", {"rms_norm/torch": KERNEL_TORCH.source_digest}, passed
+    )
+    table = known(run)
+    assert table["nvidia", "torch"].status is Status.TESTED
+    assert table["nvidia", "torch"].detail == "NVIDIA H200"
+    assert table["cpu", "torch"].status is Status.NO_RECORD
+    assert table["nvidia", "triton"].status is Status.NO_RECORD
 
 
 def test_a_compiled_kernel_counts_for_the_backends_whose_architecture_it_is(known: Known) -> None:
@@ -263,7 +285,7 @@ def test_a_compiled_kernel_counts_for_the_backends_whose_architecture_it_is(know
     for vendor in ("amd", "intel"):
         assert table[vendor, "triton"].status is Status.INTERPRETED
         assert table[vendor, "triton"].detail == "float32: 2 cases"
-    assert table["cpu", "torch"].status is Status.UNTESTED
+    assert table["cpu", "torch"].status is Status.NO_RECORD
 
 
 def test_the_best_that_is_known_counts(known: Known) -> None:
@@ -273,13 +295,13 @@ def test_the_best_that_is_known_counts(known: Known) -> None:
 @pytest.mark.parametrize("record", [BENCHMARK, CHECKS], ids=["benchmark", "checks"])
 def test_a_record_about_another_text_of_the_kernel_does_not_count(known: Known, record: Record) -> None:
     stale = msgspec.structs.replace(record, sources={"triton": "0123456789abcdef"})
-    assert {row.status for row in known(stale).values()} == {Status.UNTESTED}
+    assert {row.status for row in known(stale).values()} == {Status.NO_RECORD}
 
 
 @pytest.mark.parametrize("record", [BENCHMARK, CHECKS], ids=["benchmark", "checks"])
 def test_a_record_about_another_op_does_not_count(known: Known, record: Record) -> None:
     other = msgspec.structs.replace(record, op="attention")
-    assert {row.status for row in known(other).values()} == {Status.UNTESTED}
+    assert {row.status for row in known(other).values()} == {Status.NO_RECORD}
 
 
 def test_the_generated_table_shows_statuses_and_where_they_come_from(known: Known) -> None:

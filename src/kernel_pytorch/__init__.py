@@ -11,7 +11,12 @@ from kernel_pytorch.hardware_abstraction.registry import Backend, device, device
 from kernel_pytorch.hardware_abstraction.selection import Policy, UnsupportedCallError
 from kernel_pytorch.kv_cache import KVCache
 from kernel_pytorch.ops.attention import attention
+from kernel_pytorch.ops.attention.everywhere import attention_everywhere
+from kernel_pytorch.ops.attention.hugging_face import register_with_transformers
 from kernel_pytorch.ops.rms_norm import rms_norm
+from kernel_pytorch.ops.rope import rope
+
+register_with_transformers()
 
 
 def __getattr__(name: str) -> object:
@@ -19,6 +24,8 @@ def __getattr__(name: str) -> object:
         return importlib.import_module(f"kernel_pytorch.{name}")
     if name in ("load", "lower"):  # the same: ExecuTorch takes seconds
         return getattr(importlib.import_module("kernel_pytorch.lowering"), name)
+    if name in ("apply", "optimize"):
+        return getattr(importlib.import_module("kernel_pytorch.optimization"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
@@ -29,7 +36,9 @@ __all__ = [
     "Policy",
     "UnsupportedCallError",
     "__version__",
+    "apply",
     "attention",
+    "attention_everywhere",
     "context_parallel",
     "device",
     "devices",
@@ -38,6 +47,8 @@ __all__ = [
     "load",
     "lower",
     "masks",
+    "optimize",
     "policy",
     "rms_norm",
+    "rope",
 ]

@@ -104,12 +104,13 @@ def run(work: Plan, step: Step, seconds: float = 0.3) -> Iterator[Measurement]:
     checked = dict(op.case(step.case.gate).arguments(dtype, where)) if step.case.gate else arguments
     call = function.call("forward", tuple(arguments.values()), True)
     subjects: list[tuple[str, Callable[..., Any], bool, Comparison | None]] = []
+    results = _results(op, arguments)
     for kernel in work.kernels:
         if kernel.refusal(call, device) is None:
             closest = max(gate(op, kernel, checked), key=lambda comparison: comparison.error / comparison.budget)
             pinned = function.pinned(kernel.name)
-            first = lambda *values, pinned=pinned: pinned(*values)[0]  # noqa: E731 - as the public function returns
-            subjects.append((f"kernel:{kernel.name}", first, kernel.backward, closest))
+            returned = lambda *values, pinned=pinned: pinned(*values)[:results]  # noqa: E731
+            subjects.append((f"kernel:{kernel.name}", returned, kernel.backward, closest))
     for name, baseline in op.baselines.items():
         subjects.append((f"baseline:{name}", baseline, True, None))
         if op.compile_baselines:
@@ -134,7 +135,16 @@ def run(work: Plan, step: Step, seconds: float = 0.3) -> Iterator[Measurement]:
                 error=worst.error if worst else None,
                 budget=worst.budget if worst else None,
             )
-    torch._dynamo.reset()  # compiled baselines of this step must not crowd out those of the next
+    torch.compiler.reset()  # compiled baselines of this step must not crowd out those of the next
+
+
+def _results(op: Op, arguments: dict[str, Any]) -> int:
+    """How many of an op's outputs a user asks for: as many as a baseline returns, which may be a part of them."""
+    for baseline in op.baselines.values():
+        with torch.no_grad():
+            found = baseline(*arguments.values())
+        return len(found) if isinstance(found, tuple) else 1
+    return 1
 
 
 def _timed(op: Op, call_it: Callable[..., Any], arguments: dict[str, Any], phase: Phase) -> Callable[[], object]:

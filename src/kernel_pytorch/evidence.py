@@ -2,7 +2,8 @@
 
 A record is one JSON file. ``Benchmark`` says how fast, against which baseline and with which error;
 ``Checks`` says for which architectures a kernel compiles and which of its cases pass in the interpreter;
-``Execution`` says which blocks of the documentation ran on a device.
+``Execution`` says which blocks of the documentation ran on a device, and ``ContractRun`` which kernels passed their
+cases there.
 ``python -m kernel_pytorch.evidence`` prints the JSON schema.
 """
 
@@ -33,6 +34,8 @@ __all__ = [
     "OpSupport",
     "Probed",
     "Quantiles",
+    "ContractRun",
+    "PassedCases",
     "clean_commit",
     "evidence_directory",
     "load_evidence",
@@ -196,7 +199,30 @@ class Execution(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="ex
     sources: dict[str, str] = {}
 
 
-Record = Benchmark | Checks | Execution | OpSupport
+class PassedCases(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The cases that one kernel passed on a device, inside their error budgets, forward and backward."""
+
+    kernel: str
+    """With its op before it, as ``"attention/triton"``."""
+    format: str
+    cases: list[str]
+
+
+class ContractRun(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="tests", tag_field="kind"):
+    """One run of ``python -m kernel_pytorch.testing.contract_run --record``: the backend contract on a device."""
+
+    device: Facts
+    versions: dict[str, str]
+    commit: str
+    command: str
+    recorded: str
+    sources: dict[str, str]
+    """Kernel, with its op before it, to the digest of the code that was tested."""
+    passed: list[PassedCases]
+    op: str = "tests"
+
+
+Record = Benchmark | Checks | Execution | OpSupport | ContractRun
 
 
 def evidence_directory() -> Path | None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -301,3 +303,14 @@ def test_docs_writes_then_checks(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert "leads out of this folder" in capsys.readouterr().out
     assert run("backend", "docs", "nobody", "--out", out) == 1
     assert "no such backend" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("package", "arguments"), [("jinja2", ["docs", "cpu", "--out", "pages"]), ("markdown_it", ["check", "pages"])]
+)
+def test_a_missing_extra_is_named(package: str, arguments: list[str], tmp_path: Path) -> None:
+    call = f"from kernel_pytorch.cli import main; main({['backend', *arguments]})"
+    command = [sys.executable, "-c", f"import sys; sys.modules[{package!r}] = None; {call}"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "pip install 'kernel-pytorch[backend]'" in done.stderr

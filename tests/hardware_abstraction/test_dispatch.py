@@ -7,6 +7,7 @@ import dataclasses
 import math
 import operator
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from types import ModuleType, SimpleNamespace
@@ -477,7 +478,7 @@ def test_endless_shapes_do_not_grow_the_choices(monkeypatch: pytest.MonkeyPatch)
     forget_choices()
     for rows in range(1, 60):
         assert kp.rms_norm(torch.ones(rows, 8)).shape == (rows, 8)
-        assert 1 <= len(dispatch._current.choices) <= 10
+        assert 1 <= len(dispatch._NO_POLICY.choices) <= 10
     forget_choices()
 
 
@@ -533,12 +534,12 @@ def test_autocast_does_not_reach_into_kernels() -> None:
     """What a kernel multiplies and adds up in float32 must not be rounded because its caller is in autocast."""
     x = [torch.randn(1, 2, 50, 32, generator=torch.Generator().manual_seed(n)) for n in range(3)]
 
-    def run() -> list[torch.Tensor]:
+    def run(dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
         leaves = [value.clone().requires_grad_() for value in x]
-        out = kp.attention(*leaves, kp.masks.causal(), kernel="tiled")
-        return [out.detach(), *torch.autograd.grad(out.square().sum(), leaves)]
+        out = kp.attention(*(leaf.to(dtype) for leaf in leaves), kp.masks.causal(), kernel="tiled")
+        return [out.detach(), *torch.autograd.grad(out, leaves, torch.ones_like(out))]
 
-    plain = run()
+    plain = run(torch.bfloat16)  # as autocast converts the arguments
     with torch.autocast("cpu", dtype=torch.bfloat16):
         inside = run()
         compiled = torch.compile(
@@ -547,3 +548,58 @@ def test_autocast_does_not_reach_into_kernels() -> None:
         inside_graph = compiled(*x)
     assert all(torch.equal(a, b) for a, b in zip(plain, inside, strict=True))
     assert torch.equal(inside_graph, plain[0])
+
+
+def test_a_policy_holds_for_its_thread_alone(ran: list[str]) -> None:
+    x = torch.randn(2, 8)
+    with kp.policy(kernel="other"):
+        thread = threading.Thread(target=lambda: kp.rms_norm(x))
+        thread.start()
+        thread.join()
+        assert ran == []
+        kp.rms_norm(x)
+    assert ran == ["forward"]
+
+
+def test_a_kernel_is_pinned_for_one_op(ran: list[str]) -> None:
+    x = torch.randn(2, 8)
+    q = torch.randn(1, 1, 4, 8)
+    with kp.policy(kernel={"rms_norm": "other"}):
+        kp.rms_norm(x)
+        kp.attention(q, q, q)  # has no kernel of that name, and is not pinned
+        assert ran == ["forward"]
+        with kp.policy(kernel={"attention": "tiled"}):
+            kp.rms_norm(x)
+            assert kp.explain(kp.attention, q, q, q).kernel.name == "tiled"
+        torch.compile(kp.rms_norm, backend="eager", fullgraph=True)(x)
+    assert ran == ["forward"] * 3
+    with pytest.raises(ValueError, match="op='rmsnorm': no such op"), kp.policy(kernel={"rmsnorm": "torch"}):
+        pass
+
+
+def test_compiled_calls_are_refused_where_threads_pin_different_kernels(ran: list[str]) -> None:
+    compiled = torch.compile(kp.rms_norm, backend="eager", fullgraph=True)
+    inside, done = threading.Event(), threading.Event()
+
+    def elsewhere() -> None:
+        with kp.policy(kernel="torch"):
+            inside.set()
+            done.wait()
+
+    thread = threading.Thread(target=elsewhere)
+    with kp.policy(kernel="other"):
+        thread.start()
+        inside.wait()
+        try:
+            with pytest.raises(Exception, match="of several threads: pass kernel= to the call"):
+                compiled(torch.randn(2, 8))
+        finally:
+            done.set()
+            thread.join()
+        compiled(torch.randn(2, 8))
+    assert ran == ["forward"]
+
+
+def test_explain_takes_a_torch_device() -> None:
+    choice = kp.explain(kp.rms_norm, torch.ones(2, 8), device=torch.device("cpu"))
+    assert choice.device.backend == "cpu"

@@ -140,7 +140,7 @@ def test_codes(case: tuple[Expression, int, int, int, int]) -> None:
     [
         ([], "cut short"),
         ([1], "cut short"),
-        ([10, 0], r"unknown node \(10, 0\)"),
+        ([99, 0], r"unknown node \(99, 0\)"),
         ([0, 0, 9, 0], "wrong numbers for part"),
         ([0, 0, 4, 4, 0, 0, 1, 0, 5, 1, 0, 4, 9, 10], "wrong numbers for part"),
         ([0, 0, 4, 4, 0, 0, 7, 0, 4, 1, 0, 4, 9, 10], "wrong numbers for part"),

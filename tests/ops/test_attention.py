@@ -83,7 +83,7 @@ BAD: dict[str, tuple[tuple[Any, ...], dict[str, Any], type[Exception], str]] = {
         swapped(),
         {"kernel": "flash3"},
         ValueError,
-        "kernel='flash3': attention has no such kernel on cpu; it has cpu-flash, native, tiled",
+        "kernel='flash3': attention has no such kernel on cpu; it has native, cpu-flash, tiled",
     ),
     "kernel-refuses": (
         swapped(mask=window(3)),
@@ -248,7 +248,7 @@ def test_an_lse_that_nobody_uses_changes_nothing() -> None:
 
 
 def test_lse_without_gradients_stays_with_the_fast_kernel() -> None:
-    assert kp.explain(kp.attention, Q, K, V, causal(), return_lse=True).kernel.name == "cpu-flash"
+    assert kp.explain(kp.attention, Q, K, V, causal(), return_lse=True).kernel.name == "native"
     leaf = Q.clone().requires_grad_()
     choice = kp.explain(kp.attention, leaf, K, V, causal(), return_lse=True)
     assert choice.kernel.name == "native"
@@ -277,16 +277,16 @@ def test_torch_is_not_asked_for_a_scale_it_gets_wrong() -> None:
 @pytest.mark.parametrize(
     ("device", "dtype", "dim", "mask", "kernel"),
     [
-        (None, torch.float32, 64, full(), "cpu-flash"),
-        (None, torch.bfloat16, 64, causal(), "cpu-flash"),
-        (None, torch.float32, 300, causal(), "cpu-flash"),
+        (None, torch.float32, 64, full(), "native"),
+        (None, torch.bfloat16, 64, causal(), "native"),
+        (None, torch.float64, 64, causal(), "cpu-flash"),
+        (None, torch.float32, 300, causal(), "native"),
         (None, torch.float32, 64, window(5), "native"),
-        (None, torch.float32, 64, causal() & full(), "native"),
         (None, torch.float64, 64, window(5), "tiled"),
         (H200, torch.bfloat16, 128, causal(), "cudnn"),
         (H200, torch.float16, 64, full(), "cudnn"),
         (H200, torch.bfloat16, 256, causal(), "flash"),
-        (H200, torch.bfloat16, 128, causal() & window(64), "triton"),
+        (H200, torch.bfloat16, 128, causal() & window(20), "triton"),
         (H200, torch.float32, 128, causal(), "triton"),
         (H200, torch.bfloat16, 300, causal(), "tiled"),
         (H200, torch.float64, 64, causal(), "tiled"),
@@ -310,7 +310,39 @@ def test_causal_with_other_lengths_is_not_left_to_torch() -> None:
     choice = kp.explain(kp.attention, *heads(q_len=20, kv_len=40), causal())
     assert choice.kernel.name == "native"
     assert any("as many queries as keys" in verdict.reason for verdict in choice.verdicts)
-    assert kp.explain(kp.attention, *heads(q_len=20, kv_len=40), full()).kernel.name == "cpu-flash"
+    assert (
+        kp.explain(kp.attention, *heads(q_len=20, kv_len=40, dtype=torch.float64), full()).kernel.name
+        == "cpu-flash"
+    )
+
+
+@pytest.mark.parametrize(
+    ("mask", "q_len", "simple"),
+    [
+        (causal(), 1, full()),
+        (causal() & window(500), 40, causal()),
+        (causal() & full(), 40, causal()),
+        (documents([40]), 40, full()),
+        (window(40, 40), 40, full()),
+        (causal() & window(20), 40, None),
+    ],
+    ids=str,
+)
+def test_masks_that_are_full_or_causal_reach_the_dense_kernels(mask: Mask, q_len: int, simple: Mask | None) -> None:
+    q, k, v = heads(q_len=q_len, kv_len=40, dtype=torch.bfloat16)
+    choice = kp.explain(kp.attention, q, k, v, mask, device=H200)
+    assert choice.call["mask"] == (mask if simple is None else simple)
+    assert choice.kernel.name == ("triton" if simple is None else "cudnn")
+
+
+def test_grouped_keys_are_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    from kernel_pytorch.ops.attention import cpu_flash_kernel
+
+    if cpu_flash_kernel.TORCH_VERSION < (2, 13):
+        pytest.skip("torch's operators for processors take grouped heads from 2.13 on")
+    monkeypatch.setattr(cpu_flash_kernel, "repeated", None)
+    leaves = [x.requires_grad_() for x in heads(q_len=40)]
+    kp.attention(*leaves, causal(), kernel="cpu-flash").sum().backward()
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from kernel_pytorch.evidence import evidence_directory
 from kernel_pytorch.hardware_abstraction.catalogue import CATALOGUE
 from kernel_pytorch.hardware_abstraction.probe import probe_amd
 from kernel_pytorch.hardware_abstraction.registry import Backend
-from kernel_pytorch.ops import attention, fp8_cast, fp8_matmul, fp8_rms_norm, fp8_swiglu, rms_norm
+from kernel_pytorch.ops import attention, fp8_cast, fp8_matmul, fp8_rms_norm, fp8_swiglu, rms_norm, rope
 
 BACKEND = Backend(
     name="amd",
@@ -17,8 +17,11 @@ BACKEND = Backend(
         attention.KERNEL_FLASH,
         attention.KERNEL_TRITON,
         attention.KERNEL_TILED,
+        attention.KERNEL_SCORE_MOD,
         rms_norm.KERNEL_TRITON,
         rms_norm.KERNEL_TORCH,
+        rope.KERNEL_TRITON,
+        rope.KERNEL_TORCH,
         fp8_cast.KERNEL_TRITON,
         fp8_cast.KERNEL_TORCH,
         fp8_rms_norm.KERNEL_TRITON,

@@ -6,7 +6,7 @@ from kernel_pytorch.evidence import evidence_directory
 from kernel_pytorch.hardware_abstraction.catalogue import CATALOGUE
 from kernel_pytorch.hardware_abstraction.probe import probe_cpu
 from kernel_pytorch.hardware_abstraction.registry import Backend
-from kernel_pytorch.ops import attention, fp8_cast, fp8_matmul, fp8_rms_norm, fp8_swiglu, rms_norm
+from kernel_pytorch.ops import attention, fp8_cast, fp8_matmul, fp8_rms_norm, fp8_swiglu, rms_norm, rope
 
 BACKEND = Backend(
     name="cpu",
@@ -14,10 +14,12 @@ BACKEND = Backend(
     probe=probe_cpu,
     catalogue=tuple(device for device in CATALOGUE.values() if device.backend == "cpu"),
     kernels=(
-        attention.KERNEL_CPU_FLASH,
         attention.KERNEL_NATIVE,
+        attention.KERNEL_CPU_FLASH,
         attention.KERNEL_TILED,
+        attention.KERNEL_SCORE_MOD,
         rms_norm.KERNEL_TORCH,
+        rope.KERNEL_TORCH,
         fp8_cast.KERNEL_TORCH,
         fp8_rms_norm.KERNEL_TORCH,
         fp8_swiglu.KERNEL_TORCH,

@@ -67,15 +67,16 @@ def options(
 def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print data instead of tables.")] = False,
     measure: Annotated[bool, typer.Option(help="Also measure bandwidth and matmul rates (seconds).")] = False,
+    support: Annotated[bool, typer.Option("--support", help="Also show the test status of each kernel.")] = False,
 ) -> None:
-    """Show what is here: devices, formats, the kernels that would be chosen, versions, broken plug-ins."""
+    """Show what is here: devices, the kernels that would be chosen, optional libraries, broken plug-ins."""
     from kernel_pytorch.cli.doctor import diagnose, show
 
     report = diagnose(measure=measure)
     if as_json:
         typer.echo(json.dumps(report, indent=2))
     else:
-        show(report)
+        show(report, support=support)
 
 
 @app.command(epilog="Example:  [bold]kernel-pytorch tour[/bold]")
@@ -188,6 +189,54 @@ def lower_command(
     from kernel_pytorch.cli.lower import lower
 
     lower(source, out, backend, recipe)
+
+
+@app.command(
+    "optimize",
+    epilog="Examples:  [bold]kernel-pytorch optimize my_package.models:small --plan plan.json[/bold]   "
+    "[bold]kernel-pytorch optimize --hf ./checkpoint --goal training --budget 10m --report report.html[/bold]",
+)
+def optimize_command(
+    source: Annotated[
+        str | None, typer.Argument(help="package.module:function; it returns (model, inputs).")
+    ] = None,
+    hugging_face: Annotated[
+        Path | None, typer.Option("--hf", help="A Hugging Face checkpoint folder, or one with a config.json only.")
+    ] = None,
+    goal: Annotated[str, typer.Option(help="latency, throughput, training or memory.")] = "latency",
+    budget: Annotated[
+        str, typer.Option(help="Time to spend, such as 90s or 5m; Ctrl-C keeps the best so far.")
+    ] = "5m",
+    budget_db: Annotated[
+        float | None, typer.Option("--budget-db", help="Signal-to-noise ratio that approximate steps must keep.")
+    ] = None,
+    exclude: Annotated[list[str] | None, typer.Option(help="A candidate to leave out; may be repeated.")] = None,
+    plan: Annotated[Path | None, typer.Option(help="Write the plan here, for kp.apply.")] = None,
+    report: Annotated[Path | None, typer.Option(help="Write the report here, as a page of HTML.")] = None,
+    batch: Annotated[int, typer.Option(help="With --hf: sequences in a batch.", min=1)] = 1,
+    length: Annotated[
+        list[int] | None, typer.Option(help="With --hf: tokens of a sequence, 128 when left out; may be repeated.")
+    ] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="With --hf: float32 or bfloat16; the checkpoint's when left out.")
+    ] = None,
+    device: Annotated[str | None, typer.Option(help="With --hf: a torch device; cpu when left out.")] = None,
+    resume: Annotated[bool, typer.Option(help="Go on where an earlier run ended.")] = True,
+    fail_if_slower: Annotated[
+        bool, typer.Option("--fail-if-slower", help="End with status 1 where the result is slower than a baseline.")
+    ] = False,
+) -> None:
+    """Make a model fast, prove that it computes the same, and write the plan.
+
+    Every candidate is compared with the original and timed beside it. What does not gain on every input is refused,
+    with the reason.
+    """
+    from kernel_pytorch.cli.optimize import Source, optimize
+
+    given = Source(source, hugging_face, batch, tuple(length or (128,)), dtype, device)
+    gain = optimize(given, goal, budget, tuple(exclude or ()), plan, report, budget_db=budget_db, resume=resume)
+    if fail_if_slower and gain < 1:
+        raise typer.Exit(1)
 
 
 @app.command(

@@ -22,20 +22,26 @@ from kernel_pytorch.hardware_abstraction.selection import UnsupportedCallError, 
 
 __all__ = ["diagnose", "show"]
 
-# Distribution -> what it is good for; what is missing is shown with the command that adds it.
+# Distribution -> what it is good for and how to install it.
 _OPTIONAL = {
     "triton": ("GPU kernels", "pip install triton"),
-    "executorch": ("deployment to devices", "pip install 'kernel-pytorch[lowering]'"),
+    "executorch": ("programs for devices, text generation", "pip install 'kernel-pytorch[lowering]'"),
+    "torchao": ("quantized programs; a candidate of kp.optimize", "pip install torchao"),
+    "transformers": ("Hugging Face models and tokenizers", "pip install transformers"),
+    "liger-kernel": ("a candidate of kp.optimize on GPUs", "pip install liger-kernel"),
+    "matplotlib": ("plots of masks and of parity training", "pip install 'kernel-pytorch[plots]'"),
 }
 
 
 def diagnose(*, measure: bool = False) -> dict[str, Any]:
     """Everything ``doctor`` knows, as plain data."""
     found = [device(known.torch_device, measure=True) if measure else known for known in kp.devices()]
-    missing = [
-        {"package": name, "for": purpose, "install": command}
+    libraries = [
+        {"package": name, "version": _version(name), "for": purpose, "install": command}
         for name, (purpose, command) in _OPTIONAL.items()
-        if not _installed(name)
+    ]
+    missing = [
+        {key: row[key] for key in ("package", "for", "install")} for row in libraries if row["version"] is None
     ]
     missing += [
         {"package": "torch", "for": record.title, "install": record.install_hint}
@@ -44,6 +50,8 @@ def diagnose(*, measure: bool = False) -> dict[str, Any]:
     ]
     return {
         "versions": versions(),
+        "libraries": libraries,
+        "runtime": _runtime(),
         "devices": [{**_plain(asdict(known)), "kernels": _choices(known)} for known in found],
         "broken_backends": [asdict(broken) for broken in broken_backends()],
         "support": [{**asdict(row), "status": row.status.value} for row in support_table()],
@@ -51,12 +59,23 @@ def diagnose(*, measure: bool = False) -> dict[str, Any]:
     }
 
 
-def _installed(distribution: str) -> bool:
+def _version(distribution: str) -> str | None:
     try:
-        importlib.metadata.version(distribution)
+        return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
-        return False
-    return True
+        return None
+
+
+def _runtime() -> dict[str, Any]:
+    """Whether the C++ runtime for lowered programs is built, and where, or what is missing for it."""
+    from kernel_pytorch.lowering.build import BuildError, Runtime, runtime_prefix
+
+    try:
+        built = Runtime(runtime_prefix())
+    except BuildError as error:
+        return {"built": False, "where": None, "remedy": str(error)}
+    remedy = "" if built.present else "kernel-pytorch build-runtime"
+    return {"built": built.present, "where": str(built.prefix), "remedy": remedy}
 
 
 def _plain(facts: dict[str, Any]) -> dict[str, Any]:
@@ -67,7 +86,7 @@ def _choices(known: Device) -> dict[str, str]:
     """The kernel each op would get for an ordinary call in each format."""
     chosen = {}
     for op in registered_ops():
-        case = next(case for case in op.cases if case.benchmark)
+        case = next((case for case in op.cases if case.benchmark), op.cases[0])
         for number_format in case.formats:
             arguments = case.arguments(getattr(torch, number_format), torch.device("meta"))
             call = function_of(op).call("forward", tuple(arguments.values()), True)
@@ -79,8 +98,8 @@ def _choices(known: Device) -> dict[str, str]:
     return chosen
 
 
-def show(report: dict[str, Any]) -> None:
-    """Print a report for people."""
+def show(report: dict[str, Any], *, support: bool = False) -> None:
+    """Print a report for people; with ``support``, the test status of each kernel as well."""
     console = Console()
     console.print("[bold]Versions[/bold]  " + "  ".join(f"{k} {v}" for k, v in report["versions"].items()))
     for facts in report["devices"]:
@@ -104,14 +123,13 @@ def show(report: dict[str, Any]) -> None:
         for what, kernel in facts["kernels"].items():
             table.add_row(what, f"kernel [green]{kernel}[/green]")
         console.print(table)
-    table = Table(title="What is known about each kernel", title_justify="left")
-    for column in ("op", "kernel", "backend", "status", "where"):
-        table.add_column(column)
-    colours = {"measured": "green", "compiled": "cyan", "interpreted": "yellow", "untested": "red"}
-    for row in report["support"]:
-        status = f"[{colours[row['status']]}]{row['status']}[/]"
-        table.add_row(row["op"], row["kernel"], row["backend"], status, row["detail"])
-    console.print(table)
+    there = [f"{row['package']} {row['version']}" for row in report["libraries"] if row["version"]]
+    console.print("[bold]Optional libraries[/bold]  " + ("  ".join(there) or "none"), highlight=False)
+    runtime = report["runtime"]
+    state = "built" if runtime["built"] else f"not built: {runtime['remedy']}"
+    console.print(f"[bold]C++ runtime[/bold]  {escape(state)}", highlight=False)
+    if support:
+        console.print(_support_table(report["support"]))
     for broken in report["broken_backends"]:
         origin, error = escape(broken["origin"]), escape(broken["error"])
         console.print(f"[red bold]Broken backend {escape(broken['name'])}[/] ({origin}): {error}")
@@ -120,3 +138,20 @@ def show(report: dict[str, Any]) -> None:
         console.print("[bold]For more[/bold]")
         for row in report["install_for_more"]:
             console.print(f"  {row['for']}: {row['install']}", highlight=False, markup=False)
+
+
+def _support_table(rows: list[dict[str, Any]]) -> Table:
+    table = Table(
+        "op", "kernel", "backend", "status", "where", title="Test status of each kernel", title_justify="left"
+    )
+    colours = {
+        "measured": "green",
+        "tested": "green",
+        "compiled": "cyan",
+        "interpreted": "yellow",
+        "no record": "red",
+    }
+    for row in rows:
+        status = f"[{colours[row['status']]}]{row['status']}[/]"
+        table.add_row(row["op"], row["kernel"], row["backend"], status, row["detail"])
+    return table

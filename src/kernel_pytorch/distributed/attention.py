@@ -57,7 +57,7 @@ def spread_attention(
     kernel: str | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, lse) of this rank's queries over the keys of all ranks."""
-    policy = effective_policy(kernel)
+    policy = effective_policy("attention", kernel)
     # Before torch 2.13 a graph that is compiled is told that it is exported.
     if torch.compiler.is_exporting() and (TORCH_VERSION >= (2, 13) or not torch.compiler.is_dynamo_compiling()):
         raise NotImplementedError(

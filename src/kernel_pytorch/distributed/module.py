@@ -18,12 +18,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch._higher_order_ops.flex_attention import flex_attention
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
 
+from kernel_pytorch._compat.compiler import flex_attention_operator
+from kernel_pytorch._compat.structures import pytree
 from kernel_pytorch.distributed import hugging_face
 from kernel_pytorch.distributed.context import Context, group_of
 from kernel_pytorch.distributed.cost import Link
@@ -39,7 +39,8 @@ _SDPA = "use torch.nn.functional.scaled_dot_product_attention, which becomes kp.
 _REFUSED: dict[Any, str] = {
     functional.multi_head_attention_forward: "nn.MultiheadAttention hides its attention: project q, k and v with "
     f"nn.Linear and {_SDPA}",
-    flex_attention: f"flex_attention sees only this rank's tokens; {_SDPA}, and describe its mask with kp.masks",
+    flex_attention_operator(): f"flex_attention sees only this rank's tokens; {_SDPA}, and describe its mask with "
+    "kp.masks",
     torch._native_multi_head_attention: f"nn.MultiheadAttention hides its attention: {_SDPA}",
 }
 for _name in dir(torch.ops.aten):

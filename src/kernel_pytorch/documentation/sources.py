@@ -11,7 +11,12 @@ import symtable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from markdown_it import MarkdownIt
+try:
+    from markdown_it import MarkdownIt
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(
+        "markdown-it-py reads the pages of a backend: pip install 'kernel-pytorch[backend]'", name="markdown_it"
+    ) from error
 
 __all__ = ["Code", "Link", "Page", "Section", "read_page", "undefined_names"]
 

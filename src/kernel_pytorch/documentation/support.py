@@ -1,8 +1,8 @@
 """What is known about each op on each backend: derived from evidence, never typed by hand.
 
-*measured*: timed on hardware, its numbers inside their budget. *compiled*: built for the vendor's
-architectures. *interpreted*: its cases pass in Triton's interpreter. *untested*: none of these.
-A record about an older text of a kernel proves nothing about the present one and does not count.
+*measured*: timed on hardware, its results inside their budget, alone or as a kernel of a larger benchmark.
+*tested*: its cases pass on hardware. *compiled*: built for the vendor's architectures. *interpreted*: its cases pass
+in Triton's interpreter. *no record*: none of these for the present code; a record of other code does not count.
 """
 
 from __future__ import annotations
@@ -10,20 +10,21 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
-from kernel_pytorch.evidence import Benchmark, Checks, Record, load_evidence
+from kernel_pytorch.evidence import Benchmark, Checks, ContractRun, Record, load_evidence
 from kernel_pytorch.hardware_abstraction.op import Kernel, registered_ops
 from kernel_pytorch.hardware_abstraction.registry import Backend, backends
 
-__all__ = ["Status", "Support", "matrix_markdown", "support_markdown", "support_table"]
+__all__ = ["Status", "Support", "support_table"]
 
 
 class Status(enum.Enum):
     """Best first."""
 
     MEASURED = "measured"
+    TESTED = "tested"
     COMPILED = "compiled"
     INTERPRETED = "interpreted"
-    UNTESTED = "untested"
+    NO_RECORD = "no record"
 
 
 @dataclass(frozen=True)
@@ -57,20 +58,25 @@ def support_table(shown: tuple[Backend, ...] | None = None) -> tuple[Support, ..
 
 
 def _status(kernel: Kernel, backend: Backend, evidence: tuple[Record, ...]) -> tuple[Status, str]:
+    full_name = f"{kernel.op}/{kernel.name}"
     current = [
         record
         for record in evidence
-        if record.op == kernel.op and record.sources.get(kernel.name) == kernel.source_digest
+        if record.sources.get(kernel.name if record.op == kernel.op else full_name) == kernel.source_digest
     ]
-    devices = {
-        record.device.name
+    here = [
+        record
         for record in current
-        if isinstance(record, Benchmark)
-        and record.device.backend == backend.name
-        and any(row.subject == f"kernel:{kernel.name}" for row in record.measurements)
+        if isinstance(record, (Benchmark, ContractRun)) and record.device.backend == backend.name
+    ]
+    measured = {
+        record.device.name for record in here if isinstance(record, Benchmark) and _times(record, kernel, backend)
     }
-    if devices:
-        return Status.MEASURED, ", ".join(sorted(devices))
+    if measured:
+        return Status.MEASURED, ", ".join(sorted(measured))
+    tested = {record.device.name for record in here if isinstance(record, ContractRun)}
+    if tested:
+        return Status.TESTED, ", ".join(sorted(tested))
     checks = [record for record in current if isinstance(record, Checks)]
     known = {device.arch for device in backend.catalogue}
     built = {row.arch for record in checks for row in record.compiled if row.kernel == kernel.name} & known
@@ -79,36 +85,11 @@ def _status(kernel: Kernel, backend: Backend, evidence: tuple[Record, ...]) -> t
     passed = [row for record in checks for row in record.interpreted if row.kernel == kernel.name]
     if passed:
         return Status.INTERPRETED, ", ".join(f"{row.format}: {len(row.cases)} cases" for row in passed)
-    return Status.UNTESTED, ""
+    return Status.NO_RECORD, ""
 
 
-def support_markdown(shown: tuple[Backend, ...] | None = None) -> str:
-    """The table as the documentation shows it: one row per op and kernel, one column per backend."""
-    table = support_table(shown)
-    columns = list(dict.fromkeys(row.backend for row in table))
-    cells = {(row.op, row.kernel, row.backend): row for row in table}
-    lines = ["| Op | Kernel | " + " | ".join(columns) + " |", "|---" * (len(columns) + 2) + "|"]
-    for op, kernel in dict.fromkeys((row.op, row.kernel) for row in table):
-        texts = []
-        for column in columns:
-            row = cells.get((op, kernel, column))
-            text = "" if row is None else f"**{row.status.value}**" + (f": {row.detail}" if row.detail else "")
-            texts.append(text)
-        lines.append(f"| `{op}` | `{kernel}` | " + " | ".join(texts) + " |")
-    return "\n".join(lines) + "\n"
-
-
-def matrix_markdown(shown: tuple[Backend, ...] | None = None) -> str:
-    """One row per op, one column per backend: the best that is known of any kernel, and of which."""
-    table = support_table(shown)
-    columns = list(dict.fromkeys(row.backend for row in table))
-    lines = ["| Op | " + " | ".join(columns) + " |", "|---" * (len(columns) + 1) + "|"]
-    for op in dict.fromkeys(row.op for row in table):
-        texts = []
-        for column in columns:
-            rows = [row for row in table if (row.op, row.backend) == (op, column)]
-            best = next((status for status in Status if any(row.status is status for row in rows)), None)
-            kernels = ", ".join(f"`{row.kernel}`" for row in rows if row.status is best)
-            texts.append(f"**{best.value}**: {kernels}" if best else "no kernel")
-        lines.append(f"| `{op}` | " + " | ".join(texts) + " |")
-    return "\n".join(lines) + "\n"
+def _times(record: Benchmark, kernel: Kernel, backend: Backend) -> bool:
+    """Whether a benchmark timed the kernel: by itself, or as the one that a larger subject calls, the op's first."""
+    if record.op != kernel.op:
+        return kernel is next(known for known in backend.kernels if known.op == kernel.op)
+    return any(row.subject == f"kernel:{kernel.name}" for row in record.measurements)

@@ -255,13 +255,13 @@ class _Norm(torch.autograd.Function):
         y, rstd, cast = _norm(x, weight, eps, wish)
         casts.append(cast)
         ctx.save_for_backward(x, weight, rstd)
+        ctx.policy = dispatch.effective_policy("rms_norm", None)
         return y
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> Any:
         x, weight, rstd = ctx.saved_tensors
-        policy = dispatch.effective_policy(None)
-        values = (dy, x, weight, rstd)
+        policy, values = ctx.policy, (dy, x, weight, rstd)
         if not torch.is_grad_enabled() and dispatch.plain_call(dy):
             dx, dweight = dispatch.function_of(RMS_NORM).run("backward", values, policy)
         else:  # the operator refuses a second derivative by name

@@ -13,6 +13,8 @@ from kernel_pytorch.hardware_abstraction.op import (
 )
 from kernel_pytorch.hardware_abstraction.registry import (
     ENTRY_POINT_GROUP,
+    KERNEL_ENTRY_POINT_GROUP,
+    AddedKernel,
     Backend,
     BrokenBackend,
     backend,
@@ -31,6 +33,8 @@ from kernel_pytorch.hardware_abstraction.selection import (
 __all__ = [
     "CATALOGUE",
     "ENTRY_POINT_GROUP",
+    "KERNEL_ENTRY_POINT_GROUP",
+    "AddedKernel",
     "Backend",
     "BrokenBackend",
     "Call",

@@ -10,19 +10,32 @@ from __future__ import annotations
 import contextlib
 import importlib
 import threading
-from collections.abc import Callable, Hashable, Iterator
-from dataclasses import replace
+import weakref
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from contextvars import ContextVar
 from functools import lru_cache, partial
 from typing import Any, NoReturn
 
 import torch
-from torch._guards import active_fake_mode
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
 
+from kernel_pytorch._compat.modes import (
+    dispatch_mode_count,
+    forward_ad_active,
+    is_legacy_batched,
+    transform_active,
+)
+from kernel_pytorch._compat.structures import FakeTensor, active_fake_mode
 from kernel_pytorch.hardware_abstraction import choice_cache
 from kernel_pytorch.hardware_abstraction.device import Device
-from kernel_pytorch.hardware_abstraction.op import Call, Op, Phase, TensorSpec
+from kernel_pytorch.hardware_abstraction.func_transforms import (
+    Transformed,
+    no_forward_mode,
+    no_second_derivative,
+    restore,
+    save,
+)
+from kernel_pytorch.hardware_abstraction.op import Call, Op, Phase, TensorSpec, registered_op
 from kernel_pytorch.hardware_abstraction.registry import backend, device_of
 from kernel_pytorch.hardware_abstraction.selection import Choice, Policy, encode_policy, fitting, select
 from kernel_pytorch.hardware_abstraction.timing import median_seconds
@@ -56,14 +69,18 @@ class _Explained(BaseException):
         self.choice = choice
 
 
+_states: weakref.WeakSet[_State] = weakref.WeakSet()
+
+
 class _State:
     """A policy with the choices made under it: what the hot path needs, found without hashing the policy."""
 
-    __slots__ = ("choices", "policy")
+    __slots__ = ("__weakref__", "choices", "policy")
 
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
         self.choices: dict[tuple[Any, ...], Callable[..., Any]] = {}
+        _states.add(self)
 
 
 @lru_cache(maxsize=256)
@@ -76,7 +93,12 @@ def _state_encoded(text: str) -> _State:
     return _state_for(Policy.decode(text))
 
 
-_current = _state_for(Policy())
+_NO_POLICY = _state_for(Policy())
+_ambient: ContextVar[_State] = ContextVar("kernel_pytorch_policy", default=_NO_POLICY)
+# torch.compile can guard a module's global and no context variable: the policies in force by thread, and their union.
+_in_force: dict[int, Policy] = {}
+_in_force_lock = threading.Lock()
+_traced = Policy()
 _asking: dict[int, Device | None] = {}  # thread inside explain() -> the device it asks about, None for the tensors'
 
 
@@ -86,62 +108,108 @@ def _torch_demands_determinism() -> bool:
     )
 
 
-def _effective_encoded(kernel: str | None) -> str:
+def _effective_encoded(op: str, kernel: str | None) -> str:
     """The effective policy's text, in steps that torch.compile can trace and guard."""
-    outer = _current.policy
+    outer = _traced
     return encode_policy(
-        outer.kernel if kernel is None else kernel,
+        outer.kernel_for(op) if kernel is None else kernel,
         outer.deterministic or _torch_demands_determinism(),
         outer.measure,
     )
 
 
-def _effective(kernel: str | None) -> _State:
-    state, strict = _current, _torch_demands_determinism()
-    if kernel is None and not strict:
+def _effective(op: str, kernel: str | None) -> _State:
+    state, strict = _ambient.get(), _torch_demands_determinism()
+    if state is _NO_POLICY and kernel is None and not strict:
         return state
-    wanted = replace(
-        state.policy,
-        kernel=state.policy.kernel if kernel is None else kernel,
-        deterministic=state.policy.deterministic or strict,
+    outer = state.policy
+    return _state_for(
+        Policy(
+            kernel=outer.kernel_for(op) if kernel is None else kernel,
+            deterministic=outer.deterministic or strict,
+            measure=outer.measure,
+        )
     )
-    return _state_for(wanted)
 
 
 @contextlib.contextmanager
 def policy(
-    *, kernel: str | None = None, deterministic: bool | None = None, measure: bool | None = None
+    *,
+    kernel: str | Mapping[str, str] | None = None,
+    deterministic: bool | None = None,
+    measure: bool | None = None,
 ) -> Iterator[Policy]:
     """Choose under a policy inside the ``with`` block; what is left out keeps the outer policy's value.
 
-    Like torch's own flags it holds for the whole process, the backward threads included.
-    ``torch.use_deterministic_algorithms(True)`` demands determinism here too.
+    The policy holds for this thread, or asyncio task, and for the backward of what it computes. Compiled functions
+    cannot ask which thread they run in: they follow the policies of all threads at once, and are refused where two
+    threads pin different kernels. ``torch.use_deterministic_algorithms(True)`` demands determinism here too.
+
+    Args:
+        kernel: pin one implementation by name, for every op, or for some: ``{"attention": "tiled"}``.
+        deterministic: only kernels that give the same bits each time.
+        measure: time the kernels that fit, once for each shape, and take the fastest.
 
     Example:
         >>> import torch, kernel_pytorch as kp
-        >>> with kp.policy(deterministic=True, measure=True):
+        >>> with kp.policy(deterministic=True, kernel={"rms_norm": "torch"}):
         ...     y = kp.rms_norm(torch.randn(4, 64))
     """
-    global _current
-    outer, base = _current, _current.policy
+    outer = _ambient.get()
+    base = outer.policy
     inner = Policy(
-        kernel=base.kernel if kernel is None else kernel,
+        kernel=base.kernel if kernel is None or isinstance(kernel, Mapping) else kernel,
+        kernels=_merged(base, kernel),
         deterministic=base.deterministic if deterministic is None else deterministic,
         measure=base.measure if measure is None else measure,
     )
-    _current = _state_for(inner)
+    token = _ambient.set(_state_for(inner))
+    _put_in_force(inner)
     try:
         yield inner
     finally:
-        _current = outer
+        _ambient.reset(token)
+        _put_in_force(base)
+
+
+def _merged(base: Policy, kernel: str | Mapping[str, str] | None) -> tuple[tuple[str, str], ...]:
+    """The kernels pinned for single ops; a name for every op replaces those of the outer policy."""
+    if kernel is None:
+        return base.kernels
+    if isinstance(kernel, str):
+        return ()
+    for op in kernel:
+        registered_op(op)  # an error that lists the ops
+    return tuple(sorted({**dict(base.kernels), **kernel}.items()))
+
+
+def _put_in_force(policy: Policy) -> None:
+    """Note this thread's policy, and work out the union that compiled functions follow."""
+    global _traced
+    with _in_force_lock:
+        if policy == Policy():
+            _in_force.pop(threading.get_ident(), None)
+        else:
+            _in_force[threading.get_ident()] = policy
+        policies = list(_in_force.values())
+        pins = sorted({policy.kernel for policy in policies if policy.kernel is not None})
+        kernels = sorted({pin for policy in policies for pin in policy.kernels})
+        several = len(pins) > 1 or len(dict(kernels)) < len(kernels)
+        clash = f"{pins or kernels}, of several threads: pass kernel= to the call" if several else None
+        _traced = Policy(
+            kernel=clash or (pins[0] if pins else None),
+            kernels=() if clash else tuple(kernels),
+            deterministic=any(policy.deterministic for policy in policies),
+            measure=any(policy.measure for policy in policies),
+        )
 
 
 def forget_choices() -> None:
     """Drop every choice of this process, so that the next call chooses anew (kept measurements stay kept)."""
-    for cached in (_state_for, _state_encoded, select, _prepare):
-        cached.cache_clear()
-    global _current
-    _current = _state_for(_current.policy)
+    select.cache_clear()
+    for state in list(_states):
+        state.choices.clear()
+    _prepare.cache_clear()
 
 
 def explaining() -> bool:
@@ -154,9 +222,11 @@ def asked_device() -> Device | None:
     return _asking.get(threading.get_ident())
 
 
-def effective_policy(kernel: str | None) -> str:
-    """The policy in force as text, with a kernel pinned on top; torch.compile can trace and guard it."""
-    return _effective_encoded(kernel)
+def effective_policy(op: str, kernel: str | None) -> str:
+    """The policy in force for an op as text, with a kernel pinned on top; torch.compile can trace and guard it."""
+    if torch.compiler.is_compiling():
+        return _effective_encoded(op, kernel)
+    return _effective(op, kernel).policy.encoded
 
 
 def explained(choice: Any) -> NoReturn:
@@ -165,13 +235,16 @@ def explained(choice: Any) -> NoReturn:
 
 
 def explain(
-    function: Callable[..., Any], *arguments: Any, device: str | Device | None = None, **keywords: Any
+    function: Callable[..., Any],
+    *arguments: Any,
+    device: str | torch.device | Device | None = None,
+    **keywords: Any,
 ) -> Choice:
     """Which kernel a call would use, and why not each other one. Runs no kernel.
 
     Args:
         function: a function of ours, such as ``kp.rms_norm``.
-        device: ask for another device, by catalogue name or as facts, instead of where the tensors are.
+        device: ask for another device, by catalogue name, as torch names it or as facts, instead of the tensors' own.
 
     Example:
         >>> import torch, kernel_pytorch as kp
@@ -185,7 +258,7 @@ def explain(
 
     # Of this thread alone: what other threads call meanwhile must run.
     thread = threading.get_ident()
-    _asking[thread] = find_device(device) if isinstance(device, str) else device
+    _asking[thread] = find_device(device) if isinstance(device, (str, torch.device)) else device
     try:
         function(*arguments, **keywords)
     except _Explained as ended:
@@ -223,10 +296,11 @@ class Function:
 
     def __call__(self, *arguments: Any, kernel: str | None = None) -> tuple[torch.Tensor, ...]:
         if torch.compiler.is_compiling():
-            return self._through_torch(self.encoded(arguments), _effective_encoded(kernel))
-        state = _effective(kernel)
+            return self._through_torch(self.encoded(arguments), _effective_encoded(self.op.name, kernel))
+        state = _effective(self.op.name, kernel)
         plain = _no_modes()
         needs_grad = False
+        outputs: tuple[torch.Tensor, ...]
         for value in arguments:
             if isinstance(value, torch.Tensor):
                 plain = plain and _is_plain(value)
@@ -236,10 +310,13 @@ class Function:
             raise _Explained(self._explained(arguments, state.policy, needs_grad))
         if not plain:
             self.refuse_tangents(arguments)
+            if torch._C._functorch.peek_interpreter_stack() is not None and self.op.differentiable_outputs:
+                outputs = Transformed.apply(self, state.policy.encoded, *self.encoded(arguments))  # type: ignore[no-untyped-call]
+                return outputs
             return self._through_torch(self.encoded(arguments), state.policy.encoded)
         run = self._runner("forward", arguments, state, needs_grad)
         if needs_grad:
-            outputs: tuple[torch.Tensor, ...] = _Differentiable.apply(self, run, state, *arguments)  # type: ignore[no-untyped-call]
+            outputs = _Differentiable.apply(self, run, state, *arguments)  # type: ignore[no-untyped-call]
             return outputs
         outputs = run(*arguments)
         return outputs
@@ -387,21 +464,18 @@ class Function:
 
         def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
             output = output if isinstance(output, tuple) else (output,)
-            _save(ctx, self.gather_saved(inputs[:-1], output))
+            save(ctx, self.gather_saved(inputs[:-1], output))
             ctx.policy = inputs[-1]
             ctx.absent = [inputs[i] is None for i in self._differentiable]
             ctx.mark_non_differentiable(*(output[i] for i in self._hidden_outputs))
 
         def autograd_backward(ctx: Any, *gradients: Any) -> tuple[Any, ...]:
             taken = [gradients[i] for i in self._grad_outputs]
-            result = self._backward_op(*taken, *_restore(ctx), ctx.policy)
+            result = self._backward_op(*taken, *restore(ctx), ctx.policy)
             return (*self.spread(result, len(op.argument_names), ctx.absent), None)
 
         def second_derivative(ctx: Any, *gradients: Any) -> Any:
-            raise NotImplementedError(
-                f"{name} has no second derivative: leave out create_graph=True, or differentiate its formula "
-                f"in plain torch operations"
-            )
+            raise NotImplementedError(no_second_derivative(name))
 
         torch.library.register_autograd(
             f"kernel_pytorch::{name}", autograd_backward, setup_context=setup_context, lib=_LIBRARY
@@ -439,7 +513,7 @@ class Function:
 
     def refuse_tangents(self, values: Any) -> None:
         """torch would drop the tangents of forward-mode derivatives at a custom op, without a word."""
-        if forward_ad._current_level < 0:
+        if not forward_ad_active():
             return
         for value in values:
             if not isinstance(value, torch.Tensor):
@@ -449,18 +523,12 @@ class Function:
             except RuntimeError:  # batched or fake: torch cannot tell, so there may be one
                 tangent = value
             if tangent is not None:
-                raise NotImplementedError(
-                    f"{self.op.name} has no forward-mode derivative: use the reverse mode, as torch.autograd.grad"
-                )
+                raise NotImplementedError(no_forward_mode(self.op.name))
 
 
 def _no_modes() -> bool:
     """Whether nothing watches or transforms what torch runs: no dispatch mode, no torch.func, no forward mode."""
-    return (
-        torch._C._len_torch_dispatch_stack() == 0
-        and torch._C._functorch.peek_interpreter_stack() is None
-        and forward_ad._current_level < 0
-    )
+    return dispatch_mode_count() == 0 and not transform_active() and not forward_ad_active()
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
@@ -470,14 +538,15 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 
 def plain_call(tensor: torch.Tensor) -> bool:
     """Whether a function may call a kernel that it knows: nothing watches, and no kernel is pinned."""
-    policy = _current.policy
+    policy = _ambient.get().policy
     return (
         policy.kernel is None
+        and not policy.kernels
         and not policy.measure
         and not explaining()
         and _no_modes()
         and _is_plain(tensor)
-        and not torch._C._functorch.is_legacy_batchedtensor(tensor)
+        and not is_legacy_batched(tensor)
     )
 
 
@@ -538,16 +607,6 @@ def placed(where: torch.device, run: Callable[..., Any]) -> Callable[..., Any]:
     return guarded
 
 
-def _save(ctx: Any, saved: list[Any]) -> None:
-    ctx.save_for_backward(*(value for value in saved if isinstance(value, torch.Tensor)))
-    ctx.others = [None if isinstance(value, torch.Tensor) else (value,) for value in saved]
-
-
-def _restore(ctx: Any) -> list[Any]:
-    tensors = iter(ctx.saved_tensors)
-    return [next(tensors) if other is None else other[0] for other in ctx.others]
-
-
 class _Differentiable(torch.autograd.Function):
     """The eager path's autograd: the same backward as the custom op's, without its dispatcher."""
 
@@ -557,7 +616,7 @@ class _Differentiable(torch.autograd.Function):
         ctx.function, ctx.state = function, state
         ctx.absent = [arguments[i] is None for i in function._differentiable]
         ctx.count = len(arguments)
-        _save(ctx, function.gather_saved(arguments, outputs))
+        save(ctx, function.gather_saved(arguments, outputs))
         ctx.mark_non_differentiable(*(outputs[i] for i in function._hidden_outputs))
         return outputs
 
@@ -565,11 +624,11 @@ class _Differentiable(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Any) -> Any:
         function = ctx.function
         taken = [gradients[i] for i in function._grad_outputs]
-        values = (*taken, *_restore(ctx))
+        values = (*taken, *restore(ctx))
         # With create_graph=True the custom op goes into the graph, and refuses a second derivative there.
         plain = not torch.is_grad_enabled() and _no_modes()
         for gradient in taken:  # is_grads_batched=True brings batches that no mode announces
-            plain = plain and _is_plain(gradient) and not torch._C._functorch.is_legacy_batchedtensor(gradient)
+            plain = plain and _is_plain(gradient) and not is_legacy_batched(gradient)
         if plain:
             result = function.backward(ctx.state, values)
         else:

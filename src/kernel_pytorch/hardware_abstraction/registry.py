@@ -1,4 +1,4 @@
-"""Backends: the four that ship with us, and third parties' through the entry-point group."""
+"""Backends: the four that ship with us, and third parties' backends and kernels through entry points."""
 
 from __future__ import annotations
 
@@ -18,9 +18,19 @@ from kernel_pytorch.hardware_abstraction.catalogue import catalogue_device
 from kernel_pytorch.hardware_abstraction.device import Device
 from kernel_pytorch.hardware_abstraction.op import Kernel
 
-__all__ = ["Backend", "BrokenBackend", "ENTRY_POINT_GROUP", "backend", "backends", "broken_backends"]
+__all__ = [
+    "AddedKernel",
+    "Backend",
+    "BrokenBackend",
+    "ENTRY_POINT_GROUP",
+    "KERNEL_ENTRY_POINT_GROUP",
+    "backend",
+    "backends",
+    "broken_backends",
+]
 
 ENTRY_POINT_GROUP = "kernel_pytorch.backends"
+KERNEL_ENTRY_POINT_GROUP = "kernel_pytorch.kernels"
 
 # Best first: with third parties before the CPU, this order decides which present device `device()` returns.
 _BUILT_IN = ("nvidia", "amd", "intel", "cpu")
@@ -72,9 +82,38 @@ class Backend:
             raise ValueError(f"lowering={self.lowering!r}: use 'package.module:NAME' of a Lowering record")
 
 
+@dataclass(frozen=True, kw_only=True)
+class AddedKernel:
+    """A third party's kernel for a backend that exists: what an entry point of ``kernel_pytorch.kernels`` names.
+
+    Example:
+        >>> from kernel_pytorch.ops.rms_norm import KERNEL_TORCH
+        >>> mine = replace(KERNEL_TORCH, name="mine", module="my_package.rms_norm")
+        >>> AddedKernel(backend="cpu", kernel=mine, before="torch").kernel.name
+        'mine'
+    """
+
+    backend: str
+    kernel: Kernel
+    before: str | None = None
+    """The kernel of the same op that it precedes; None for last: chosen where it is pinned, or measured fastest."""
+
+    def added_to(self, record: Backend) -> Backend:
+        """The backend with this kernel among its own."""
+        kernels = list(record.kernels)
+        names = [kernel.name if kernel.op == self.kernel.op else "" for kernel in kernels]
+        if self.before is not None and self.before not in names:
+            known = ", ".join(filter(None, names)) or "none"
+            raise ValueError(
+                f"before={self.before!r}: {self.kernel.op} has no such kernel on {self.backend}; it has {known}"
+            )
+        kernels.insert(len(kernels) if self.before is None else names.index(self.before), self.kernel)
+        return replace(record, kernels=tuple(kernels))
+
+
 @dataclass(frozen=True)
 class BrokenBackend:
-    """A backend that could not be loaded or probed, and the traceback of it."""
+    """A backend or kernel that could not be loaded or probed, and the traceback of it."""
 
     name: str
     origin: str
@@ -110,7 +149,32 @@ def _load() -> _Loaded:
             loaded.backends[record.name] = record
         except Exception as error:  # a plug-in may fail in any way at all; ours must go on
             loaded.broken.append(_broken(entry.name, entry.value, error))
+    for entry in importlib.metadata.entry_points(group=KERNEL_ENTRY_POINT_GROUP):
+        try:
+            added = entry.load()
+            if not isinstance(added, AddedKernel):
+                raise TypeError(
+                    f"{entry.value} is a {type(added).__name__}; the entry point must name an AddedKernel"
+                )
+            if added.backend not in loaded.backends:
+                known = ", ".join(loaded.backends)
+                raise ValueError(f"backend={added.backend!r}: no such backend; there are {known}")
+            loaded.backends[added.backend] = added.added_to(loaded.backends[added.backend])
+        except Exception as error:
+            loaded.broken.append(_broken(entry.name, entry.value, error))
     return loaded
+
+
+@cache
+def _generic() -> Backend:
+    """For devices that torch runs and no backend describes (mps, hpu, npu ...): the kernels that all of ours list."""
+    ours = [_load().backends[name].kernels for name in _BUILT_IN]
+    return Backend(
+        name="generic",
+        title="Devices that PyTorch runs and no backend describes",
+        probe=tuple,
+        kernels=tuple(kernel for kernel in ours[0] if all(kernel in kernels for kernels in ours)),
+    )
 
 
 def backends() -> tuple[Backend, ...]:
@@ -125,6 +189,8 @@ def backends() -> tuple[Backend, ...]:
 
 def backend(name: str) -> Backend:
     """One backend by its name; an unknown name is an error that lists the known ones."""
+    if name == "generic":
+        return _generic()
     try:
         return _load().backends[name]
     except KeyError:
@@ -189,7 +255,7 @@ def device(name: str | torch.device | None = None, *, measure: bool = False) -> 
 
     Args:
         name: None for the best device here, a torch device (``"cuda:0"``), or a catalogue name
-            (``"nvidia/h200"``), which need not be here.
+            (``"nvidia/h200"``, or ``"h200"`` where that is unique), which need not be here.
         measure: also measure bandwidth and matmul rate (about a second); only for a device that is here.
 
     Example:
@@ -199,20 +265,37 @@ def device(name: str | torch.device | None = None, *, measure: bool = False) -> 
     """
     if name is None:
         chosen = devices()[0]
-    elif isinstance(name, str) and "/" in name:
-        named = {known.name: known for record in backends() for known in record.catalogue}
-        chosen = named[name] if name in named else catalogue_device(name)
     else:
-        try:
+        wanted = None
+        with contextlib.suppress(RuntimeError):  # not a word of torch's: one of the catalogue's
             wanted = torch.device(name)
-        except RuntimeError:  # not a word of torch's; the catalogue's error suggests and lists
-            wanted = None
-        chosen = catalogue_device(str(name)) if wanted is None else device_of(wanted)
+        chosen = _catalogued(str(name)) if wanted is None else device_of(wanted)
     if not measure:
         return chosen
     from kernel_pytorch.hardware_abstraction.rates import measure_rates
 
     return replace(chosen, rates=measure_rates(chosen))
+
+
+def _catalogued(name: str) -> Device:
+    """A device of the catalogues by its name, with or without the vendor."""
+    named = {known.name: known for record in backends() for known in record.catalogue}
+    if name in named:
+        return named[name]
+    short = [known for full, known in named.items() if full.partition("/")[2] == name.lower()]
+    return short[0] if len(short) == 1 else catalogue_device(name)
+
+
+_DESCRIBED = frozenset({"cpu", "cuda", "xpu", "meta"})
+"""The kinds of torch devices whose facts our backends probe."""
+
+
+def _runs(kind: str) -> bool:
+    """Whether this torch can place a tensor on a device of this kind."""
+    try:
+        return bool(torch.get_device_module(kind).is_available())
+    except (AttributeError, RuntimeError):
+        return False
 
 
 _pretended: dict[str, Device] = {}  # torch device type -> the device tests pretend it is
@@ -224,6 +307,19 @@ def _present(torch_device: torch.device) -> Device:
     for known in devices():
         if known.torch_device in names:
             return known
+    if torch_device.type not in _DESCRIBED and _runs(torch_device.type):
+        return Device(
+            name=str(torch_device),
+            backend="generic",
+            vendor="unknown",
+            arch=torch_device.type,
+            memory_bytes=0,
+            compute_units=0,
+            warp_size=1,
+            shared_memory_bytes=0,
+            formats=frozenset({"float32", "float16", "bfloat16"}),
+            torch_device=str(torch_device),
+        )
     here = ", ".join(str(known.torch_device) for known in devices())
     raise ValueError(f"device={str(torch_device)!r}: no backend knows this device; here are {here}")
 

@@ -47,14 +47,23 @@ class Policy:
 
     kernel: str | None = None
     """Pin one implementation by name; a call it cannot serve is an error."""
+    kernels: tuple[tuple[str, str], ...] = ()
+    """Implementations pinned for single ops, as (op, kernel); they precede ``kernel``."""
     deterministic: bool = False
     """Only kernels that give the same bits each time."""
     measure: bool = False
     """Time the kernels that fit on the caller's own tensors, once per shape, and take the fastest."""
 
+    def kernel_for(self, op: str) -> str | None:
+        """The kernel that is pinned for an op."""
+        for name, kernel in self.kernels:
+            if name == op:
+                return kernel
+        return self.kernel
+
     @property
     def encoded(self) -> str:
-        """The policy as the string that travels in a compiled or exported graph."""
+        """The policy of one op as the string that travels in a compiled or exported graph."""
         return encode_policy(self.kernel, self.deterministic, self.measure)
 
     @staticmethod

@@ -2,28 +2,50 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
+
 import torch
 from executorch.exir._serialize._named_data_store import NamedDataStore
 from executorch.exir.backend.backend_details import BackendDetails, PreprocessResult
 from executorch.exir.backend.compile_spec_schema import CompileSpec
 from torch.export import ExportedProgram
+from torch.utils._sympy.value_ranges import ValueRanges
 
 from kernel_pytorch.lowering.constants import Constants
 from kernel_pytorch.lowering.emitter import Emitter
 from kernel_pytorch.lowering.payload import ALIGNMENT, Payload
 from kernel_pytorch.lowering.rules import emit_node
 
-__all__ = ["KernelPyTorchBackend", "build_payload"]
+__all__ = ["KernelPyTorchBackend", "build_payload", "lowest_sizes"]
 
-
+_LOWEST = "lowest_sizes"
 _CACHES = "kernel_pytorch_caches"
 """Named data of programs with caches: the runtime tells programs apart by their named data, so there must be some."""
 
 
-def build_payload(program: ExportedProgram, shared: dict[str, bytes] | None = None) -> Payload:
+def lowest_sizes(program: ExportedProgram) -> CompileSpec:
+    """A compile spec with the lower bounds of an exported program's dynamic dimensions.
+
+    ExecuTorch raises bounds of 0 and 1 to 2 while it decomposes a program, though torch.export admits size 1.
+    """
+    lowest = {str(symbol): int(bounds.lower) for symbol, bounds in program.range_constraints.items()}
+    return CompileSpec(_LOWEST, json.dumps(lowest).encode())
+
+
+def build_payload(
+    program: ExportedProgram, shared: dict[str, bytes] | None = None, compile_specs: Sequence[CompileSpec] = ()
+) -> Payload:
     """The payload of a graph whose every node has a rule; large constants go to ``shared`` where it is given."""
     constants = Constants(program)
-    emitter = Emitter(constants, dict(program.range_constraints), shared)
+    ranges = dict(program.range_constraints)
+    for spec in compile_specs:
+        if spec.key == _LOWEST:
+            lowest = json.loads(bytes(spec.value))
+            for symbol, bounds in program.range_constraints.items():
+                if lowest.get(str(symbol), 2) < 2 and bounds.lower == 2:
+                    ranges[symbol] = ValueRanges(1, bounds.upper)
+    emitter = Emitter(constants, ranges, shared)
     outputs = []
     for node in program.graph.nodes:
         if node.op == "placeholder":
@@ -43,7 +65,7 @@ class KernelPyTorchBackend(BackendDetails):  # type: ignore[misc]
 
     @staticmethod
     def preprocess(edge_program: ExportedProgram, compile_specs: list[CompileSpec]) -> PreprocessResult:
-        return _result(edge_program, None)
+        return _result(edge_program, None, compile_specs)
 
     @classmethod
     def preprocess_multimethod(
@@ -52,13 +74,18 @@ class KernelPyTorchBackend(BackendDetails):  # type: ignore[misc]
         """Constants that several methods use are in the program once."""
         several = len(edge_programs) > 1
         return {
-            method: [_result(program, {} if several else None) for program in programs]
+            method: [
+                _result(program, {} if several else None, specs)
+                for program, specs in zip(programs, compile_specs[method], strict=True)
+            ]
             for method, programs in edge_programs.items()
         }
 
 
-def _result(program: ExportedProgram, shared: dict[str, bytes] | None) -> PreprocessResult:
-    payload = build_payload(program, shared)
+def _result(
+    program: ExportedProgram, shared: dict[str, bytes] | None, compile_specs: Sequence[CompileSpec]
+) -> PreprocessResult:
+    payload = build_payload(program, shared, compile_specs)
     store = NamedDataStore()
     for name, data in (shared or {}).items():
         store.add_named_data(name, data, alignment=ALIGNMENT)

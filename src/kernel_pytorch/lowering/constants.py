@@ -6,11 +6,13 @@ from typing import Any
 
 import torch
 from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind
 from torch.fx import Node
 
-__all__ = ["Constants"]
+__all__ = ["Constants", "fold_constants"]
 
 _MOST_NUMBERS = 1 << 28
+_MOST_FOLDED = 1 << 20
 
 
 class Constants:
@@ -82,3 +84,36 @@ class Constants:
         arguments, options = torch.fx.node.map_arg((node.args, node.kwargs), lambda source: self._known[source])
         with torch.no_grad():
             return node.target(*arguments, **options)
+
+
+def fold_constants(program: ExportedProgram) -> None:
+    """Replace what a graph computes from constants, such as a mask or rotary angles, by the result.
+
+    Several delegates may then read it. Parameters and quantized tensors keep their operators, which partitioners
+    look for, and so do constants of more than a million elements.
+    """
+    from executorch.backends.transforms.utils import create_constant_placeholder
+
+    constants, graph = Constants(program), program.graph
+    parameters = program.graph_signature.inputs_to_parameters
+    foldable: set[Node] = set()
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            fits = constants.is_constant_input(node) and node.name not in parameters
+        else:
+            fits = node.op == "call_function" and "quantize" not in str(node.target)
+            fits = fits and foldable.issuperset(node.all_input_nodes) and constants.of(node) is not None
+        if fits:
+            foldable.add(node)
+    first = next(iter(graph.nodes))
+    for node in [node for node in graph.nodes if node in foldable and node.op == "call_function"]:
+        found = constants.of(node)
+        users = [user for user in node.users if user not in foldable and user.op == "call_function"]
+        if not users or not isinstance(found, torch.Tensor) or found.numel() > _MOST_FOLDED:
+            continue
+        with graph.inserting_before(first):
+            name, data = f"folded_{node.name}", found.contiguous().clone()
+            folded = create_constant_placeholder(program, graph, name, InputKind.CONSTANT_TENSOR, data)
+        for user in users:
+            user.replace_input_with(node, folded)
+    graph.eliminate_dead_code()

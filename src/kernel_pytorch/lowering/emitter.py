@@ -15,8 +15,8 @@ from typing import Any
 import sympy
 import torch
 from torch.fx import Node
-from torch.utils._sympy.functions import FloorDiv, Mod
 
+from kernel_pytorch._compat.symbolic import FloorDiv, Mod
 from kernel_pytorch.lowering import payload as tables
 from kernel_pytorch.lowering.constants import Constants
 from kernel_pytorch.lowering.payload import BufferKind, OpCode, Parameter, Payload, Step, Symbol, Token

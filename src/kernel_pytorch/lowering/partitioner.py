@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
+from executorch.exir.backend.compile_spec_schema import CompileSpec
 from executorch.exir.backend.partitioner import DelegationSpec, Partitioner, PartitionResult
 from executorch.exir.backend.utils import tag_constant_data
 from torch.export import ExportedProgram
@@ -13,7 +14,8 @@ from torch.fx import GraphModule, Node
 from torch.fx.passes.infra.partitioner import CapabilityBasedPartitioner
 from torch.fx.passes.operator_support import OperatorSupportBase
 
-from kernel_pytorch.lowering.backend import KernelPyTorchBackend
+from kernel_pytorch._compat.structures import OpOverload
+from kernel_pytorch.lowering.backend import KernelPyTorchBackend, lowest_sizes
 from kernel_pytorch.lowering.constants import Constants
 from kernel_pytorch.lowering.rewrite import rewritten
 from kernel_pytorch.lowering.rules import RULES, operator_name, refusal
@@ -84,6 +86,7 @@ class KernelPartitioner(Partitioner):  # type: ignore[misc]
     """The partitioners that come after this one. ExecuTorch asks each in turn what not to decompose, and forgets the
     wishes of the later ones while it serves the earlier: so this one passes theirs on."""
     refusals: list[Refusal] = field(default_factory=list, init=False)
+    _specs: list[CompileSpec] = field(default_factory=list, init=False, repr=False)
 
     def __post_init__(self) -> None:
         super().__init__()
@@ -91,11 +94,10 @@ class KernelPartitioner(Partitioner):  # type: ignore[misc]
     def transform_for_pre_decomposition(self, exported_program: ExportedProgram) -> ExportedProgram:
         """Attention and RMS norms become operators that no later decomposition takes apart."""
         chosen = self.options
+        self._specs = [lowest_sizes(exported_program)]
         return rewritten(exported_program, attention=chosen.attention, norms=chosen.norms, linears=chosen.linears)
 
-    def ops_to_not_decompose(
-        self, ep: ExportedProgram
-    ) -> tuple[list[torch._ops.OpOverload], Callable[[Node], bool] | None]:
+    def ops_to_not_decompose(self, ep: ExportedProgram) -> tuple[list[OpOverload], Callable[[Node], bool] | None]:
         wishes = [partitioner.ops_to_not_decompose(ep) for partitioner in self.beside]
         constants = Constants(ep)
 
@@ -109,13 +111,10 @@ class KernelPartitioner(Partitioner):  # type: ignore[misc]
         module = exported_program.graph_module
         constants = Constants(exported_program)
         reasons = {node: self._reason(node, constants) for node in module.graph.nodes if node.op == "call_function"}
-        taken = {node for node, reason in reasons.items() if reason is None}
-        # What is computed from constants for taken nodes alone is worked out ahead of time, whatever it is.
-        for node in reversed(list(reasons)):
-            if isinstance(constants.of(node), torch.Tensor):
-                (taken.add if all(user in taken for user in node.users) else taken.discard)(node)
+        known = {node for node in reasons if constants.of(node) is not None}
+        taken = {node for node, reason in reasons.items() if reason is None and node not in known}
         tags: dict[str, DelegationSpec] = {}
-        spec = DelegationSpec(KernelPyTorchBackend.__name__, [])
+        spec = DelegationSpec(KernelPyTorchBackend.__name__, self._specs)
         for number, partition in enumerate(_partitions(module, taken)):
             if not any(self._worth_it(node) for node in partition):
                 for node in partition:
@@ -123,7 +122,7 @@ class KernelPartitioner(Partitioner):  # type: ignore[misc]
                 continue
             tag = f"kernel_pytorch_{number}"
             tags[tag] = spec
-            for node in partition:
+            for node in (*partition, *_private_constants(partition, known)):
                 node.meta["delegation_tag"] = tag
                 reasons[node] = None
         tag_constant_data(exported_program)
@@ -155,6 +154,26 @@ class KernelPartitioner(Partitioner):  # type: ignore[misc]
 def _kind(node: Node) -> str:
     rule = RULES.get(operator_name(node))
     return rule.kind if rule is not None else "view"
+
+
+def _private_constants(partition: Sequence[Node], known: set[Node]) -> list[Node]:
+    """Return the constant nodes that this partition alone reads: they are evaluated when its payload is built.
+
+    A constant that two delegates read is computed outside of both, with everything it is computed from: inside one of
+    them it would be an input of the other, which then could not evaluate what it computes from it.
+    """
+    inside = set(partition)
+    for node in reversed(partition[0].graph.nodes):  # users first
+        if node in known and node.users and all(user in inside for user in node.users):
+            inside.add(node)
+    own = inside & known
+    while True:
+        outside = {node for node in own if not inside.issuperset(known.intersection(node.all_input_nodes))}
+        outside |= {node for node in own if not inside.issuperset(node.users)}
+        if not outside:
+            return list(own)
+        own -= outside
+        inside -= outside
 
 
 def _partitions(module: GraphModule, taken: set[Node]) -> list[list[Node]]:

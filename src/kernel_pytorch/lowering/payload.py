@@ -33,6 +33,7 @@ __all__ = [
     "ALIGNMENT",
     "DTYPES",
     "VERSION",
+    "ArgumentKind",
     "BufferKind",
     "Cache",
     "OpCode",
@@ -49,6 +50,7 @@ __all__ = [
     "aligned",
 ]
 
+# tests/lowering/test_payload_format.py holds these constants and enums to native/core/format.h.
 MAGIC = b"KPTPLOAD"
 VERSION = 2
 TARGETS = {"cpu": 1}
@@ -81,7 +83,16 @@ class Token(enum.IntEnum):
     MODULO = 5
 
 
+class ArgumentKind(enum.IntEnum):
+    """What an input or output of the whole payload is."""
+
+    TENSOR = 0
+    INTEGER = 1
+
+
 class BufferKind(enum.IntEnum):
+    """Where a buffer is."""
+
     INPUT = 0
     OUTPUT = 1
     ARENA = 2
@@ -168,7 +179,7 @@ class Symbol:
 
 @dataclass(frozen=True)
 class Parameter:
-    """u8 kind (0: tensor, 1: whole number) | u8 dtype | u16 rank | u32 bytes of the name | u32 dims... | name."""
+    """u8 ArgumentKind | u8 dtype | u16 rank | u32 bytes of the name | u32 dims... | name."""
 
     name: str
     dtype: torch.dtype
@@ -310,7 +321,8 @@ def _expression(expression: Expression) -> bytes:
 
 def _parameter(parameter: Parameter) -> bytes:
     name = parameter.name.encode()
-    head = struct.pack("<BBHI", parameter.integer, DTYPES[parameter.dtype], len(parameter.dims), len(name))
+    kind = ArgumentKind.INTEGER if parameter.integer else ArgumentKind.TENSOR
+    head = struct.pack("<BBHI", kind, DTYPES[parameter.dtype], len(parameter.dims), len(name))
     return head + _indices(parameter.dims) + name
 
 

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
-from executorch.exir import EdgeCompileConfig, to_edge_transform_and_lower
+from executorch.exir import EdgeCompileConfig, ExecutorchBackendConfig, to_edge_transform_and_lower
+from executorch.exir.passes.sym_shape_eval_pass import ConstraintBasedSymShapeEvalPass
+from executorch.exir.tensor import contiguous_stride_from_shape, dim_order_from_stride
 from torch.export import ExportedProgram
 
+from kernel_pytorch._compat.structures import pytree
 from kernel_pytorch.fp8.monitor import layers_of
+from kernel_pytorch.lowering.checksum import add_checksum
 from kernel_pytorch.lowering.recipes import find_recipe
+from kernel_pytorch.lowering.refusals import refuse_without_kernels
 from kernel_pytorch.lowering.report import Report, joined, report_of
 from kernel_pytorch.lowering.runtime import LoadedProgram
 from kernel_pytorch.lowering.target import CPU, Lowering, lowering_of
@@ -64,7 +69,7 @@ class LoweredProgram:
     """
 
     buffer: bytes
-    """The ``.pte`` itself."""
+    """The ``.pte`` itself, with a checksum behind it that ``kp.load`` verifies."""
     report: Report
     eager: Mapping[str, Callable[..., Any]] = field(repr=False)
     """What each method was made from: the model, quantized where a recipe says so."""
@@ -94,18 +99,27 @@ class LoweredProgram:
         if method not in self.inputs:
             raise ValueError(f"method={method!r}: the program has {', '.join(self.inputs)}")
         given = inputs or self.inputs[method]
-        leaves = torch.utils._pytree.tree_leaves(given)
-        found = torch.utils._pytree.tree_leaves(self._loaded.run(method, leaves))
+        leaves = pytree.tree_leaves(given)
+        found = pytree.tree_leaves(self._loaded.run(method, leaves))
         with torch.no_grad():
-            wanted = torch.utils._pytree.tree_leaves(self.eager[method](*given))
+            wanted = pytree.tree_leaves(self.eager[method](*given))
         if len(found) != len(wanted):
             raise AssertionError(f"the program has {len(found)} outputs, eager {len(wanted)}")
         return tuple(difference(n, *pair) for n, pair in enumerate(zip(found, wanted, strict=True)))
 
 
+def _as_tuple(inputs: Any, name: str) -> tuple[Any, ...]:
+    if not isinstance(inputs, tuple):
+        shown = (
+            f"tensor of shape {list(inputs.shape)}" if isinstance(inputs, torch.Tensor) else type(inputs).__name__
+        )
+        raise TypeError(f"{name} is a {shown}: pass a tuple of the model's inputs, as (x,) for one")
+    return inputs
+
+
 def lower(
     model: torch.nn.Module,
-    inputs: Sequence[Any] | Mapping[str, Sequence[Any]],
+    inputs: tuple[Any, ...] | Mapping[str, tuple[Any, ...]],
     *,
     backend: str = "cpu",
     recipe: str | None = None,
@@ -154,10 +168,10 @@ def lower(
     tell = tell or _silent
     chosen = None if recipe is None else find_recipe(recipe, target.recipes)
     if isinstance(inputs, Mapping):
-        given = {name: tuple(own) for name, own in inputs.items()}
+        given = {name: _as_tuple(own, f"inputs[{name!r}]") for name, own in inputs.items()}
         shapes = dynamic_shapes or {}
     else:
-        given, shapes = {"forward": tuple(inputs)}, {"forward": dynamic_shapes}
+        given, shapes = {"forward": _as_tuple(inputs, "inputs")}, {"forward": dynamic_shapes}
     unknown = [name for name in shapes if name not in given] if isinstance(shapes, Mapping) else [shapes]
     if not given or unknown:
         raise ValueError(f"inputs has the methods {list(given)}, dynamic_shapes has {unknown}: name each in inputs")
@@ -171,6 +185,20 @@ def lower(
     return lower_exported(exported, dict.fromkeys(given, model), given, options=options, tell=tell, target=target)
 
 
+class _RowMajorShapes(ConstraintBasedSymShapeEvalPass):  # type: ignore[misc]
+    """Give outputs of ``nonzero`` row-major strides: eager PyTorch's are transposed, and ExecuTorch's kernel (1.5.1)
+    writes rows whatever the strides say."""
+
+    def call(self, graph_module: torch.fx.GraphModule) -> Any:
+        done = super().call(graph_module)
+        for node in graph_module.graph.nodes:
+            if "nonzero" in str(node.target):
+                spec = node.meta["spec"]
+                spec.stride = contiguous_stride_from_shape(torch.Size(spec.shape))
+                spec.dim_order = dim_order_from_stride(spec.stride)
+        return done
+
+
 def lower_exported(
     exported: Mapping[str, ExportedProgram],
     eager: Mapping[str, Callable[..., Any]],
@@ -182,6 +210,9 @@ def lower_exported(
 ) -> LoweredProgram:
     """The second half of ``lower``, for methods that are exported already."""
     tell = tell or _silent
+    if target is CPU:  # a backend elsewhere may take any custom operator
+        for program in exported.values():
+            refuse_without_kernels(program)
     partitioners = {method: target.partitioners(target.checked(options)) for method in exported}
     tell(f"partitioning the graph for {target.delegate}")
     edge = to_edge_transform_and_lower(
@@ -194,7 +225,7 @@ def lower_exported(
         for name, own in partitioners.items()
     ]
     tell("planning memory and writing the program")
-    finished = edge.to_executorch()
-    buffer = bytes(finished.buffer)
+    finished = edge.to_executorch(ExecutorchBackendConfig(sym_shape_eval_pass=_RowMajorShapes()))
+    buffer = add_checksum(bytes(finished.buffer))
     planned = sum(sum(plan.non_const_buffer_sizes) for plan in finished.executorch_program.execution_plan)
     return LoweredProgram(buffer, joined(reports, program_bytes=len(buffer), planned_bytes=planned), eager, inputs)

@@ -17,10 +17,11 @@ from torch.fx import GraphModule, Node
 from kernel_pytorch import kv_cache as _cache  # noqa: F401 - defines torch.ops.kernel_pytorch.cached_attention
 from kernel_pytorch import masks
 from kernel_pytorch.lowering import operators
-from kernel_pytorch.lowering.constants import Constants
+from kernel_pytorch.lowering.constants import Constants, fold_constants
 from kernel_pytorch.lowering.lengths import mask_of_a_length
 from kernel_pytorch.lowering.patterns import written_out_norms
 from kernel_pytorch.lowering.strided import as_size, equal
+from kernel_pytorch.masks.code import NOT_IN_RUNTIME
 from kernel_pytorch.ops import attention as _attention  # noqa: F401 - defines torch.ops.kernel_pytorch.attention
 from kernel_pytorch.ops import rms_norm as _rms  # noqa: F401
 
@@ -118,6 +119,7 @@ def rewritten(
                 continue
             found.root.replace_all_uses_with(joined)
     module.graph.eliminate_dead_code()
+    fold_constants(program)
     _forget_cache_buffers(program)
     for node in module.graph.nodes:
         if node.target is torch.ops.kernel_pytorch.cached_attention.default:
@@ -157,7 +159,9 @@ def _sdpa(module: GraphModule, node: Node, constants: Constants, ranges: Mapping
     refusal = attention_refusal(tensor_of(q), tensor_of(k), tensor_of(v))
     if refusal:
         raise RefusedError(refusal)
-    if not grouped and not equal(as_size(tensor_of(q).shape[1]), as_size(tensor_of(k).shape[1])):
+    heads = [as_size(tensor_of(x).shape[1]) for x in (q, k, v)]
+    broadcast = heads[1] == heads[2] == 1  # one head of keys for all of q: what grouped heads are, too
+    if not grouped and not broadcast and not equal(heads[0], heads[1]):
         raise RefusedError("q and k differ in heads, and enable_gqa is not set")
     q_len, kv_len = (as_size(tensor_of(x).shape[2]) for x in (q, k))
     mask = masks.full()
@@ -202,8 +206,8 @@ def _kp_attention(module: GraphModule, node: Node, constants: Constants, ranges:
         raise RefusedError(
             "the mask is an input of the model; make it inside forward, so that it is data of the program"
         )
-    if masks.from_code(known).node.uses(9):
-        raise RefusedError("the mask is a part of another; parts are for ranks")
+    if masks.from_code(known).node.uses(*NOT_IN_RUNTIME):
+        raise RefusedError(f"the mask is {masks.from_code(known)}, which the runtime does not read")
     found = _insert(module, node, operators.ATTENTION, q, k, v, None, known.tolist(), scale)
     if 0 in outputs:
         outputs[0].replace_all_uses_with(found)

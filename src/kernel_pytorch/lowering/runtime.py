@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import sys
+import threading
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 
 from kernel_pytorch.lowering.build import build
+from kernel_pytorch.lowering.checksum import verify
 
 __all__ = ["LoadedProgram", "load", "native", "registered"]
 
@@ -42,6 +44,9 @@ def native() -> ctypes.CDLL:
 class LoadedProgram:
     """A program that is ready to run; call it with the tensors that the model takes.
 
+    Threads may share it: one call runs at a time, and the others wait. Its caches are one history, so threads that
+    hold conversations of their own load the program once each; programs loaded apart run at the same time.
+
     Example:
         >>> import torch, kernel_pytorch as kp
         >>> program = kp.lower(torch.nn.LayerNorm(8).eval(), (torch.ones(2, 8),))
@@ -54,9 +59,14 @@ class LoadedProgram:
 
         from kernel_pytorch.lowering.target import register_delegates
 
+        fault = verify(data)
+        if fault is not None:
+            raise ValueError(f"{name} is no program that this runtime can load: {fault}")
         self._library = registered()
         register_delegates(data)
         self._name = name
+        # Methods share planned memory, inputs are bound by address, and outputs are copied out after the call.
+        self._lock = threading.Lock()
         try:
             self._program = Runtime.get().load_program(data, verification=Verification.InternalConsistency)
             self._methods = {method: self._program.load_method(method) for method in self._program.method_names}
@@ -80,13 +90,14 @@ class LoadedProgram:
         wanted = loaded.metadata.num_inputs()
         if len(given) != wanted:
             raise ValueError(f"{self._name}: {method} takes {wanted} inputs, and {len(given)} were given")
-        try:
-            # ExecuTorch's own Method.execute lets torch clone the outputs, whose threads then spin for milliseconds
-            # beside those of ExecuTorch.
-            outputs = [_copied(output) for output in loaded._method.call(given, clone_outputs=False)]
-        except RuntimeError as error:
-            reason = "; ".join(filter(None, (self._mismatch(method, given), self._reason(error))))
-            raise ValueError(f"{self._name}: {method} refused its inputs: {reason}") from error
+        with self._lock:
+            try:
+                # ExecuTorch's own Method.execute lets torch clone the outputs, whose threads then spin for
+                # milliseconds beside those of ExecuTorch.
+                outputs = [_copied(output) for output in loaded._method.call(given, clone_outputs=False)]
+            except RuntimeError as error:
+                reason = "; ".join(filter(None, (self._mismatch(method, given), self._reason(error))))
+                raise ValueError(f"{self._name}: {method} refused its inputs: {reason}") from error
         return outputs[0] if len(outputs) == 1 else tuple(outputs)
 
     def ones(self, method: str) -> list[torch.Tensor]:
@@ -132,6 +143,9 @@ def _shown(value: Any) -> str:
 
 def load(program: str | Path | bytes) -> LoadedProgram:
     """Load a ``.pte`` and make it callable, on ExecuTorch's runtime with our delegate.
+
+    The whole file is verified first. One that ``kp.lower`` made carries a checksum; of any other, ExecuTorch verifies
+    the tables. A file that is damaged or cut is refused with the reason.
 
     Args:
         program: the file, or its bytes.

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from executorch.exir.backend.partitioner import Partitioner
 from torch.export import ExportedProgram
+from torch.fx import Node
 
 from kernel_pytorch.hardware_abstraction.registry import backend, backends
 from kernel_pytorch.lowering.backend import KernelPyTorchBackend
@@ -83,10 +84,23 @@ def _register() -> object:
     return registered()
 
 
-def _partitioners(options: PartitionerOptions) -> tuple[Partitioner, ...]:
+def xnnpack_partitioner() -> Partitioner:
+    """XNNPACK's partitioner, which leaves alone what its delegate then refuses."""
+    from executorch.backends.xnnpack.partition.config import ALL_PARTITIONER_CONFIGS
+    from executorch.backends.xnnpack.partition.config.node_configs import MaxDimConfig
     from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
 
-    xnnpack = XnnpackPartitioner()
+    class KeptDimension(MaxDimConfig):  # type: ignore[misc]
+        """``max.dim``: the delegate takes dimensions 2 and 3 with keepdim, and the partitioner any (1.5.1)."""
+
+        def check_constraints(self, node: Node, ep: ExportedProgram) -> bool:
+            return len(node.args) == 3 and node.args[1] in (2, 3) and super().check_constraints(node, ep)
+
+    return XnnpackPartitioner([KeptDimension if own is MaxDimConfig else own for own in ALL_PARTITIONER_CONFIGS])
+
+
+def _partitioners(options: PartitionerOptions) -> tuple[Partitioner, ...]:
+    xnnpack = xnnpack_partitioner()
     return KernelPartitioner(options, beside=(xnnpack,)), xnnpack
 
 

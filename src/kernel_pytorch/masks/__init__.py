@@ -2,8 +2,10 @@
 
 With i the position of a query and j of a key: ``full()``; ``causal()``: j <= i; ``window(left, right)``:
 i - left <= j <= i + right; ``sinks(n)``: j < n; ``prefix(n)``: i < n and j < n; ``documents(lengths, inner)``:
-packed sequences, each with ``inner`` at its own positions; ``blocks(table, block)``: any table of tiles. When
-there are fewer queries than keys, the last query is at the last key's position.
+packed sequences, each with ``inner`` at its own positions; ``padding(lengths, side)``: the tokens of each batch
+entry; ``dilated(step, left, right)``: every step-th position; ``intervals(first, last)``: any intervals of keys;
+``blocks(table, block)``: any table of tiles; ``from_dense(keep)``: a tensor of booleans. When there are fewer queries
+than keys, the last query is at the last key's position.
 
 A mask knows nothing of lengths until it is used. It travels through torch.compile and torch.export as one
 tensor of integers (``Mask.code``), so that other lengths, windows or tables are other data, not another graph.
@@ -11,222 +13,37 @@ tensor of integers (``Mask.code``), so that other lengths, windows or tables are
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-import torch.utils._pytree as pytree
-from torch.utils._python_dispatch import _disable_current_modes
 
 from kernel_pytorch.masks import code as mask_code
-from kernel_pytorch.masks import part as mask_part
 from kernel_pytorch.masks.code import Node
-from kernel_pytorch.masks.layout import Layout, layout
+from kernel_pytorch.masks.from_tensor import from_dense
+from kernel_pytorch.masks.mask import Mask, checked_count, leaf, made
+from kernel_pytorch.masks.mask import from_code as from_code
+from kernel_pytorch.masks.packing import documents, intervals, padding
 
-__all__ = ["Mask", "blocks", "causal", "documents", "full", "prefix", "sinks", "window"]
-
-
-class Mask:
-    """A mask expression; build one with the constructors of this module, compose with ``&`` and ``|``.
-
-    Example:
-        >>> import kernel_pytorch as kp
-        >>> kp.masks.causal() & (kp.masks.window(4096) | kp.masks.sinks(64))
-        causal() & (window(4096) | sinks(64))
-    """
-
-    __slots__ = ("__weakref__", "_node", "code")
-
-    def __init__(self, code: torch.Tensor, node: Node | None = None) -> None:
-        self.code = code
-        """The whole mask as one tensor of int64 on the CPU."""
-        self._node = node
-
-    @property
-    def node(self) -> Node:
-        if self._node is None:
-            self._node = mask_code.decode(self.code)
-        return self._node
-
-    def __and__(self, other: Mask) -> Mask:
-        return _compose(mask_code.AND, self, other)
-
-    def __or__(self, other: Mask) -> Mask:
-        return _compose(mask_code.OR, self, other)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Mask) and self.node == other.node
-
-    def __hash__(self) -> int:
-        return hash(self.node)
-
-    def __repr__(self) -> str:
-        return str(self.node)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return from_code, (self.code,)
-
-    @property
-    def is_full(self) -> bool:
-        """Whether this is ``full()`` itself."""
-        return self.node.kind == mask_code.FULL
-
-    @property
-    def is_causal(self) -> bool:
-        """Whether this is ``causal()`` itself."""
-        return self.node.kind == mask_code.CAUSAL
-
-    def layout(self, q_len: int, kv_len: int) -> Layout:
-        """Which keys each query attends to, as intervals; kept, so that asking again costs nothing."""
-        return layout(self.node, q_len, kv_len)
-
-    def dense(self, q_len: int, kv_len: int) -> torch.Tensor:
-        """The mask as booleans of shape (batch, heads, q_len, kv_len), 1 where it is the same for all.
-
-        For small cases only: this is the N x N tensor that everything else avoids. It is made from the
-        definition of each constructor, apart from what the kernels use, so that tests can compare the two.
-
-        Example:
-            >>> import kernel_pytorch as kp
-            >>> kp.masks.causal().dense(2, 3)[0, 0].int().tolist()
-            [[1, 1, 0], [1, 1, 1]]
-        """
-        self.layout(q_len, kv_len)  # a mask that does not fit the lengths is an error that says why
-        return torch.from_numpy(mask_code.dense(self.node, q_len, kv_len))
-
-    def density(self, q_len: int, kv_len: int) -> float:
-        """The share of all query-key pairs that attend.
-
-        Example:
-            >>> import kernel_pytorch as kp
-            >>> kp.masks.window(1, 1).density(4, 4)
-            0.625
-        """
-        return self.layout(q_len, kv_len).density
-
-    def part(
-        self,
-        q_len: int,
-        kv_len: int,
-        queries: Sequence[tuple[int, int]],
-        keys: Sequence[tuple[int, int]],
-        *,
-        heads: tuple[int, int] | None = None,
-    ) -> Mask:
-        """What this mask, at the whole lengths, says about some of the queries and keys.
-
-        Args:
-            q_len, kv_len: the lengths of the whole sequences.
-            queries, keys: [first, last) ranges that rise; block tables take whole blocks.
-            heads: a range of query heads, for tables that differ by head.
-
-        Example:
-            >>> import kernel_pytorch as kp
-            >>> kp.masks.causal().part(8, 8, queries=[(4, 8)], keys=[(0, 4)])
-            full()
-            >>> kp.masks.window(1).part(8, 8, queries=[(2, 3), (6, 7)], keys=[(1, 3), (6, 8)]).dense(2, 4).int()
-            tensor([[[[1, 1, 0, 0],
-                      [0, 0, 1, 0]]]], dtype=torch.int32)
-        """
-        if self.node.kind == mask_code.PART:
-            raise TypeError(f"mask={self}: take the part from the whole mask")
-        wanted = (
-            mask_part.checked_ranges("queries", queries, q_len),
-            mask_part.checked_ranges("keys", keys, kv_len),
-        )
-        node = mask_part.part_node(self.node, q_len, kv_len, *wanted, heads)
-        known = layout(node, mask_part.size(wanted[0]), mask_part.size(wanted[1]))
-        # What is full or causal after all is said so: kernels for these alone can take it.
-        if not known.tables and known.batch == 1:
-            if mask_part.is_full(known.first, known.last, known.kv_len):
-                return full()
-            if mask_part.is_causal(known.first, known.last, known.kv_len):
-                return causal()
-        return _made(node)
-
-    def show(self, q_len: int, kv_len: int | None = None, *, path: str | Path | None = None, size: int = 32) -> str:
-        """Draw the mask: as text, and as a PNG where a path is given. Works at any length.
-
-        Args:
-            size: rows and columns of the text drawing at the most; a cell is dark by its share of pairs.
-
-        Example:
-            >>> import kernel_pytorch as kp
-            >>> print(kp.masks.causal().show(4))
-            █
-            ██
-            ███
-            ████
-        """
-        from kernel_pytorch.masks.drawing import draw_png, draw_text
-
-        kv_len = q_len if kv_len is None else kv_len
-        if q_len < 1 or kv_len < 1:
-            raise ValueError(f"q_len={q_len}, kv_len={kv_len}: there is nothing to draw; use 1 or more")
-        if path is not None:
-            draw_png(self.layout(q_len, kv_len), Path(path), title=repr(self))
-        return draw_text(self.layout(q_len, kv_len), size)
-
-
-def _leaf(kind: int, *numbers: int) -> Mask:
-    if torch.compiler.is_compiling():
-        return Mask(torch.tensor([*numbers, kind, len(numbers)], dtype=torch.int64))
-    return _made(Node(kind, numbers))
-
-
-@lru_cache(maxsize=1024)
-def _made(node: Node) -> Mask:
-    """The one Mask of an expression: masks made anew in every step cost no more than a look-up."""
-    # What is kept must not be a fake tensor of a mode that is active now, nor one that no backward may save.
-    with _disable_current_modes(), torch.inference_mode(False):
-        code = mask_code.encode(node)
-    # What torch._dynamo.maybe_mark_dynamic does, without its import: a code of another length is no other graph.
-    code._dynamo_weak_dynamic_indices = {0}  # type: ignore[attr-defined]
-    return Mask(code, node)
-
-
-@lru_cache(maxsize=256)
-def _read(code: bytes) -> Mask:
-    return _made(mask_code.decode(torch.frombuffer(bytearray(code), dtype=torch.int64)))
-
-
-def from_code(code: torch.Tensor) -> Mask:
-    """The mask that a graph carries as its code."""
-    if code.dtype != torch.int64 or code.ndim != 1:
-        shown = f"{str(code.dtype).removeprefix('torch.')}{list(code.shape)}"
-        raise TypeError(f"mask's code is {shown}: it must stay int64 of one dimension; convert only q, k and v")
-    if code.numel() == 0:
-        mask_code.decode(code)  # raises
-    return _read(code.cpu().numpy().tobytes())
-
-
-def _compose(kind: int, left: Mask, right: object) -> Mask:
-    if not isinstance(right, Mask):
-        raise TypeError(f"a mask composes with a mask, not with {type(right).__name__}: use kp.masks.*")
-    if not torch.compiler.is_compiling() and mask_code.PART in (left.node.kind, right.node.kind):
-        raise TypeError(f"{left} and {right}: compose the whole masks, then take the part")
-    if torch.compiler.is_compiling():
-        # On the codes alone, so that it can be traced: no Python value depends on what is in the tensors.
-        return Mask(torch.cat([left.code, right.code, torch.tensor([kind, 0], dtype=torch.int64)]))
-    return _made(Node(kind, (), (left.node, right.node)))
-
-
-def _count(name: str, value: object, least: int = 0) -> int:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name}={value!r}: expected a whole number")
-    if value < least:
-        raise ValueError(f"{name}={value}: use {least} or more")
-    if value >= 1 << 62:
-        raise ValueError(f"{name}={value}: use less than 2 ** 62")
-    return value
+__all__ = [
+    "Mask",
+    "blocks",
+    "causal",
+    "dilated",
+    "documents",
+    "from_dense",
+    "full",
+    "intervals",
+    "padding",
+    "prefix",
+    "sinks",
+    "window",
+]
 
 
 def full() -> Mask:
     """Every query attends to every key."""
-    return _leaf(mask_code.FULL)
+    return leaf(mask_code.FULL)
 
 
 def causal() -> Mask:
@@ -237,74 +54,50 @@ def causal() -> Mask:
         >>> kp.masks.causal().density(1000, 1000)
         0.5005
     """
-    return _leaf(mask_code.CAUSAL)
+    return leaf(mask_code.CAUSAL)
 
 
 def window(left: int, right: int = 0) -> Mask:
     """A query attends to ``left`` positions before its own, its own, and ``right`` after it."""
-    return _leaf(mask_code.WINDOW, _count("left", left), _count("right", right))
+    return leaf(mask_code.WINDOW, checked_count("left", left), checked_count("right", right))
 
 
 def sinks(n: int) -> Mask:
     """Every query attends to the first n keys: j < n."""
-    return _leaf(mask_code.SINKS, _count("n", n))
+    return leaf(mask_code.SINKS, checked_count("n", n))
 
 
 def prefix(n: int) -> Mask:
     """The first n positions attend to each other: i < n and j < n."""
-    return _leaf(mask_code.PREFIX, _count("n", n))
+    return leaf(mask_code.PREFIX, checked_count("n", n))
 
 
-def documents(lengths: Sequence[int] | Sequence[Sequence[int]] | torch.Tensor, inner: Mask | None = None) -> Mask:
-    """Packed sequences: a query attends only within its own document, under ``inner`` at local positions.
+def dilated(step: int, left: int, right: int = 0) -> Mask:
+    """A window with gaps: every ``step``-th position, ``left`` of them before the query's own and ``right`` after it.
 
-    Args:
-        lengths: the documents' lengths, which must sum to the number of keys; a list of such lists, one for
-            each entry of the batch, where they differ.
-        inner: ``full()`` when left out; not itself ``documents`` or ``blocks``.
+    A query then has ``left + right + 1`` intervals of one key, of which there may be 256 at the most. For longer
+    dilated windows reorder the tokens by their position modulo ``step``: the mask is then
+    ``documents(..., window(left, right))`` over contiguous keys, which kernels compute in whole tiles.
 
     Example:
         >>> import kernel_pytorch as kp
-        >>> kp.masks.documents([2, 1], kp.masks.causal()).dense(3, 3)[0, 0].int().tolist()
-        [[1, 0, 0], [1, 1, 0], [0, 0, 1]]
+        >>> print(kp.masks.dilated(2, left=2).show(6))
+        █
+         █
+        █ █
+         █ █
+        █ █ █
+         █ █ █
     """
-    inner = full() if inner is None else inner
-    if not isinstance(inner, Mask):
-        raise TypeError(f"inner={inner!r}: expected a mask of kp.masks, such as kp.masks.causal()")
-    if torch.compiler.is_compiling():
-        return _traced_documents(lengths, inner)
-    rows: Any = lengths.tolist() if isinstance(lengths, (torch.Tensor, np.ndarray)) else lengths
-    if not isinstance(rows, Sequence) or isinstance(rows, str):
-        raise TypeError(f"lengths={lengths!r}: expected a list of lengths, or such a list for each batch entry")
-    if not rows:
-        raise ValueError("lengths=[]: name at least one document")
-    batched = rows if isinstance(rows[0], Sequence) else [rows]
-    for row in batched:
-        if not isinstance(row, Sequence):
-            raise TypeError(f"lengths={lengths!r}: {row!r} among lists; use one list for each batch entry")
-        for length in row:
-            _count("lengths", length)
-    mask_code.check_documents(batched, inner.node)
-    numbers = [len(batched)]
-    for row in batched:
-        numbers += [len(row), *row]
-    return _made(Node(mask_code.DOCUMENTS, tuple(numbers), (inner.node,)))
-
-
-def _traced_documents(lengths: Any, inner: Mask) -> Mask:
-    """On the codes alone, as in ``_compose``; wrong lengths are found when the graph runs."""
-    if isinstance(lengths, torch.Tensor):
-        rows = lengths.reshape(-1, lengths.shape[-1]).to("cpu", torch.int64)
-        batch, count = rows.shape
-        numbers = torch.cat([torch.full((batch, 1), count), rows], dim=1).reshape(-1)
-        size = 1 + batch * (1 + count)
-    else:
-        listed = lengths if isinstance(lengths[0], (list, tuple)) else [lengths]
-        batch = len(listed)
-        size = 1 + batch + sum(len(row) for row in listed)
-        numbers = torch.tensor([n for row in listed for n in (len(row), *row)], dtype=torch.int64)
-    head = torch.tensor([batch], dtype=torch.int64)
-    return Mask(torch.cat([inner.code, head, numbers, torch.tensor([mask_code.DOCUMENTS, size])]))
+    numbers = (checked_count("step", step, 1), checked_count("left", left), checked_count("right", right))
+    if left + right >= 256:
+        raise ValueError(
+            f"left={left}, right={right}: at most 256 positions in all; reorder the tokens by position modulo "
+            f"step={step} and use documents(..., window({left}, {right}))"
+        )
+    if step * max(left, right) >= 1 << 30:
+        raise ValueError(f"step={step}: use less than 2 ** 30 for the distance of the furthest position")
+    return leaf(mask_code.DILATED, *numbers)
 
 
 def blocks(
@@ -324,19 +117,6 @@ def blocks(
     """
     if torch.compiler.is_compiling():
         raise RuntimeError("blocks() in a compiled function: make it outside and pass the mask in as an argument")
-    if _count("block", block, 16) % 16:
+    if checked_count("block", block, 16) % 16:
         raise ValueError(f"block={block}: use a multiple of 16")
-    return _made(Node(mask_code.BLOCKS, mask_code.table_numbers(table, block)))
-
-
-torch.serialization.add_safe_globals([from_code])  # a mask is data: a checkpoint may hold it
-# Masks may be arguments of compiled and exported functions: their one leaf is the code.
-pytree.register_pytree_node(
-    Mask,
-    lambda mask: ([mask.code], None),
-    lambda leaves, _: Mask(next(iter(leaves))),
-    flatten_with_keys_fn=lambda mask: ([(pytree.GetAttrKey("code"), mask.code)], None),
-    serialized_type_name="kernel_pytorch.masks.Mask",
-    to_dumpable_context=lambda _: "",
-    from_dumpable_context=lambda _: None,
-)
+    return made(Node(mask_code.BLOCKS, mask_code.table_numbers(table, block)))

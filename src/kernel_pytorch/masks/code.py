@@ -15,10 +15,45 @@ from typing import Any
 import numpy as np
 import torch
 
-__all__ = ["AND", "BLOCKS", "CAUSAL", "DOCUMENTS", "FULL", "OR", "PART", "PREFIX", "SINKS", "WINDOW", "Node"]
+__all__ = [
+    "AND",
+    "BLOCKS",
+    "CAUSAL",
+    "DILATED",
+    "DOCUMENTS",
+    "FULL",
+    "INTERVALS",
+    "NOT_IN_RUNTIME",
+    "OR",
+    "PADDING",
+    "PART",
+    "PREFIX",
+    "SINKS",
+    "WINDOW",
+    "Node",
+]
 
-FULL, CAUSAL, WINDOW, SINKS, PREFIX, DOCUMENTS, BLOCKS, AND, OR, PART = range(10)
-_NAMES = ("full", "causal", "window", "sinks", "prefix", "documents", "blocks", "&", "|", "part")
+FULL, CAUSAL, WINDOW, SINKS, PREFIX, DOCUMENTS, BLOCKS, AND, OR, PART, INTERVALS, PADDING, DILATED = range(13)
+_NAMES = (
+    "full",
+    "causal",
+    "window",
+    "sinks",
+    "prefix",
+    "documents",
+    "blocks",
+    "&",
+    "|",
+    "part",
+    "intervals",
+    "padding",
+    "dilated",
+)
+NOT_IN_RUNTIME = (PART, INTERVALS, PADDING, DILATED)
+"""Node kinds that the C++ runtime does not read."""
+WHOLE_SEQUENCE = (DOCUMENTS, BLOCKS, PART, INTERVALS, PADDING)
+"""Node kinds that count from the first query or key of the whole sequence, so that no document can contain them."""
+PADDING_SIDES = ("left", "right")
 _CHILDREN = {DOCUMENTS: 1, AND: 2, OR: 2, PART: 1}
 
 
@@ -67,6 +102,12 @@ class Node:
 
             q_len, kv_len, _, queries, keys = part_numbers(self)
             return f"({self.children[0]}).part({q_len}, {kv_len}, {_short(queries)}, {_short(keys)})"
+        if self.kind == INTERVALS:
+            entries, slots, rows = self.numbers[:3]
+            several = f"batch={entries}, " if entries > 1 else ""
+            return f"intervals({several}{rows} queries, {slots} a query)"
+        if self.kind == PADDING:
+            return f"padding({_short(self.numbers[2:])}, side={PADDING_SIDES[self.numbers[1]]!r})"
         numbers = self.numbers[:1] if self.kind == WINDOW and self.numbers[1] == 0 else self.numbers
         return f"{_NAMES[self.kind]}({', '.join(map(str, numbers))})"
 
@@ -131,12 +172,18 @@ def _check_numbers(node: Node) -> None:
             counts, kept = numbers[5 : 5 + rows], numbers[5 + rows :]
             good = len(counts) == rows and min(counts) >= 0 and sum(counts) == len(kept)
             good = good and (not kept or (min(kept) >= 0 and (numbers[3] < 0 or max(kept) < numbers[3])))
+    elif node.kind == INTERVALS:
+        good = len(numbers) >= 3 and min(numbers) >= 0 and min(numbers[:2]) > 0
+        good = good and len(numbers) == 3 + 2 * math.prod(numbers[:3])
+    elif node.kind == PADDING:
+        good = len(numbers) >= 3 and min(numbers) >= 0 and numbers[0] == len(numbers) - 2 and numbers[1] < 2
     elif node.kind == PART:
         from kernel_pytorch.masks.part import is_part
 
         good = is_part(node)
     else:
-        good = len(numbers) == {WINDOW: 2, SINKS: 1, PREFIX: 1}.get(node.kind, 0) and min(numbers, default=0) >= 0
+        good = len(numbers) == {WINDOW: 2, SINKS: 1, PREFIX: 1, DILATED: 3}.get(node.kind, 0)
+        good = good and min(numbers, default=0) >= 0
     if not good:
         raise ValueError(f"the mask's code has wrong numbers for {_NAMES[node.kind]}: make masks with kp.masks")
 
@@ -151,9 +198,10 @@ def check_documents(rows: Sequence[Sequence[int]], inner: Node) -> None:
     sums = [sum(row) for row in rows]
     if len(set(sums)) != 1:
         raise ValueError(f"lengths sum to {sums}: every entry of the batch must sum to the same number of keys")
-    if inner.uses(DOCUMENTS, BLOCKS, PART):
+    if inner.uses(*WHOLE_SEQUENCE):
         raise ValueError(
-            f"inner={inner}: documents and blocks have no local positions; compose them with & instead"
+            f"inner={inner}: documents, blocks, intervals and padding have no local positions; compose them with & "
+            "instead"
         )
 
 
@@ -165,6 +213,12 @@ def documents_of(node: Node) -> list[tuple[int, ...]]:
         rows.append(node.numbers[position + 1 : position + 1 + count])
         position += 1 + count
     return rows
+
+
+def interval_arrays(node: Node) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    """The first and last (exclusive) keys of an intervals node, each of shape (batch, slots, queries)."""
+    found = np.array(node.numbers[3:], dtype=np.int64).reshape(2, *node.numbers[:3])
+    return found[0], found[1]
 
 
 def table_numbers(table: Any, block: int) -> tuple[int, ...]:
@@ -234,6 +288,16 @@ def _pairs(node: Node, i: Any, j: Any) -> Any:
         return _pairs(node.children[0], i, j) & _pairs(node.children[1], i, j)
     if node.kind == OR:
         return _pairs(node.children[0], i, j) | _pairs(node.children[1], i, j)
+    if node.kind == DILATED:
+        step, left, right = node.numbers
+        return ((i - j) % step == 0) & (i - left * step <= j) & (j <= i + right * step)
+    if node.kind == INTERVALS:
+        first, last = interval_arrays(node)
+        return ((first[..., None] <= j) & (j < last[..., None])).any(axis=1, keepdims=True)
+    if node.kind == PADDING:
+        real = np.array(node.numbers[2:]).reshape(-1, 1, 1, 1)
+        right = PADDING_SIDES[node.numbers[1]] == "right"
+        return (j < real if right else j >= j.shape[-1] - real) & (i == i)
     if node.kind == DOCUMENTS:
         batch = []
         for lengths in documents_of(node):

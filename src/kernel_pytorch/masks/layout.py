@@ -169,7 +169,9 @@ def layout(node: Node, q_len: int, kv_len: int) -> Layout:
             raise ValueError(
                 f"table has {shown} tiles of {block}: {q_len} queries and {kv_len} keys need {wanted[0]}x{wanted[1]}"
             )
-    batches = {found.numbers[0] for found in _nodes(node, mask_code.DOCUMENTS, mask_code.BLOCKS)} - {1}
+    _check_lengths(node, q_len, kv_len)
+    batched = (mask_code.DOCUMENTS, mask_code.BLOCKS, mask_code.INTERVALS, mask_code.PADDING)
+    batches = {found.numbers[0] for found in _nodes(node, *batched)} - {1}
     heads = {table.numbers[1] for table in tables} - {1}
     if len(batches) > 1 or len(heads) > 1:
         raise ValueError(f"mask mixes batches {sorted(batches)} or heads {sorted(heads)}: use one size, or 1")
@@ -180,6 +182,23 @@ def layout(node: Node, q_len: int, kv_len: int) -> Layout:
         constants = {id(table): bool(number >> bit & 1) for bit, table in enumerate(tables)}
         sets.append(_all_intervals(node, q_len, kv_len, constants))
     return _stacked(node, q_len, kv_len, sets, tables)
+
+
+def _check_lengths(node: Node, q_len: int, kv_len: int) -> None:
+    """Intervals and padding that do not fit the lengths are errors."""
+    for found in _nodes(node, mask_code.INTERVALS):
+        if found.numbers[2] != q_len:
+            raise ValueError(
+                f"mask has intervals for {found.numbers[2]} queries and q has {q_len}: they must be equal"
+            )
+        furthest = max(found.numbers[3:], default=0)
+        if furthest > kv_len:
+            raise ValueError(f"mask has intervals up to key {furthest} and k has {kv_len}: give none beyond")
+    for found in _nodes(node, mask_code.PADDING):
+        if max(found.numbers[2:]) > kv_len:
+            raise ValueError(
+                f"lengths={max(found.numbers[2:])} of padding: there are {kv_len} keys; use at most that"
+            )
 
 
 def _stacked(
@@ -268,6 +287,21 @@ def _intervals(node: Node, position: Array, length: Array, constants: dict[int, 
         return np.concatenate(wide[0], axis=1), np.concatenate(wide[1], axis=1)
     if kind == mask_code.DOCUMENTS:
         return _document_intervals(node, position, length, constants)
+    if kind == mask_code.INTERVALS:
+        rows = position[0] - (length[0] - np.int32(numbers[2]))
+        ends = [ends[:, :, rows].astype(np.int32) for ends in mask_code.interval_arrays(node)]
+        return ends[0], ends[1]
+    if kind == mask_code.PADDING:
+        known = np.array(numbers[2:], dtype=np.int32).reshape(-1, 1)
+        if mask_code.PADDING_SIDES[numbers[1]] == "left":
+            return np.maximum(length - known, 0)[:, None], np.broadcast_to(length, (len(known), 1, length.shape[1]))
+        return np.zeros((len(known), 1, length.shape[1]), dtype=np.int32), np.minimum(length, known)[:, None]
+    if kind == mask_code.DILATED:
+        step, left, right = numbers
+        offsets = np.arange(-left, right + 1, dtype=np.int32)[:, None] * np.int32(step)
+        first = position[:, None] + offsets
+        valid = (first >= 0) & (first < length[:, None])
+        return np.where(valid, first, 0), np.where(valid, first + 1, 0)
     if kind == mask_code.BLOCKS:
         first, last = zero, (length if constants[id(node)] else zero)
     elif kind == mask_code.FULL:

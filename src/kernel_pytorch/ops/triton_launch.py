@@ -12,9 +12,10 @@ from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
-from torch._C._dynamo.guards import _empty_strided_cuda  # type: ignore[attr-defined]
 from triton import knobs
 from triton.runtime import driver
+
+from kernel_pytorch._compat.memory import empty_strided_cuda as _empty_strided_cuda
 
 __all__ = ["Launches", "Place", "Ready", "empty", "launch", "number_beside", "zeros"]
 

@@ -21,6 +21,7 @@ import msgspec
 import torch
 from torch import nn
 
+from kernel_pytorch._compat.compiler import compile_limits
 from kernel_pytorch.parity.model import Size, Transformer, size_named
 
 __all__ = [
@@ -273,12 +274,12 @@ def _reset_peak(device: torch.device) -> bool:
 @contextmanager
 def _compiled(model: Transformer) -> Iterator[None]:
     """With compiled blocks. One compilation serves all of them: they differ in their parameters alone."""
-    torch._dynamo.reset()  # each training begins alike, whatever ran before
+    torch.compiler.reset()  # each training begins alike, whatever ran before
     for block in model.blocks:
         block.compile(dynamic=False)
     # Where layers are converted differently, each may need its own; past the limit a block would run uncompiled.
     limits = {"recompile_limit": 8 * len(model.blocks), "fail_on_recompile_limit_hit": True}
-    with torch._dynamo.config.patch(limits):
+    with compile_limits(**limits):
         yield
 
 

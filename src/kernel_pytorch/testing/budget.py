@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from kernel_pytorch._compat.structures import TorchDispatchMode
 from kernel_pytorch.hardware_abstraction.op import Op
 
 __all__ = ["Comparison", "compare", "exceeded"]

@@ -134,7 +134,7 @@ class BackendContract:
                 outputs = run(*values)
                 return (outputs[0] + 1,) if leaves else tuple(out.view(torch.uint8) for out in outputs if out.ndim)
 
-            torch._dynamo.reset()
+            torch.compiler.reset()
             results = []
             for function in (shifted, torch.compile(shifted, fullgraph=True, backend="aot_eager")):
                 out = function(*arguments.values())

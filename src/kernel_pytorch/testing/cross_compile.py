@@ -58,7 +58,12 @@ def cross_compile(kernel: Kernel, device: Device, case: Case, number_format: str
             named = dict(zip(op.outputs, outputs, strict=True))
             upstream = [torch.empty_like(named[name]) for name in op.differentiable_outputs]
             kernel.function("backward")(device, *upstream, *saved)
-    return [_compile(launch, kernel, device, case.name, number_format) for launch in launches]
+    rows: list[Compilation] = []
+    for launch in launches:
+        row = _compile(launch, kernel, device, case.name, number_format)
+        if row not in rows:  # a backward may launch what the forward launched
+            rows.append(row)
+    return rows
 
 
 @contextlib.contextmanager

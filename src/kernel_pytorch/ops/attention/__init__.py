@@ -3,21 +3,40 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 import torch
 
-from kernel_pytorch.hardware_abstraction.device import Device
+from kernel_pytorch._compat.modes import transform_active
 from kernel_pytorch.hardware_abstraction.dispatch import Function
-from kernel_pytorch.hardware_abstraction.op import Call, Kernel
 from kernel_pytorch.masks import Mask, full
-from kernel_pytorch.masks.code import PART
-from kernel_pytorch.ops.attention.definition import ATTENTION, lse_dtype, lse_flows
+from kernel_pytorch.ops.attention.definition import ATTENTION, result_dtype
+from kernel_pytorch.ops.attention.kernels import (
+    KERNEL_CPU_FLASH,
+    KERNEL_CUDNN,
+    KERNEL_FLASH,
+    KERNEL_NATIVE,
+    KERNEL_SCORE_MOD,
+    KERNEL_TILED,
+    KERNEL_TRITON,
+)
+from kernel_pytorch.ops.attention.score_mod import SCORE_MOD_ATTENTION
+from kernel_pytorch.ops.attention.sink_logits import with_sink_logits
 
-__all__ = ["KERNEL_CPU_FLASH", "KERNEL_CUDNN", "KERNEL_FLASH", "KERNEL_TILED", "KERNEL_TRITON", "attention"]
+__all__ = [
+    "KERNEL_CPU_FLASH",
+    "KERNEL_CUDNN",
+    "KERNEL_FLASH",
+    "KERNEL_NATIVE",
+    "KERNEL_SCORE_MOD",
+    "KERNEL_TILED",
+    "KERNEL_TRITON",
+    "attention",
+]
 
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
 _function = Function(ATTENTION)
+_score_mod = Function(SCORE_MOD_ATTENTION)
 
 spreading: list[Callable[..., Any]] = []
 """What takes calls without a group, the last one first: a model that is spread over ranks does, inside it."""
@@ -30,11 +49,18 @@ def attention(
     mask: Mask | None = None,
     *,
     scale: float | None = None,
+    softcap: float | None = None,
+    bias: torch.Tensor | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+    sink_logits: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
     return_lse: bool = False,
     kernel: str | None = None,
     group: Any = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Exact attention: ``softmax(q k^T * scale) v`` over the keys that the mask lets through.
+
+    Under autocast, q, k and v are converted to autocast's dtype, as for ``scaled_dot_product_attention``.
 
     Args:
         q: (batch, q_heads, q_len, head_dim).
@@ -42,10 +68,17 @@ def attention(
             head_dim. Any strides, any lengths.
         mask: what to attend to, of ``kp.masks``; everything when left out.
         scale: ``head_dim ** -0.5`` when left out.
+        softcap: soft-capping: scores become ``softcap * tanh(scores / softcap)``, as in Gemma 2.
+        bias: added to the scores, after soft-capping; it broadcasts to (batch, q_heads, q_len, kv_len) and has a
+            gradient, as T5 needs. -inf leaves a pair out.
+        alibi_slopes: (q_heads,); ``slope * |i - j|`` is subtracted from the score of positions i and j. No gradient.
+        sink_logits: (q_heads,); a learned score in the softmax of every query, without a value, as in gpt-oss.
+            Not the same as ``kp.masks.sinks``, which are keys.
+        dropout_p: must be 0: attention here is exact.
         return_lse: also return the log-sum-exp of the scores, (batch, q_heads, q_len) in float32, through which
             gradients flow as well.
         kernel: pin an implementation by name (``kp.explain`` lists them) instead of the best that fits.
-        group: the ranks that a sequence is spread over, as a ``kp.context_parallel.Context``, a process group or a
+        group: the ranks that a sequence is sharded across, as a ``kp.context_parallel.Context``, a process group or a
             mesh dimension: q, k and v are then this rank's tokens. ``kp.context_parallel.Chunks`` goes through the
             keys of one device in chunks instead.
 
@@ -58,132 +91,96 @@ def attention(
         >>> q, k, v = (torch.randn(1, 4, 128, 64) for _ in range(3))
         >>> kp.attention(q, k, v, kp.masks.causal() & kp.masks.window(32)).shape
         torch.Size([1, 4, 128, 64])
+        >>> kp.attention(q, k, v, kp.masks.causal(), softcap=50.0, sink_logits=torch.zeros(4)).shape
+        torch.Size([1, 4, 128, 64])
     """
+    if dropout_p:
+        raise ValueError(
+            f"dropout_p={dropout_p}: kp.attention is exact and has no dropout; leave it out (Hugging Face models: "
+            "attention_dropout=0.0 in the config), or use torch.nn.functional.scaled_dot_product_attention"
+        )
     if spreading and group is None:
         found: torch.Tensor | tuple[torch.Tensor, torch.Tensor] = spreading[-1](
-            q, k, v, mask, scale=scale, return_lse=return_lse, kernel=kernel
+            q,
+            k,
+            v,
+            mask,
+            scale=scale,
+            softcap=softcap,
+            bias=bias,
+            alibi_slopes=alibi_slopes,
+            sink_logits=sink_logits,
+            return_lse=return_lse,
+            kernel=kernel,
         )
         return found
+    if mask is None:
+        mask = full()
+    tensors = isinstance(q, torch.Tensor) and isinstance(k, torch.Tensor) and isinstance(v, torch.Tensor)
+    if tensors and torch.is_autocast_enabled(q.device.type):
+        dtype = torch.get_autocast_dtype(q.device.type)
+        q, k, v = (x if x.dtype == torch.float64 else x.to(dtype) for x in (q, k, v))
+    if tensors and isinstance(mask, Mask) and group is None and not torch.compiler.is_compiling():
+        mask = _simplified(mask, q, k)
     if scale is None:
         # Where q has no head_dim, the check says so.
-        known = isinstance(q, torch.Tensor) and q.ndim > 0 and q.shape[-1] > 0
+        known = tensors and q.ndim > 0 and q.shape[-1] > 0
         scale = float(q.shape[-1]) ** -0.5 if known else 1.0
+    plain = softcap is None and bias is None and alibi_slopes is None
+    trains = _may_train(q, k, v, bias, sink_logits)
+    if sink_logits is not None:
+        # Unrounded, because the sink scales the result before it is rounded.
+        wanted = "lse" if not tensors or result_dtype(q.dtype, "parts") == q.dtype else "parts"
+    else:
+        wanted = "lse" if return_lse else "grad" if trains else "out"
     if group is not None:
-        from kernel_pytorch.distributed.attention import spread_attention
-
-        out, lse = spread_attention(
-            q, k, v, full() if mask is None else mask, scale, return_lse and _may_train(q, k, v), group, kernel
-        )
-        return (out, lse) if return_lse else out
-    wanted = "lse" if return_lse else "grad" if _may_train(q, k, v) else "out"
-    out, lse = _function(q, k, v, full() if mask is None else mask, scale, wanted, kernel=kernel)
+        out, lse = _across_ranks(q, k, v, mask, scale, wanted, trains, plain, kernel, group)
+    elif plain:
+        out, lse = _function(q, k, v, mask, scale, wanted, kernel=kernel)
+    else:
+        if alibi_slopes is not None and getattr(alibi_slopes, "requires_grad", False):
+            raise ValueError("alibi_slopes requires a gradient, and has none: pass it with .detach(), or use bias")
+        if softcap == 0:
+            raise ValueError("softcap=0: use a number above 0, or None for no soft-capping")
+        out, lse = _score_mod(q, k, v, bias, alibi_slopes, mask, scale, softcap or 0.0, wanted, kernel=kernel)
+    if sink_logits is not None:
+        out, lse = with_sink_logits(out, lse, sink_logits, q.dtype)
     return (out, lse) if return_lse else out
 
 
-def _may_train(*tensors: torch.Tensor) -> bool:
-    """Whether a backward may follow; torch.compile and torch.func do not say, so there it may."""
-    if torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is not None:
-        return True
-    return torch.is_grad_enabled() and any(getattr(x, "requires_grad", True) for x in tensors)
-
-
-def _tiled_supports(call: Call, device: Device) -> str | None:
-    return None
-
-
-def _triton_supports(call: Call, device: Device) -> str | None:
-    q, v = call["q"], call["v"]
-    if q.dtype == torch.float64:
-        return "computes in float32, and q is float64; use float32 or the tiled kernel"
-    if not device.supports(q.format):
-        return f"{device.arch} does not compute in {q.format}"
-    widest = max(q.shape[3], v.shape[3])
-    if widest > 256:
-        return f"holds a head in registers: head_dim {widest} exceeds 256"
-    return None
-
-
-def _torch_mask(call: Call) -> str | None:
-    """Why PyTorch's own kernels cannot serve the call's mask, or None."""
-    q, k, mask = call["q"], call["k"], call["mask"]
-    if 0 in q.shape or 0 in k.shape:
-        return "takes no empty tensors"
-    if call["scale"] < 1e-30:
-        return f"takes a positive scale; it is {call['scale']}"
-    if call["wanted"] == "parts" and q.dtype != lse_dtype(q.dtype):
-        return f"rounds its results to {q.format}, and parts are merged unrounded"
-    if lse_flows(call["wanted"]) and (call.needs_grad or call.phase == "backward"):
-        return "has no gradient through the log-sum-exp, and return_lse asks for it"
-    if mask.is_full or (mask.is_causal and q.shape[2] == k.shape[2]):
-        return None
-    return f"knows full and causal with as many queries as keys; the mask is {mask}"
-
-
-def _cpu_flash_supports(call: Call, device: Device) -> str | None:
-    if call["q"].shape[3] != call["v"].shape[3]:
-        return f"needs one head_dim; v has {call['v'].shape[3]} and q {call['q'].shape[3]}"
-    return _torch_mask(call)
-
-
-def _native_supports(call: Call, device: Device) -> str | None:
-    q = call["q"]
-    if q.format not in ("float32", "float16", "bfloat16"):
-        return f"computes in float32, and q is {q.format}; use float32 or the tiled kernel"
-    if call["wanted"] == "parts" and q.dtype != lse_dtype(q.dtype):
-        return f"rounds its results to {q.format}, and parts are merged unrounded"
-    if call["mask"].node.uses(PART):
-        return "takes whole masks, and this is a part of one"
-    return _runtime_missing()
-
-
-@cache
-def _runtime_missing() -> str | None:
-    """Asked once: a runtime that is built later serves the next process."""
-    from kernel_pytorch.lowering.build import BuildError, Runtime, runtime_prefix
-
+def _simplified(mask: Mask, q: torch.Tensor, k: torch.Tensor) -> Mask:
+    """The mask as ``full()`` or ``causal()`` where it is that; one that does not fit is left to the op's check."""
+    if q.ndim != 4 or k.ndim != 4 or type(q) not in _PLAIN:
+        return mask
     try:
-        there = Runtime(runtime_prefix()).present
-    except BuildError as error:
-        return f"needs the C++ runtime: {error}"
-    return None if there else "needs the C++ runtime, which is not built: run kernel-pytorch build-runtime"
+        return mask.simplified(q.shape[2], k.shape[2])
+    except ValueError:
+        return mask
 
 
-def _cudnn_supports(call: Call, device: Device) -> str | None:
-    q, v = call["q"], call["v"]
-    if q.dtype not in (torch.float16, torch.bfloat16):
-        return f"multiplies float16 and bfloat16; q is {q.format}"
-    if q.shape[3] % 8 or v.shape[3] % 8 or max(q.shape[3], v.shape[3]) > 128:
-        return f"needs head_dim a multiple of 8 and at most 128; q has {q.shape[3]} and v {v.shape[3]}"
-    if call["k"].shape[2] == 1:
-        return "takes no single key: cuDNN refuses it, or crashes"
-    if device.arch in ("sm_80", "sm_86", "sm_89"):
-        return f"is fastest from sm_90 on, and this is {device.arch}"
-    return _torch_mask(call)
+def _across_ranks(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: Mask,
+    scale: float,
+    wanted: str,
+    trains: bool,
+    plain: bool,
+    kernel: str | None,
+    group: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    from kernel_pytorch.distributed.attention import spread_attention
+
+    if not plain:
+        raise NotImplementedError(
+            "group: attention across ranks has no softcap, bias or alibi_slopes; leave out group, or these"
+        )
+    return spread_attention(q, k, v, mask, scale, wanted in ("lse", "parts") and trains, group, kernel)
 
 
-def _flash_supports(call: Call, device: Device) -> str | None:
-    q, v = call["q"], call["v"]
-    if q.dtype not in (torch.float16, torch.bfloat16):
-        return f"multiplies float16 and bfloat16; q is {q.format}"
-    if q.shape[3] != v.shape[3] or q.shape[3] > 256 or q.shape[3] % 8:
-        return f"needs one head_dim, a multiple of 8, at most 256; q has {q.shape[3]} and v {v.shape[3]}"
-    return _torch_mask(call)
-
-
-def _kernel(name: str, module: str, supports: object, language: str, *, deterministic: bool = True) -> Kernel:
-    return Kernel(
-        op="attention",
-        name=name,
-        module=f"kernel_pytorch.ops.attention.{module}",
-        supports=supports,  # type: ignore[arg-type]
-        language=language,  # type: ignore[arg-type]
-        deterministic=deterministic,
-    )
-
-
-KERNEL_TILED = _kernel("tiled", "tiled_kernel", _tiled_supports, "torch")
-KERNEL_TRITON = _kernel("triton", "triton_kernel", _triton_supports, "triton")
-KERNEL_CPU_FLASH = _kernel("cpu-flash", "cpu_flash_kernel", _cpu_flash_supports, "torch")
-KERNEL_NATIVE = _kernel("native", "native_kernel", _native_supports, "native")
-KERNEL_FLASH = _kernel("flash", "flash_kernel", _flash_supports, "native", deterministic=False)
-KERNEL_CUDNN = _kernel("cudnn", "cudnn_kernel", _cudnn_supports, "native", deterministic=False)
+def _may_train(*tensors: torch.Tensor | None) -> bool:
+    """Whether a backward may follow; torch.compile and torch.func do not say, so there it may."""
+    if torch.compiler.is_compiling() or transform_active():
+        return True
+    return torch.is_grad_enabled() and any(getattr(x, "requires_grad", x is not None) for x in tensors)

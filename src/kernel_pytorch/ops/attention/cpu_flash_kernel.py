@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from kernel_pytorch.hardware_abstraction.device import Device
+from kernel_pytorch.hardware_abstraction.dispatch import TORCH_VERSION
 from kernel_pytorch.ops.attention.definition import lse_dtype
 from kernel_pytorch.ops.attention.torch_heads import adjacent, repeated, summed
 
@@ -17,10 +18,15 @@ if TYPE_CHECKING:
     from kernel_pytorch.masks import Mask
 
 
+def _heads(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values as the operators take them: grouped heads as they are from torch 2.13 on."""
+    return (k, v) if TORCH_VERSION >= (2, 13) else repeated(q, k, v)
+
+
 def forward(
     device: Device, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask, scale: float, wanted: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    k, v = repeated(q, k, v)
+    k, v = _heads(q, k, v)
     wide = [adjacent(x.to(lse_dtype(q.dtype))) for x in (q, k, v)]
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*wide, 0.0, mask.is_causal, scale=scale)
     return out.to(q.dtype).contiguous(), lse.contiguous()
@@ -39,7 +45,7 @@ def backward(
     scale: float,
     wanted: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    k_all, v_all = repeated(q, k, v)
+    k_all, v_all = _heads(q, k, v)
     dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
         *(adjacent(x.to(lse.dtype)) for x in (dout, q, k_all, v_all, out)), lse, 0.0, mask.is_causal, scale=scale
     )

@@ -19,7 +19,7 @@ from kernel_pytorch.hardware_abstraction.op import Call, Case, Codec, Draw, Op, 
 if TYPE_CHECKING:
     from kernel_pytorch.masks import Mask
 
-__all__ = ["ATTENTION", "lse_dtype", "lse_flows", "result_dtype"]
+__all__ = ["ATTENTION", "check_attention", "lse_dtype", "lse_flows", "masked_softmax", "result_dtype"]
 
 _DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
@@ -107,9 +107,11 @@ class _Streamed(torch.autograd.Function):
 
 
 def _probabilities(q: torch.Tensor, k: torch.Tensor, mask: Mask, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of every query and key, and the log-sum-exp of every query."""
-    keep = mask.dense(q.shape[2], k.shape[2]).to(q.device)
-    scores = q @ k.transpose(-1, -2) * scale
+    return masked_softmax(q @ k.transpose(-1, -2) * scale, mask.dense(q.shape[2], k.shape[2]).to(q.device))
+
+
+def masked_softmax(scores: torch.Tensor, keep: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The probabilities of every query and key, and the log-sum-exp of every query."""
     attends = keep.any(dim=-1, keepdim=True) & torch.ones_like(scores[..., :1], dtype=torch.bool)
     # Rows without a key would give NaN, also backwards: they take part with plain scores and are cut off after.
     safe = torch.where(keep | ~attends, scores, -math.inf)
@@ -118,7 +120,7 @@ def _probabilities(q: torch.Tensor, k: torch.Tensor, mask: Mask, scale: float) -
     return p, torch.where(attends.squeeze(-1), lse, -math.inf)
 
 
-def check(call: Call) -> None:
+def check_attention(call: Call) -> None:
     from kernel_pytorch.masks import Mask
 
     q, k, v, mask, scale = (call[name] for name in ("q", "k", "v", "mask", "scale"))
@@ -346,7 +348,7 @@ ATTENTION = Op(
     without_gradients={"wanted": "out"},
     cancelling=("dq", "dk"),
     codecs={"mask": Codec(encode=lambda mask: mask.code, decode=lambda code: _masks().from_code(code))},
-    check=check,
+    check=check_attention,
     fake=fake,
     fake_backward=fake_backward,
     cases=CASES,

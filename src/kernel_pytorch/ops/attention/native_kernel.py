@@ -1,4 +1,6 @@
-"""The delegate's attention in C++, in eager mode, on torch's own threads; the backward is that of the tiled kernel.
+"""The delegate's attention in C++, in eager mode, on torch's own threads.
+
+The backward is that of cpu-flash for full and causal masks, and that of the tiled kernel for all others.
 
 A call becomes a payload of one op over the tensors where they are, strides and all, which is kept for the next call
 of its shapes and mask.
@@ -16,7 +18,8 @@ import torch
 from kernel_pytorch.hardware_abstraction.device import Device
 from kernel_pytorch.lowering.direct import DirectProgram
 from kernel_pytorch.lowering.payload import Buffer, BufferKind, Op, OpCode, Parameter, Payload, Token, Value
-from kernel_pytorch.ops.attention.tiled_kernel import backward
+from kernel_pytorch.ops.attention import cpu_flash_kernel, tiled_kernel
+from kernel_pytorch.ops.attention.definition import lse_flows
 
 if TYPE_CHECKING:
     from kernel_pytorch.masks import Mask
@@ -84,3 +87,23 @@ def forward(
     with lock:
         program([_flat(q), _flat(k), _flat(v)], [_flat(out), _flat(lse)])
     return out, lse
+
+
+def backward(
+    device: Device,
+    dout: torch.Tensor,
+    dlse: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    mask: Mask,
+    scale: float,
+    wanted: str,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    dense = mask.is_full or (mask.is_causal and q.shape[2] == k.shape[2])
+    # What cpu-flash refuses: gradients of lse, empty tensors, two head dimensions, scales of 0 and below.
+    served = not lse_flows(wanted) and q.shape[3] == v.shape[3] and q.numel() and k.numel() and scale >= 1e-30
+    run = cpu_flash_kernel.backward if dense and served else tiled_kernel.backward
+    return run(device, dout, dlse, q, k, v, out, lse, mask, scale, wanted)

@@ -23,11 +23,13 @@ from kernel_pytorch.ops.attention.definition import lse_dtype, lse_flows, result
 if TYPE_CHECKING:
     from kernel_pytorch.masks import Mask
 
+__all__ = ["Piece", "Scores", "Work", "backward", "forward", "grouped", "tiled_backward", "tiled_forward"]
+
 _KEYS_A_PIECE = 1024  # scores of a piece fit the second-level cache of a core
 
 
 @dataclass(frozen=True)
-class _Piece:
+class Piece:
     keys: slice | torch.Tensor
     """A range of keys, or the indices of scattered ones."""
     bias: torch.Tensor | None
@@ -37,7 +39,7 @@ class _Piece:
 
 
 @dataclass(frozen=True)
-class _Work:
+class Work:
     """One tile of queries of the batch entries and heads that share a mask."""
 
     batch: slice
@@ -48,7 +50,7 @@ class _Work:
     entry: int
 
 
-def _work(known: Layout, batch: int, heads: int, group: int) -> Iterator[_Work]:
+def _work(known: Layout, batch: int, heads: int, group: int) -> Iterator[Work]:
     tile = known.finest_block
     rows = -(-known.q_len // tile)
     for b in range(known.batch):
@@ -58,7 +60,7 @@ def _work(known: Layout, batch: int, heads: int, group: int) -> Iterator[_Work]:
             keys = slice(h // group, h // group + 1) if known.heads > 1 else slice(0, heads // group)
             for t in range(rows):
                 queries = slice(t * tile, min(known.q_len, (t + 1) * tile))
-                yield _Work(entries, own, keys, queries, (b * known.heads + h) * rows + t, b)
+                yield Work(entries, own, keys, queries, (b * known.heads + h) * rows + t, b)
 
 
 class _Cutter:
@@ -70,7 +72,7 @@ class _Cutter:
         self.walk = [tensor.tolist() for tensor in known.walk(known.finest_block, known.finest_block).tensors()]
         self.made: dict[Any, tuple[torch.Tensor, torch.Tensor | None]] = {}
 
-    def pieces(self, work: _Work) -> Iterator[_Piece]:
+    def pieces(self, work: Work) -> Iterator[Piece]:
         span, full_offsets, full, partial_offsets, listed, slots = self.walk
         tile, row = self.known.finest_block, work.row
         partial = {listed[at]: slots[at] for at in range(partial_offsets[row], partial_offsets[row + 1])}
@@ -83,13 +85,13 @@ class _Cutter:
             if chosen[-1] - chosen[0] != len(chosen) - 1:
                 keys = torch.cat([torch.arange(first, last) for first, last in ranges]).to(self.like.device)
             if any(n in partial for n in chosen):
-                yield _Piece(keys, *self._bias(work, keys, chosen, ranges, partial))
+                yield Piece(keys, *self._bias(work, keys, chosen, ranges, partial))
             else:
-                yield _Piece(keys, None, None)
+                yield Piece(keys, None, None)
 
     def _bias(
         self,
-        work: _Work,
+        work: Work,
         keys: Any,
         chosen: list[int],
         ranges: list[tuple[int, int]],
@@ -111,7 +113,7 @@ class _Cutter:
         return self.made[pattern]
 
     def _allowed(
-        self, work: _Work, chosen: list[int], ranges: list[tuple[int, int]], partial: dict[int, int]
+        self, work: Work, chosen: list[int], ranges: list[tuple[int, int]], partial: dict[int, int]
     ) -> torch.Tensor:
         """(queries, keys) booleans; each tile compares with its own slots, which block tables make differ."""
         queries = work.queries
@@ -140,7 +142,7 @@ class _Cutter:
         return bias.repeat(self.group, 1).to(self.like.device), nothing
 
 
-def _grouped(x: torch.Tensor, work: _Work) -> torch.Tensor:
+def grouped(x: torch.Tensor, work: Work) -> torch.Tensor:
     """The tile's rows as (B * G, R, numbers): the query heads that share keys stand below each other."""
     tile = x[work.batch, work.heads, work.queries]
     kv_heads = work.kv_heads.stop - work.kv_heads.start
@@ -148,22 +150,42 @@ def _grouped(x: torch.Tensor, work: _Work) -> torch.Tensor:
     return tile.reshape(tile.shape[0] * kv_heads, rows, *tile.shape[3:])
 
 
-def _pick(x: torch.Tensor, work: _Work, keys: slice | torch.Tensor) -> torch.Tensor:
+def _pick(x: torch.Tensor, work: Work, keys: slice | torch.Tensor) -> torch.Tensor:
     """The piece's keys or values as (B * G, P, numbers)."""
     own = x[work.batch, work.kv_heads]
     picked = own[:, :, keys] if isinstance(keys, slice) else own.index_select(2, keys)
     return picked.flatten(0, 1)
 
 
-def _scores(q_tile: torch.Tensor, k_piece: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    k_t = k_piece.transpose(1, 2)
-    if bias is None:
-        return torch.bmm(q_tile, k_t)
-    return torch.baddbmm(bias.expand(q_tile.shape[0], *bias.shape), q_tile, k_t)
+class Scores:
+    """The scores of a tile of queries and a piece of keys, -inf where the mask leaves a pair out."""
+
+    def forward(
+        self,
+        work: Work,  # noqa: ARG002
+        piece: Piece,
+        q_tile: torch.Tensor,
+        k_piece: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """(B * G, R, P) scores, and the rows in which no key is attended to, or None."""
+        k_t = k_piece.transpose(1, 2)
+        if piece.bias is None:
+            return torch.bmm(q_tile, k_t), piece.nothing
+        return torch.baddbmm(piece.bias.expand(q_tile.shape[0], *piece.bias.shape), q_tile, k_t), piece.nothing
+
+    def backward(self, work: Work, piece: Piece, ds: torch.Tensor) -> torch.Tensor:  # noqa: ARG002
+        """The gradient of q_tile k_piece^T from that of the scores of the last ``forward``."""
+        return ds
 
 
 def forward(
     device: Device, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask, scale: float, wanted: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return tiled_forward(q, k, v, mask, scale, wanted, Scores())
+
+
+def tiled_forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask, scale: float, wanted: str, scoring: Scores
 ) -> tuple[torch.Tensor, torch.Tensor]:
     wide = lse_dtype(q.dtype)
     batch, heads, q_len, _ = q.shape
@@ -174,23 +196,23 @@ def forward(
     q_wide, k_wide, v_wide = q.to(wide), k.to(wide), v.to(wide)
     cutter = _Cutter(known, group, q_wide)
     for work in _work(known, batch, heads, group):
-        q_tile = _grouped(q_wide, work) * scale
+        q_tile = grouped(q_wide, work) * scale
         acc: torch.Tensor | None = None
         sums = torch.empty(0)
         pieces = list(cutter.pieces(work))
         unsummed = wanted == "out" and len(pieces) == 1  # nothing to merge with, and nobody asks for the lse
         for piece in pieces:
-            scores = _scores(q_tile, _pick(k_wide, work, piece.keys), piece.bias)
+            scores, nothing = scoring.forward(work, piece, q_tile, _pick(k_wide, work, piece.keys))
             p = torch.softmax(scores, dim=-1)
             part = torch.bmm(p, _pick(v_wide, work, piece.keys))
             if unsummed:
-                acc = part if piece.nothing is None else part.masked_fill_(piece.nothing, 0.0)
+                acc = part if nothing is None else part.masked_fill_(nothing, 0.0)
                 continue
             # The largest probability is exp(largest score - lse): two maxima instead of another exponential pass.
             part_sums = scores.amax(dim=-1, keepdim=True) - p.amax(dim=-1, keepdim=True).log_()
-            if piece.nothing is not None:
-                part.masked_fill_(piece.nothing, 0.0)
-                part_sums.masked_fill_(piece.nothing, -math.inf)
+            if nothing is not None:
+                part.masked_fill_(nothing, 0.0)
+                part_sums.masked_fill_(nothing, -math.inf)
             if acc is None:
                 acc, sums = part, part_sums
                 continue
@@ -222,6 +244,22 @@ def backward(
     scale: float,
     wanted: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return tiled_backward(dout, dlse, q, k, v, out, lse, mask, scale, wanted, Scores())
+
+
+def tiled_backward(
+    dout: torch.Tensor,
+    dlse: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    mask: Mask,
+    scale: float,
+    wanted: str,
+    scoring: Scores,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     wide = lse.dtype
     batch, heads, q_len, _ = q.shape
     group = heads // k.shape[1]
@@ -235,16 +273,18 @@ def backward(
     dq, dk, dv = (torch.zeros(x.shape, dtype=wide, device=x.device) for x in (q, k, v))
     cutter = _Cutter(known, group, q_wide)
     for work in _work(known, batch, heads, group):
-        q_tile, dout_tile = _grouped(q_wide, work) * scale, _grouped(dout_wide, work)
-        lse_tile, delta_tile = _grouped(lse_safe, work).unsqueeze(-1), _grouped(delta, work).unsqueeze(-1)
+        q_tile, dout_tile = grouped(q_wide, work) * scale, grouped(dout_wide, work)
+        lse_tile, delta_tile = grouped(lse_safe, work).unsqueeze(-1), grouped(delta, work).unsqueeze(-1)
         dq_tile = torch.zeros_like(q_tile)
         for piece in cutter.pieces(work):
             k_piece, v_piece = _pick(k_wide, work, piece.keys), _pick(v_wide, work, piece.keys)
-            p = _scores(q_tile, k_piece, piece.bias).sub_(lse_tile).exp_()
-            if piece.nothing is not None:
-                p.masked_fill_(piece.nothing, 0.0)
+            scores, nothing = scoring.forward(work, piece, q_tile, k_piece)
+            p = scores.sub_(lse_tile).exp_()
+            if nothing is not None:
+                p.masked_fill_(nothing, 0.0)
             _add(dv, work, piece.keys, torch.bmm(p.transpose(1, 2), dout_tile))
             ds = torch.bmm(dout_tile, v_piece.transpose(1, 2)).sub_(delta_tile).mul_(p)
+            ds = scoring.backward(work, piece, ds)
             dq_tile.baddbmm_(ds, k_piece)
             _add(dk, work, piece.keys, torch.bmm(ds.transpose(1, 2), q_tile))
         shape = (-1, work.heads.stop - work.heads.start, work.queries.stop - work.queries.start, q.shape[3])
@@ -253,7 +293,7 @@ def backward(
     return dq.to(narrow), dk.to(narrow), dv.to(narrow)
 
 
-def _add(total: torch.Tensor, work: _Work, keys: slice | torch.Tensor, part: torch.Tensor) -> None:
+def _add(total: torch.Tensor, work: Work, keys: slice | torch.Tensor, part: torch.Tensor) -> None:
     own = total[work.batch, work.kv_heads]
     part = part.reshape(*own.shape[:2], *part.shape[1:])
     if isinstance(keys, slice):

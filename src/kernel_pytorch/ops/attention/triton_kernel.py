@@ -8,6 +8,8 @@ added atomically and the backward gives the same bits each time.
 Shapes: B batch, H query heads, G key heads, M queries, N keys, D head dimension, E value head dimension.
 """
 
+# mypy: allow-incomplete-defs, allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
+
 from __future__ import annotations
 
 import math

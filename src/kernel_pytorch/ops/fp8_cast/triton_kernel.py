@@ -6,6 +6,8 @@ partly out of the cache; scales of blocks and squares lie within a tile, scales 
 one that is a power of two may be guessed from an earlier cast, at the price of a second cast where that was wrong.
 """
 
+# mypy: allow-incomplete-defs, allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
+
 from __future__ import annotations
 
 from functools import lru_cache

@@ -9,6 +9,8 @@ counted, unless one was a zero before. Only a tile with such a one or with a NaN
 with any zero) is read again to be counted number by number.
 """
 
+# mypy: allow-incomplete-defs, allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
+
 from __future__ import annotations
 
 from functools import lru_cache

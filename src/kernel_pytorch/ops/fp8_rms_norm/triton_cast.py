@@ -4,6 +4,8 @@ For compilers, which work these out together with what comes before the norm. As
 scale of a history, and another one where the output has outgrown it; byte for byte the cast of the output.
 """
 
+# mypy: allow-incomplete-defs, allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
+
 from __future__ import annotations
 
 from typing import Any

@@ -6,6 +6,8 @@ for the largest magnitudes of the gradients, which are never in memory. A tile i
 explains.
 """
 
+# mypy: allow-incomplete-defs, allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
+
 from __future__ import annotations
 
 from functools import lru_cache

@@ -4,6 +4,8 @@ Memory-bound: gate and up are read once and 8 bits written, where a history give
 read twice, first for the largest magnitude of h, which is never in memory.
 """
 
+# mypy: allow-incomplete-defs, allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
+
 from __future__ import annotations
 
 from functools import lru_cache

@@ -6,6 +6,8 @@ rounded once more. Histories get the largest magnitudes of all parts. Where no p
 for byte as if cast at once.
 """
 
+# mypy: allow-incomplete-defs, allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
+
 from __future__ import annotations
 
 from collections.abc import Callable

@@ -1,9 +1,10 @@
-// The core without ExecuTorch, for Python: tests and eager mode run payloads through it.
+// The C interface, through which Python runs payloads without ExecuTorch: tests and eager mode.
+#include "core/c_api.h"
+
 #include <atomic>
 #include <cstring>
 #include <memory>
 
-#include "core/c_api.h"
 #include "core/program.h"
 
 #if defined(KERNEL_PYTORCH_WITH_EXECUTORCH)
@@ -16,9 +17,11 @@ using kernel_pytorch::kMaxRank;
 using kernel_pytorch::Program;
 using kernel_pytorch::Reason;
 
+static_assert(sizeof(KernelPyTorchTensor::dims) == sizeof(Argument::dims), "c_api.h has the same maximum rank");
+
 namespace {
 
-bool give(const Reason& reason, char* text, size_t size) {
+bool report(const Reason& reason, char* text, size_t size) {
   if (text != nullptr && size > 0) {
     std::strncpy(text, reason.text, size - 1);
     text[size - 1] = 0;
@@ -26,7 +29,7 @@ bool give(const Reason& reason, char* text, size_t size) {
   return false;
 }
 
-// Two pools of threads in one process spin against each other, so eager mode works on the one that torch has.
+// Eager mode uses torch's OpenMP threads: two thread pools in one process would spin against each other.
 using GompParallel = void (*)(void (*)(void*), void*, unsigned threads, unsigned flags);
 std::atomic<GompParallel> gomp_parallel{nullptr};
 
@@ -40,7 +43,7 @@ struct Team {
 void on_openmp(int64_t workers, void (*work)(void*, int64_t), void* context) {
   Team team{work, context, workers};
   const auto member = [](void* opaque) {
-    // A team may be smaller than asked for: whoever is there takes the next worker's part.
+    // OpenMP may start fewer threads than requested: each takes workers until none is left.
     Team& own = *static_cast<Team*>(opaque);
     for (int64_t n = own.next++; n < own.workers; n = own.next++) own.work(own.context, n);
   };
@@ -60,13 +63,13 @@ void* kernel_pytorch_load(const void* bytes, size_t size, const void* owner, voi
     host.parallel = on_openmp;
   }
 #if defined(KERNEL_PYTORCH_WITH_EXECUTORCH)
-  else {  // asking for ExecuTorch's threads makes them
+  else {  // only now: the first call starts ExecuTorch's threads
     host.workers = kernel_pytorch::thread_count();
     host.parallel = kernel_pytorch::on_threads;
   }
 #endif
   auto program = Program::load(static_cast<const uint8_t*>(bytes), size, host, reason);
-  if (!program) give(reason, text, text_size);
+  if (!program) report(reason, text, text_size);
   return program.release();
 }
 
@@ -78,32 +81,32 @@ bool kernel_pytorch_run(void* handle, const KernelPyTorchTensor* inputs, size_t 
       output_count > 64) {
     reason.set("%zu inputs and %zu outputs were given; the program has %zu and %zu", input_count, output_count,
                program.input_count(), program.output_count());
-    return give(reason, text, text_size);
+    return report(reason, text, text_size);
   }
   Argument arguments[64];
   for (size_t n = 0; n < input_count; ++n) {
-    if (inputs[n].rank < 0 || inputs[n].rank > kMaxRank || inputs[n].dtype >= kernel_pytorch::kDTypes) {
-      reason.set("input %zu has %d dimensions", n, inputs[n].rank);
-      return give(reason, text, text_size);
+    if (inputs[n].rank < 0 || inputs[n].rank > kMaxRank || !kernel_pytorch::format::is_one_of<DType>(inputs[n].dtype)) {
+      reason.set("input %zu has %d dimensions and dtype %u", n, inputs[n].rank, inputs[n].dtype);
+      return report(reason, text, text_size);
     }
     arguments[n].data = inputs[n].data;
     arguments[n].dtype = static_cast<DType>(inputs[n].dtype);
     arguments[n].rank = inputs[n].rank;
     std::memcpy(arguments[n].dims, inputs[n].dims, sizeof(arguments[n].dims));
   }
-  if (!program.bind(arguments, reason)) return give(reason, text, text_size);
+  if (!program.bind(arguments, reason)) return report(reason, text, text_size);
   void* data[64];
   for (size_t n = 0; n < output_count; ++n) {
     const auto& shape = program.output_shape(n);
     bool same = outputs[n].rank == shape.rank && outputs[n].dtype == static_cast<uint8_t>(shape.dtype);
     for (int d = 0; same && d < shape.rank; ++d) same = outputs[n].dims[d] == shape.dims[d];
     if (!same) {
-      reason.set("output %zu has another shape or format than the program gives it", n);
-      return give(reason, text, text_size);
+      reason.set("output %zu has another shape or dtype than the program's", n);
+      return report(reason, text, text_size);
     }
     data[n] = outputs[n].data;
   }
-  return program.run(data, reason) || give(reason, text, text_size);
+  return program.run(data, reason) || report(reason, text, text_size);
 }
 
 void kernel_pytorch_free(void* program) { delete static_cast<Program*>(program); }

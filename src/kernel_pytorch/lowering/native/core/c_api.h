@@ -13,18 +13,19 @@ struct KernelPyTorchTensor {  // contiguous
   int64_t dims[8];
 };
 
-// Null, with the reason in `text`, where the payload is refused. `bytes` must outlive the program. Programs of one
-// `owner`, any address, share their caches; with a null owner a program has its own. `openmp` is the GOMP_parallel of
-// the OpenMP runtime whose threads the process uses already, to work on `workers` of them; null: ExecuTorch's threads.
+// Loads a payload, or returns null with the reason in `text`. `bytes` must outlive the program. Programs with the same
+// `owner`, any address, share caches; a null owner shares nothing. `openmp` is GOMP_parallel of the OpenMP runtime
+// whose threads the process already uses, of which the program uses `workers`; if it is null, ExecuTorch's threads are
+// used.
 KERNEL_PYTORCH_API void* kernel_pytorch_load(const void* bytes, size_t size, const void* owner, void* openmp,
                                              int64_t workers, char* text, size_t text_size);
 
-// False, with the reason in `text`, where an input or output does not fit.
+// Runs a program, or returns false with the reason in `text` if an input or output does not fit.
 KERNEL_PYTORCH_API bool kernel_pytorch_run(void* program, const KernelPyTorchTensor* inputs, size_t input_count,
                                            KernelPyTorchTensor* outputs, size_t output_count, char* text,
                                            size_t text_size);
 
 KERNEL_PYTORCH_API void kernel_pytorch_free(void* program);
 
-// Why the last delegate call on this thread was refused, or empty; asking forgets it.
+// The reason for which the last delegate call on this thread failed, or an empty text. Clears it.
 KERNEL_PYTORCH_API const char* kernel_pytorch_last_error();

@@ -9,10 +9,10 @@ namespace {
 
 constexpr size_t kLine = 64;
 constexpr int64_t kLastPosition = int64_t{1} << 40;
-constexpr size_t kMostBytes = size_t{1} << 40;
+constexpr size_t kMaxBytes = size_t{1} << 40;
 
-bool times(size_t& bytes, int64_t factor) {
-  return !__builtin_mul_overflow(bytes, static_cast<size_t>(factor), &bytes) && bytes <= kMostBytes;
+bool multiply(size_t& bytes, int64_t factor) {
+  return !__builtin_mul_overflow(bytes, static_cast<size_t>(factor), &bytes) && bytes <= kMaxBytes;
 }
 
 }  // namespace
@@ -20,9 +20,10 @@ bool times(size_t& bytes, int64_t factor) {
 std::shared_ptr<Cache> Cache::make(const CacheShape& shape, Reason& reason) {
   std::shared_ptr<Cache> cache(new (std::nothrow) Cache());
   size_t rows = 1;
-  const bool small = times(rows, shape.batch) && times(rows, shape.heads) && times(rows, shape.sinks + shape.ring);
+  const bool small =
+      multiply(rows, shape.batch) && multiply(rows, shape.heads) && multiply(rows, shape.sinks + shape.ring);
   size_t keys = rows * size_of(shape.dtype), values = keys;
-  if (!cache || !small || !times(keys, shape.dim) || !times(values, shape.value_dim)) {
+  if (!cache || !small || !multiply(keys, shape.dim) || !multiply(values, shape.value_dim)) {
     reason.set("cache '%.64s' is too large", shape.name.c_str());
     return nullptr;
   }
@@ -52,9 +53,10 @@ bool Cache::accepts(int64_t position, int64_t tokens, Reason& reason) const {
   }
   const int64_t first = std::max(shape_.sinks, position - shape_.window);
   if (position > shape_.sinks && first < low_) {
-    return reason.set("cache '%.64s': position %lld needs tokens from %lld on, and those before %lld have been "
-                      "overwritten; start anew at 0",
-                      name, (long long)position, (long long)first, (long long)low_);
+    return reason.set(
+        "cache '%.64s': position %lld needs tokens from %lld on, and those before %lld have been "
+        "overwritten; start again at 0",
+        name, (long long)position, (long long)first, (long long)low_);
   }
   return true;
 }
@@ -66,19 +68,19 @@ void Cache::advance(int64_t position, int64_t tokens) {
   low_ = std::max(low_, seen_ - shape_.ring);
 }
 
-int64_t Cache::runs(int64_t position, Run* out) const {
+int64_t Cache::ranges(int64_t position, KeyRange* out) const {
   int64_t count = 0;
-  const int64_t last = std::min(position + 1, seen_);  // one past the newest key
-  if (shape_.sinks > 0 && last > 0) out[count++] = {0, std::min(shape_.sinks, last)};
-  const int64_t first = std::max(low_, position - shape_.window);
-  if (first >= last) return count;
-  // At most `ring` positions, so at most two runs of slots; the later positions may lie in the earlier slots.
-  const Run from = {slot(first), slot(last - 1) + 1};
-  if (from.first < from.last) {
-    out[count++] = from;
+  const int64_t end = std::min(position + 1, seen_);
+  if (shape_.sinks > 0 && end > 0) out[count++] = {0, std::min(shape_.sinks, end)};
+  const int64_t begin = std::max(low_, position - shape_.window);
+  if (begin >= end) return count;
+  // At most `ring` positions: one range of slots, or two if they wrap around.
+  const KeyRange used = {slot(begin), slot(end - 1) + 1};
+  if (used.begin < used.end) {
+    out[count++] = used;
   } else {
-    out[count++] = {shape_.sinks, from.last};
-    out[count++] = {from.first, slots()};
+    out[count++] = {shape_.sinks, used.end};
+    out[count++] = {used.begin, slots()};
   }
   return count;
 }

@@ -1,4 +1,4 @@
-// A key-value cache: sinks, and a ring that holds a sliding window. kernel_pytorch/kv_cache.py defines it.
+// A key-value cache of attention sinks and a ring buffer for a sliding window. kernel_pytorch/kv_cache.py defines it.
 #pragma once
 
 #include <memory>
@@ -17,19 +17,19 @@ class Cache {
     return position < shape_.sinks ? position : shape_.sinks + (position - shape_.sinks) % shape_.ring;
   }
 
-  // Whether so many tokens may be written from a position on; nothing changes.
+  // Whether `tokens` may be written from `position` on. Changes nothing.
   bool accepts(int64_t position, int64_t tokens, Reason& reason) const;
 
-  // The tokens that are written now, and that queries then stand at.
+  // Records that tokens [position, position + tokens) are written; they are the positions of the next queries.
   void advance(int64_t position, int64_t tokens);
   int64_t position() const { return position_; }
 
-  // The slots that a query at a position attends to, as sorted disjoint runs, at most kMostRuns; all of them are
-  // slots that have been written, whatever the position.
-  static constexpr int64_t kMostRuns = 3;
-  int64_t runs(int64_t position, Run* out) const;
+  // Writes the slots that a query at `position` attends to as sorted disjoint ranges, at most kMaxRanges, and returns
+  // how many. All of these slots have been written, for any position.
+  static constexpr int64_t kMaxRanges = 3;
+  int64_t ranges(int64_t position, KeyRange* out) const;
 
-  // (batch, heads, slots, dim), and (batch, heads, slots) for the scales, which int8 alone has.
+  // Shape (batch, heads, slots, dim). Scales, which only int8 has: (batch, heads, slots).
   char* keys() const { return memory_.get(); }
   char* values() const { return memory_.get() + keys_bytes_; }
   float* key_scales() const { return scales(0); }
@@ -46,8 +46,8 @@ class Cache {
   size_t keys_bytes_ = 0, values_bytes_ = 0;
   std::unique_ptr<char, void (*)(void*)> memory_{nullptr, nullptr};
   int64_t seen_ = 0;      // tokens
-  int64_t low_ = 0;       // the first position of the ring that is still there
-  int64_t position_ = 0;  // of the first token that was written last
+  int64_t low_ = 0;       // first position in the ring that is not overwritten
+  int64_t position_ = 0;  // of the first token of the last write
 };
 
 }  // namespace kernel_pytorch

@@ -30,8 +30,8 @@ constexpr Tables kTables = make_tables();
 uint32_t crc32(const uint8_t* data, size_t size) {
   uint32_t value = 0xffffffffu;
   for (; size >= 8; data += 8, size -= 8) {
-    const uint32_t low = value ^ (uint32_t{data[0]} | uint32_t{data[1]} << 8 | uint32_t{data[2]} << 16 |
-                                  uint32_t{data[3]} << 24);
+    const uint32_t low =
+        value ^ (uint32_t{data[0]} | uint32_t{data[1]} << 8 | uint32_t{data[2]} << 16 | uint32_t{data[3]} << 24);
     value = kTables[7][low & 0xff] ^ kTables[6][low >> 8 & 0xff] ^ kTables[5][low >> 16 & 0xff] ^
             kTables[4][low >> 24] ^ kTables[3][data[4]] ^ kTables[2][data[5]] ^ kTables[1][data[6]] ^
             kTables[0][data[7]];

@@ -34,7 +34,7 @@ using executorch::runtime::Span;
 
 constexpr const char* kName = "KernelPyTorchBackend";
 
-// Why the last call on this thread was refused; empty where it was not. ExecuTorch itself passes on a number.
+// The reason for which the last call on this thread failed. ExecuTorch passes on only an error code.
 thread_local Reason last_error;
 
 bool dtype_of(ScalarType type, DType& dtype) {
@@ -65,10 +65,10 @@ bool dtype_of(ScalarType type, DType& dtype) {
   }
 }
 
-// A loaded program with the lists that each call fills, so that a call allocates nothing.
+// A loaded program and the arrays that each call fills, so that a call allocates nothing.
 struct Handle {
   const NamedDataMap* named = nullptr;
-  std::vector<FreeableBuffer> shared;  // constants of the whole .pte, which the program reads where they are
+  std::vector<FreeableBuffer> shared;  // constants of the .pte, which the program reads in place
   std::unique_ptr<Program> program;
   std::vector<Argument> inputs;
   std::vector<void*> outputs;
@@ -83,7 +83,7 @@ bool read_argument(const EValue& value, const Parameter& wanted, Argument& given
   }
   if (!value.isTensor()) return reason.set("input '%.64s' is not a tensor", name);
   const Tensor& tensor = value.toTensor();
-  if (!dtype_of(tensor.scalar_type(), given.dtype)) return reason.set("input '%.64s' has an unknown number format", name);
+  if (!dtype_of(tensor.scalar_type(), given.dtype)) return reason.set("input '%.64s' has an unsupported dtype", name);
   if (tensor.dim() > kMaxRank) return reason.set("input '%.64s' has %d dimensions", name, (int)tensor.dim());
   given.rank = static_cast<int32_t>(tensor.dim());
   int64_t stride = 1;
@@ -123,7 +123,7 @@ class KernelPyTorchBackend final : public BackendInterface {
     Host host;
     host.workers = thread_count();
     host.parallel = on_threads;
-    // The named data belong to the loaded program: all its methods have the same, and no other program has.
+    // All methods of one loaded program have the same named data map, and no other program has it.
     host.owner = handle->named;
     host.find = find_shared;
     host.context = handle.get();
@@ -178,7 +178,7 @@ class KernelPyTorchBackend final : public BackendInterface {
     if (!value.isTensor()) return reason.set("output '%.64s' is not a tensor", name);
     Tensor& tensor = value.toTensor();
     if (!dtype_of(tensor.scalar_type(), dtype) || dtype != program.output(n).dtype) {
-      return reason.set("output '%.64s' has another number format than the payload", name);
+      return reason.set("output '%.64s' has another dtype than the payload", name);
     }
     const View& shape = program.output_shape(n);
     executorch::aten::SizesType sizes[kMaxRank];
@@ -187,8 +187,7 @@ class KernelPyTorchBackend final : public BackendInterface {
       sizes[d] = static_cast<executorch::aten::SizesType>(shape.dims[d]);
       same = same && tensor.size(d) == shape.dims[d];
     }
-    if (!same && executorch::runtime::resize_tensor(
-                     tensor, {sizes, static_cast<size_t>(shape.rank)}) != Error::Ok) {
+    if (!same && executorch::runtime::resize_tensor(tensor, {sizes, static_cast<size_t>(shape.rank)}) != Error::Ok) {
       return reason.set("output '%.64s' cannot take its shape", name);
     }
     data = tensor.mutable_data_ptr();

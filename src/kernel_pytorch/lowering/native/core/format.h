@@ -1,23 +1,29 @@
-// The payload's format, version 2. src/kernel_pytorch/lowering/payload.py writes it and documents every field.
+// Constants of the payload format, version 2. payload.py documents and writes the format; masks/code.py documents the
+// codes of masks. tests/lowering/test_payload_format.py compares both with this file, name by name and value by value.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 
 namespace kernel_pytorch::format {
 
-constexpr char kMagic[8] = {'K', 'P', 'T', 'P', 'L', 'O', 'A', 'D'};
+constexpr char kMagic[] = "KPTPLOAD";
 constexpr uint32_t kVersion = 2;
-constexpr uint32_t kTargetCpu = 1;
 constexpr size_t kHeaderBytes = 32;
 constexpr uint32_t kNone = 0xffffffff;
-constexpr uint64_t kMostArenaBytes = uint64_t{1} << 40;
-constexpr int64_t kMostCacheSize = int64_t{1} << 30;
-constexpr uint64_t kConstantAlignment = 64;
+constexpr uint64_t kAlignment = 64;
+constexpr int kMaxRank = 8;
+constexpr int64_t kRegisters = 16;  // of a pointwise op
+constexpr int64_t kPanel = 32;      // outputs of a linear that are packed together
 
-enum Token : uint32_t { kConstantToken, kSymbolToken, kAdd, kMultiply, kFloorDivide, kModulo, kTokens };
-enum BufferKind : uint8_t { kInput, kOutput, kArena, kConstant, kShared, kBufferKinds };
-enum ArgumentKind : uint8_t { kTensor, kInteger, kArgumentKinds };
-enum OpCode : uint32_t {
+enum class Target : uint32_t { kCpu = 1 };
+
+// Enumerators that end in kCount are the number of the others.
+enum class DType : uint8_t { kFloat32, kFloat16, kBFloat16, kBool, kInt64, kInt32, kInt8, kCount };
+enum class Token : uint32_t { kConstant, kSymbol, kAdd, kMultiply, kFloorDivide, kModulo, kCount };
+enum class BufferKind : uint8_t { kInput, kOutput, kArena, kConstant, kShared, kCount };
+enum class ArgumentKind : uint8_t { kTensor, kInteger, kCount };
+enum class OpCode : uint32_t {
   kAttention = 1,
   kRmsNorm = 2,
   kLayerNorm = 3,
@@ -28,17 +34,17 @@ enum OpCode : uint32_t {
   kCacheWrite = 8,
   kCachedAttention = 9,
 };
-enum Reduction : int64_t { kSum, kMean, kMaximum, kReductions };
+enum class Reduction : int64_t { kSum, kMean, kMaximum, kCount };
 
-// Steps of a pointwise op: (step, destination, a, b), all of them registers but for kImmediate's a.
-enum Step : int64_t {
+// Steps of a pointwise op: (step, destination, a, b). All are registers, except that a of kImmediate is an index.
+enum class Step : int64_t {
   kImmediate,
   kCopy,
-  kAddStep,
+  kAdd,
   kSubtract,
-  kMultiplyStep,
+  kMultiply,
   kDivide,
-  kMaximumStep,
+  kMaximum,
   kMinimum,
   kPower,
   kNegate,
@@ -57,8 +63,27 @@ enum Step : int64_t {
   kRelu,
   kSin,
   kCos,
-  kSteps
+  kCount
 };
-constexpr int64_t kRegisters = 16;
+
+enum class MaskNode : int64_t {
+  kFull,
+  kCausal,
+  kWindow,
+  kSinks,
+  kPrefix,
+  kDocuments,
+  kBlocks,
+  kAnd,
+  kOr,
+  kPart,
+  kCount
+};
+
+// Whether a number read from a payload is an enumerator of an enum that starts at zero and ends in kCount.
+template <typename Enum, typename Number>
+constexpr bool is_one_of(Number number) {
+  return number >= 0 && static_cast<uint64_t>(number) < static_cast<uint64_t>(Enum::kCount);
+}
 
 }  // namespace kernel_pytorch::format

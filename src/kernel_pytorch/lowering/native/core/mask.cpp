@@ -5,63 +5,70 @@
 namespace kernel_pytorch {
 namespace {
 
-enum Kind : int64_t { kFull, kCausal, kWindow, kSinks, kPrefix, kDocuments, kBlocks, kAnd, kOr, kPart };
-constexpr int kMostNodes = 4096;
-constexpr int kDeepest = 64;
-constexpr int64_t kMostRuns = int64_t{1} << 24;
-constexpr int64_t kFar = int64_t{1} << 40;  // beyond every position, small enough to be added to one
+using format::MaskNode;
 
-int children_of(int64_t kind) { return kind == kAnd || kind == kOr ? 2 : kind == kDocuments || kind == kPart ? 1 : 0; }
+constexpr int kMaxNodes = 4096;
+constexpr int kMaxDepth = 64;
+constexpr int64_t kMaxRanges = int64_t{1} << 24;
+constexpr int64_t kFar = int64_t{1} << 40;  // larger than every position; sums with positions do not overflow
 
-int64_t put(Run* out, int64_t first, int64_t last, int64_t length) {
-  *out = {std::max<int64_t>(first, 0), std::min(last, length)};
-  return out->last > out->first ? 1 : 0;
+int child_count(MaskNode kind) {
+  if (kind == MaskNode::kAnd || kind == MaskNode::kOr) return 2;
+  return kind == MaskNode::kDocuments || kind == MaskNode::kPart ? 1 : 0;
 }
 
-// Both sorted and disjoint; so is the result, which has at most a + b runs.
-int64_t intersect(const Run* a, int64_t a_count, const Run* b, int64_t b_count, Run* out) {
-  int64_t found = 0;
+int64_t put(KeyRange* out, int64_t begin, int64_t end, int64_t length) {
+  *out = {std::max<int64_t>(begin, 0), std::min(end, length)};
+  return out->end > out->begin ? 1 : 0;
+}
+
+// Operands and result are sorted and disjoint; the result has at most a_count + b_count ranges.
+int64_t intersect(const KeyRange* a, int64_t a_count, const KeyRange* b, int64_t b_count, KeyRange* out) {
+  int64_t count = 0;
   for (int64_t i = 0, j = 0; i < a_count && j < b_count;) {
-    const Run both = {std::max(a[i].first, b[j].first), std::min(a[i].last, b[j].last)};
-    if (both.last > both.first) out[found++] = both;
-    a[i].last < b[j].last ? ++i : ++j;
+    const KeyRange both = {std::max(a[i].begin, b[j].begin), std::min(a[i].end, b[j].end)};
+    if (both.end > both.begin) out[count++] = both;
+    a[i].end < b[j].end ? ++i : ++j;
   }
-  return found;
+  return count;
 }
 
-int64_t unite(const Run* a, int64_t a_count, const Run* b, int64_t b_count, Run* out) {
-  int64_t found = 0;
+int64_t unite(const KeyRange* a, int64_t a_count, const KeyRange* b, int64_t b_count, KeyRange* out) {
+  int64_t count = 0;
   for (int64_t i = 0, j = 0; i < a_count || j < b_count;) {
-    const bool from_a = j >= b_count || (i < a_count && a[i].first <= b[j].first);
-    const Run next = from_a ? a[i++] : b[j++];
-    if (found > 0 && next.first <= out[found - 1].last) {
-      out[found - 1].last = std::max(out[found - 1].last, next.last);
+    const bool from_a = j >= b_count || (i < a_count && a[i].begin <= b[j].begin);
+    const KeyRange next = from_a ? a[i++] : b[j++];
+    if (count > 0 && next.begin <= out[count - 1].end) {
+      out[count - 1].end = std::max(out[count - 1].end, next.end);
     } else {
-      out[found++] = next;
+      out[count++] = next;
     }
   }
-  return found;
+  return count;
 }
 
 }  // namespace
 
 bool Mask::read(const int64_t* code, size_t size, Reason& reason) {
-  // The code is read from its end, where each node's kind and count stand, and then built front to back.
+  // Kind and count follow the numbers of a node: split the code from its end, then build the nodes from the front.
   struct Piece {
     size_t start;
-    int64_t kind, count;
+    MaskNode kind;
+    int64_t count;
   };
   std::vector<Piece> pieces;
   for (size_t end = size; end > 0;) {
     if (end < 2) return reason.set("the mask's code is cut short");
     const int64_t kind = code[end - 2], count = code[end - 1];
-    if (kind < kFull || kind > kPart || count < 0 || static_cast<uint64_t>(count) > end - 2) {
-      return reason.set("the mask's code holds an unknown node");
+    if (!format::is_one_of<MaskNode>(kind) || count < 0 || static_cast<uint64_t>(count) > end - 2) {
+      return reason.set("the mask's code has an unknown node");
     }
-    if (kind == kPart) return reason.set("the mask is a part of another; parts are for ranks and are not lowered");
+    if (static_cast<MaskNode>(kind) == MaskNode::kPart) {
+      return reason.set("the mask is the shard of another for one rank; such masks cannot be lowered");
+    }
     end -= 2 + static_cast<size_t>(count);
-    pieces.push_back({end, kind, count});
-    if (pieces.size() > kMostNodes) return reason.set("the mask has more than %d nodes", kMostNodes);
+    pieces.push_back({end, static_cast<MaskNode>(kind), count});
+    if (pieces.size() > kMaxNodes) return reason.set("the mask has more than %d nodes", kMaxNodes);
   }
   nodes_.clear();
   nodes_.reserve(pieces.size());
@@ -70,30 +77,32 @@ bool Mask::read(const int64_t* code, size_t size, Reason& reason) {
     if (!read_node(piece->kind, code + piece->start, piece->count, stack, reason)) return false;
   }
   if (stack.size() != 1) return reason.set("the mask's code is not one expression");
-  work_runs_ = 0;
-  for (const Node& node : nodes_) work_runs_ += node.most_runs;
-  if (work_runs_ > kMostRuns) return reason.set("the mask has too many runs");
+  work_ranges_ = 0;
+  for (const Node& node : nodes_) work_ranges_ += node.max_ranges;
+  if (work_ranges_ > kMaxRanges) return reason.set("the mask has too many ranges");
   return true;
 }
 
-bool Mask::read_node(int64_t kind, const int64_t* numbers, int64_t count, std::vector<int32_t>& stack,
+bool Mask::read_node(MaskNode kind, const int64_t* numbers, int64_t count, std::vector<int32_t>& stack,
                      Reason& reason) {
   Node node;
   node.kind = kind;
   node.numbers.assign(numbers, numbers + count);
-  const int wanted = children_of(kind);
-  if (stack.size() < static_cast<size_t>(wanted)) return reason.set("the mask's code is cut short");
-  for (int n = wanted - 1; n >= 0; --n) {
+  const int children = child_count(kind);
+  if (stack.size() < static_cast<size_t>(children)) return reason.set("the mask's code is cut short");
+  for (int n = children - 1; n >= 0; --n) {
     node.children[n] = stack.back();
     stack.pop_back();
     node.depth = std::max(node.depth, nodes_[node.children[n]].depth + 1);
   }
-  if (node.depth > kDeepest) return reason.set("the mask is nested deeper than %d", kDeepest);
-  const auto wrong = [&] { return reason.set("the mask's code has wrong numbers for node kind %lld", (long long)kind); };
-  if (kind == kAnd || kind == kOr) {
+  if (node.depth > kMaxDepth) return reason.set("the mask is nested deeper than %d", kMaxDepth);
+  const auto wrong = [&] {
+    return reason.set("the mask's code has wrong numbers for node kind %lld", static_cast<long long>(kind));
+  };
+  if (kind == MaskNode::kAnd || kind == MaskNode::kOr) {
     if (count != 0) return wrong();
-    node.most_runs = nodes_[node.children[0]].most_runs + nodes_[node.children[1]].most_runs;
-  } else if (kind == kDocuments) {
+    node.max_ranges = nodes_[node.children[0]].max_ranges + nodes_[node.children[1]].max_ranges;
+  } else if (kind == MaskNode::kDocuments) {
     if (count < 1 || numbers[0] < 1 || numbers[0] > count) return wrong();
     int64_t at = 1, total = -1;
     for (int64_t entry = 0; entry < numbers[0]; ++entry) {
@@ -113,18 +122,18 @@ bool Mask::read_node(int64_t kind, const int64_t* numbers, int64_t count, std::v
     }
     if (at != count) return wrong();
     node.begins.push_back(static_cast<int64_t>(node.starts.size()));
-    // Local positions exist for masks of positions alone.
+    // Only masks of positions can be evaluated inside a document.
     std::vector<int32_t> open = {node.children[0]};
     while (!open.empty()) {
       const Node& inner = nodes_[open.back()];
       open.pop_back();
-      if (inner.kind == kDocuments || inner.kind == kBlocks) return wrong();
+      if (inner.kind == MaskNode::kDocuments || inner.kind == MaskNode::kBlocks) return wrong();
       for (int32_t child : inner.children) {
         if (child >= 0) open.push_back(child);
       }
     }
-    node.most_runs = nodes_[node.children[0]].most_runs;
-  } else if (kind == kBlocks) {
+    node.max_ranges = nodes_[node.children[0]].max_ranges;
+  } else if (kind == MaskNode::kBlocks) {
     if (count < 5) return wrong();
     for (int n = 0; n < 5; ++n) {
       if (n != 3 && (numbers[n] < 1 || numbers[n] > kFar)) return wrong();
@@ -139,20 +148,21 @@ bool Mask::read_node(int64_t kind, const int64_t* numbers, int64_t count, std::v
       const int64_t kept = numbers[5 + row];
       if (kept < 0 || kept > count - at) return wrong();
       node.starts.push_back(at);
-      int64_t runs = 0;
+      int64_t ranges = 0;
       for (int64_t n = at; n < at + kept; ++n) {
         const int64_t column = numbers[n];
         if (column < 0 || column > kFar || (numbers[3] >= 0 && column >= numbers[3])) return wrong();
         if (n > at && column <= numbers[n - 1]) return wrong();
-        if (n == at || column != numbers[n - 1] + 1) ++runs;
+        if (n == at || column != numbers[n - 1] + 1) ++ranges;
       }
-      node.most_runs = std::max(node.most_runs, runs);
+      node.max_ranges = std::max(node.max_ranges, ranges);
       at += kept;
     }
     if (at != count) return wrong();
     node.starts.push_back(at);
   } else {
-    if (count != (kind == kWindow ? 2 : kind == kSinks || kind == kPrefix ? 1 : 0)) return wrong();
+    const bool has_one = kind == MaskNode::kSinks || kind == MaskNode::kPrefix;
+    if (count != (kind == MaskNode::kWindow ? 2 : has_one ? 1 : 0)) return wrong();
     for (int64_t& number : node.numbers) {
       if (number < 0) return wrong();
       number = std::min(number, kFar);
@@ -167,13 +177,13 @@ bool Mask::fits(const MaskLengths& lengths, Reason& reason) const {
   const auto shared = [](int64_t own, int64_t all) { return own == 1 || own == all; };
   for (const Node& node : nodes_) {
     const auto& numbers = node.numbers;
-    if (node.kind == kDocuments) {
+    if (node.kind == MaskNode::kDocuments) {
       if (node.starts.back() != lengths.keys) {
         return reason.set("the mask's documents have %lld keys in all and there are %lld",
-                          (long long)node.starts.back(), (long long)lengths.keys);
+                          static_cast<long long>(node.starts.back()), static_cast<long long>(lengths.keys));
       }
       if (!shared(numbers[0], lengths.batch)) return reason.set("the mask is for another batch");
-    } else if (node.kind == kBlocks) {
+    } else if (node.kind == MaskNode::kBlocks) {
       const int64_t block = numbers[4];
       const int64_t rows = (lengths.queries + block - 1) / block, columns = (lengths.keys + block - 1) / block;
       int64_t widest = numbers[3];
@@ -191,64 +201,64 @@ bool Mask::fits(const MaskLengths& lengths, Reason& reason) const {
   return true;
 }
 
-int64_t Mask::runs(const MaskLengths& lengths, int64_t batch, int64_t head, int64_t query, Run* out,
-                   Run* work) const {
+int64_t Mask::ranges(const MaskLengths& lengths, int64_t batch, int64_t head, int64_t query, KeyRange* out,
+                     KeyRange* work) const {
   const Query at = {batch, head, query, query + lengths.keys - lengths.queries, lengths.keys, lengths.keys};
   return evaluate(nodes_.back(), at, out, work);
 }
 
-int64_t Mask::evaluate(const Node& node, const Query& at, Run* out, Run*& work) const {
+int64_t Mask::evaluate(const Node& node, const Query& at, KeyRange* out, KeyRange*& work) const {
   const auto& numbers = node.numbers;
   switch (node.kind) {
-    case kFull:
+    case MaskNode::kFull:
       return put(out, 0, at.length, at.length);
-    case kCausal:
+    case MaskNode::kCausal:
       return put(out, 0, at.position + 1, at.length);
-    case kWindow:
+    case MaskNode::kWindow:
       return put(out, at.position - numbers[0], at.position + numbers[1] + 1, at.length);
-    case kSinks:
+    case MaskNode::kSinks:
       return put(out, 0, numbers[0], at.length);
-    case kPrefix:
+    case MaskNode::kPrefix:
       return put(out, 0, at.position < numbers[0] ? numbers[0] : 0, at.length);
-    case kAnd:
-    case kOr: {
+    case MaskNode::kAnd:
+    case MaskNode::kOr: {
       const Node &left = nodes_[node.children[0]], &right = nodes_[node.children[1]];
-      Run* const a = work;
-      Run* const b = work + left.most_runs;
-      work += left.most_runs + right.most_runs;
+      KeyRange* const a = work;
+      KeyRange* const b = work + left.max_ranges;
+      work += left.max_ranges + right.max_ranges;
       const int64_t a_count = evaluate(left, at, a, work), b_count = evaluate(right, at, b, work);
-      return node.kind == kAnd ? intersect(a, a_count, b, b_count, out) : unite(a, a_count, b, b_count, out);
+      return node.kind == MaskNode::kAnd ? intersect(a, a_count, b, b_count, out) : unite(a, a_count, b, b_count, out);
     }
-    case kDocuments: {
+    case MaskNode::kDocuments: {
       if (at.position < 0) return 0;
       const int64_t entry = numbers[0] == 1 ? 0 : at.batch;
       const int64_t* const begin = node.starts.data() + node.begins[entry];
       const int64_t* const end = node.starts.data() + node.begins[entry + 1];
-      // The last document that begins at or before the position: empty ones share their start with the next.
+      // The last document that begins at or before the position; an empty document has the same start as the next.
       const int64_t* const own = std::upper_bound(begin, end, at.position) - 1;
       Query local = at;
       local.position -= *own;
       local.length = own[1] - *own;
       const int64_t count = evaluate(nodes_[node.children[0]], local, out, work);
       for (int64_t n = 0; n < count; ++n) {
-        out[n].first += *own;
-        out[n].last += *own;
+        out[n].begin += *own;
+        out[n].end += *own;
       }
       return count;
     }
     default: {
       const int64_t entry = numbers[0] == 1 ? 0 : at.batch, head = numbers[1] == 1 ? 0 : at.head;
       const int64_t row = (entry * numbers[1] + head) * numbers[2] + at.index / numbers[4];
-      int64_t found = 0;
+      int64_t count = 0;
       for (int64_t n = node.starts[row]; n < node.starts[row + 1]; ++n) {
-        const Run tile = {numbers[n] * numbers[4], std::min((numbers[n] + 1) * numbers[4], at.keys)};
-        if (found > 0 && out[found - 1].last == tile.first) {
-          out[found - 1].last = tile.last;
+        const KeyRange tile = {numbers[n] * numbers[4], std::min((numbers[n] + 1) * numbers[4], at.keys)};
+        if (count > 0 && out[count - 1].end == tile.begin) {
+          out[count - 1].end = tile.end;
         } else {
-          out[found++] = tile;
+          out[count++] = tile;
         }
       }
-      return found;
+      return count;
     }
   }
 }

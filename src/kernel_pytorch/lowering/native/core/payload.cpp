@@ -1,6 +1,5 @@
 #include "core/payload.h"
 
-#include <cmath>
 #include <cstring>
 
 #include "core/crc32.h"
@@ -10,7 +9,11 @@ namespace {
 
 using namespace format;
 
-// Reads little-endian numbers; past the end it returns zeros and remembers that it failed.
+constexpr uint64_t kMaxArenaBytes = uint64_t{1} << 40;
+constexpr int64_t kMaxCacheSize = int64_t{1} << 30;
+constexpr size_t kMagicBytes = sizeof(kMagic) - 1;
+
+// Reads little-endian numbers. Past the end it returns zeros and sets failed().
 class Reader {
  public:
   Reader(const uint8_t* data, size_t size) : at_(data), left_(size) {}
@@ -44,16 +47,15 @@ class Reader {
       failed_ = true;
       return {};
     }
-    std::string found(reinterpret_cast<const char*>(at_), bytes);
+    std::string result(reinterpret_cast<const char*>(at_), bytes);
     at_ += bytes;
     left_ -= bytes;
-    return found;
+    return result;
   }
 
-  // A count is believed only where that many of the smallest items could still follow.
+  // Whether `count` items of at least `bytes_each` can still follow; guards every allocation against a false count.
   bool fits(uint64_t count, size_t bytes_each) const { return !failed_ && count <= left_ / bytes_each; }
   bool failed() const { return failed_; }
-  size_t left() const { return left_; }
 
  private:
   const uint8_t* at_;
@@ -70,14 +72,14 @@ bool read_indices(Reader& in, uint64_t count, size_t limit, bool may_be_none, st
   for (uint32_t& index : out) {
     index = in.u32();
     if (index >= limit && !(may_be_none && index == kNone)) {
-      return reason.set("a %s names number %u of %zu", what, index, limit);
+      return reason.set("a %s has index %u of %zu", what, index, limit);
     }
   }
   return true;
 }
 
 bool read_dtype(uint8_t number, DType& dtype, Reason& reason) {
-  if (number >= kDTypes) return reason.set("number format %u is unknown", number);
+  if (!is_one_of<DType>(number)) return reason.set("dtype %u is unknown", number);
   dtype = static_cast<DType>(number);
   return true;
 }
@@ -89,13 +91,14 @@ bool read_expressions(Reader& in, Payload& payload, Reason& reason) {
     expression.resize(count);
     int depth = 0;
     for (ExpressionToken& token : expression) {
-      token.kind = in.u32();
+      const uint32_t kind = in.u32();
+      if (!is_one_of<Token>(kind)) return reason.set("an expression has the unknown token %u", kind);
+      token.kind = static_cast<Token>(kind);
       token.value = in.i64();
-      const bool leaf = token.kind == kConstantToken || token.kind == kSymbolToken;
-      if (token.kind >= kTokens) return reason.set("an expression holds the unknown token %u", token.kind);
-      if (token.kind == kSymbolToken &&
+      const bool leaf = token.kind == Token::kConstant || token.kind == Token::kSymbol;
+      if (token.kind == Token::kSymbol &&
           (token.value < 0 || static_cast<uint64_t>(token.value) >= payload.symbols.size())) {
-        return reason.set("an expression names a symbol that is not there");
+        return reason.set("an expression refers to a symbol that does not exist");
       }
       depth += leaf ? 1 : -1;
       if (depth < 1 || depth > 16) return reason.set("an expression is not well formed");
@@ -111,7 +114,7 @@ bool read_parameters(Reader& in, std::vector<Parameter>& parameters, size_t expr
     const uint16_t rank = in.u16();
     const uint32_t name_bytes = in.u32();
     if (in.failed()) return cut_short(reason, "inputs and outputs");
-    if (kind >= kArgumentKinds) return reason.set("an input is of the unknown kind %u", kind);
+    if (!is_one_of<ArgumentKind>(kind)) return reason.set("an input is of the unknown kind %u", kind);
     if (rank > kMaxRank) return reason.set("an input has %u dimensions; %d are the most", rank, kMaxRank);
     parameter.kind = static_cast<ArgumentKind>(kind);
     if (!read_dtype(dtype, parameter.dtype, reason)) return false;
@@ -138,11 +141,11 @@ bool read_caches(Reader& in, Payload& payload, Reason& reason) {
     const uint8_t dtype = in.u8();
     in.bits(3);
     const uint32_t name_bytes = in.u32();
-    for (int64_t* size : {&cache.batch, &cache.heads, &cache.dim, &cache.value_dim, &cache.ring, &cache.sinks,
-                          &cache.window}) {
+    for (int64_t* size :
+         {&cache.batch, &cache.heads, &cache.dim, &cache.value_dim, &cache.ring, &cache.sinks, &cache.window}) {
       *size = in.i64();
       const bool may_be_zero = size == &cache.sinks || size == &cache.window;
-      if (*size < (may_be_zero ? 0 : 1) || *size > kMostCacheSize) {
+      if (*size < (may_be_zero ? 0 : 1) || *size > kMaxCacheSize) {
         return in.failed() ? cut_short(reason, "caches") : reason.set("a cache has a size of %lld", (long long)*size);
       }
     }
@@ -150,7 +153,7 @@ bool read_caches(Reader& in, Payload& payload, Reason& reason) {
     cache.name = in.text(name_bytes);
     if (!read_dtype(dtype, cache.dtype, reason)) return false;
     if (cache.dtype != DType::kFloat32 && cache.dtype != DType::kFloat16 && cache.dtype != DType::kInt8) {
-      return reason.set("cache '%.64s' holds %s; float32, float16 and int8 are known", cache.name.c_str(),
+      return reason.set("cache '%.64s' holds %s; float32, float16 and int8 are supported", cache.name.c_str(),
                         name_of(cache.dtype));
     }
     if (cache.window >= cache.ring) return reason.set("cache '%.64s' is shorter than its window", cache.name.c_str());
@@ -166,30 +169,34 @@ bool read_buffers(Reader& in, Payload& payload, Reason& reason) {
     buffer.offset = in.u64();
     buffer.bytes = in.u64();
     if (in.failed()) return cut_short(reason, "buffers");
-    if (kind >= kBufferKinds) return reason.set("a buffer is of the unknown kind %u", kind);
+    if (!is_one_of<BufferKind>(kind)) return reason.set("a buffer is of the unknown kind %u", kind);
     buffer.kind = static_cast<BufferKind>(kind);
     if (!read_dtype(dtype, buffer.dtype, reason)) return false;
-    if (buffer.kind == kInput || buffer.kind == kOutput) {
-      const auto& parameters = buffer.kind == kInput ? payload.inputs : payload.outputs;
-      if (buffer.index >= parameters.size()) return reason.set("a buffer names input %u, which is not there", buffer.index);
+    if (buffer.kind == BufferKind::kInput || buffer.kind == BufferKind::kOutput) {
+      const auto& parameters = buffer.kind == BufferKind::kInput ? payload.inputs : payload.outputs;
+      if (buffer.index >= parameters.size()) {
+        return reason.set("a buffer refers to input or output %u, which does not exist", buffer.index);
+      }
       const Parameter& parameter = parameters[buffer.index];
-      if (parameter.kind != kTensor || parameter.dtype != buffer.dtype) {
-        return reason.set("a buffer's number format differs from that of '%.64s'", parameter.name.c_str());
+      if (parameter.kind != ArgumentKind::kTensor || parameter.dtype != buffer.dtype) {
+        return reason.set("the dtype of a buffer differs from that of '%.64s'", parameter.name.c_str());
       }
       continue;
     }
-    if (buffer.kind == kShared) {
-      if (buffer.index >= payload.shared.size()) return reason.set("a buffer names a constant that is not there");
+    if (buffer.kind == BufferKind::kShared) {
+      if (buffer.index >= payload.shared.size()) {
+        return reason.set("a buffer refers to a constant that does not exist");
+      }
       if (buffer.offset != 0 || buffer.bytes != payload.shared[buffer.index].bytes) {
         return reason.set("a buffer has another size than its shared constant");
       }
       continue;
     }
-    const uint64_t limit = buffer.kind == kArena ? payload.arena_bytes : payload.constants_bytes;
+    const uint64_t limit = buffer.kind == BufferKind::kArena ? payload.arena_bytes : payload.constants_bytes;
     if (buffer.offset > limit || buffer.bytes > limit - buffer.offset) {
-      return reason.set("a buffer ends beyond the %s", buffer.kind == kArena ? "arena" : "constants");
+      return reason.set("a buffer ends beyond the %s", buffer.kind == BufferKind::kArena ? "arena" : "constants");
     }
-    if (buffer.offset % kConstantAlignment) return reason.set("a buffer is not aligned to 64 bytes");
+    if (buffer.offset % kAlignment) return reason.set("a buffer is not aligned to 64 bytes");
   }
   return true;
 }
@@ -201,9 +208,9 @@ bool read_values(Reader& in, Payload& payload, Reason& reason) {
     const uint32_t rank = in.u32();
     value.offset = in.u32();
     if (in.failed()) return cut_short(reason, "values");
-    if (value.buffer >= payload.buffers.size()) return reason.set("a value names a buffer that is not there");
+    if (value.buffer >= payload.buffers.size()) return reason.set("a value refers to a buffer that does not exist");
     if (rank > kMaxRank) return reason.set("a value has %u dimensions; %d are the most", rank, kMaxRank);
-    if (value.offset >= expressions) return reason.set("a value's offset is not there");
+    if (value.offset >= expressions) return reason.set("a value's offset refers to an expression that does not exist");
     if (!read_indices(in, rank, expressions, false, value.dims, "dimension", reason)) return false;
     if (!read_indices(in, rank, expressions, false, value.strides, "stride", reason)) return false;
   }
@@ -226,7 +233,9 @@ bool read_ops(Reader& in, Payload& payload, Reason& reason) {
     for (double& number : op.floats) number = in.f64();
     for (uint32_t output : op.outputs) {
       const BufferKind kind = payload.buffers[payload.values[output].buffer].kind;
-      if (kind != kOutput && kind != kArena) return reason.set("an op writes to an input or a constant");
+      if (kind != BufferKind::kOutput && kind != BufferKind::kArena) {
+        return reason.set("an op writes to an input or a constant");
+      }
     }
   }
   return true;
@@ -236,14 +245,14 @@ bool read_ops(Reader& in, Payload& payload, Reason& reason) {
 
 bool read_payload(const uint8_t* data, size_t size, Payload& payload, Reason& reason) {
   if (data == nullptr || size < kHeaderBytes) return reason.set("the payload has %zu bytes and no header", size);
-  if (std::memcmp(data, kMagic, sizeof(kMagic)) != 0) return reason.set("this is no payload of KernelPyTorch");
-  Reader header(data + sizeof(kMagic), kHeaderBytes - sizeof(kMagic));
+  if (std::memcmp(data, kMagic, kMagicBytes) != 0) return reason.set("this is not a payload of KernelPyTorch");
+  Reader header(data + kMagicBytes, kHeaderBytes - kMagicBytes);
   const uint32_t version = header.u32(), checksum = header.u32();
   const uint64_t whole = header.u64();
   if (version != kVersion) {
     return reason.set("the payload has version %u and this runtime reads %u: lower the model again", version, kVersion);
   }
-  // A container may pad what it carries, so there may be more bytes than the payload has.
+  // A container may pad its contents, so `size` may exceed the size in the header.
   if (whole < kHeaderBytes || whole > size) return reason.set("the payload is cut short");
   if (crc32(data + 16, whole - 16) != checksum) return reason.set("the payload is damaged: its checksum is wrong");
 
@@ -255,10 +264,14 @@ bool read_payload(const uint8_t* data, size_t size, Payload& payload, Reason& re
   const uint64_t constants_at = in.u64();
   payload.constants_bytes = in.u64();
   if (in.failed()) return cut_short(reason, "head");
-  if (target != kTargetCpu) return reason.set("the payload is for target %u; this runtime is for the CPU (1)", target);
-  if (payload.arena_bytes > kMostArenaBytes) return reason.set("the payload asks for more than 2^40 bytes of memory");
+  if (target != static_cast<uint32_t>(Target::kCpu)) {
+    return reason.set("the payload is for target %u; this runtime is for the CPU (1)", target);
+  }
+  if (payload.arena_bytes > kMaxArenaBytes) return reason.set("the payload asks for more than 2^40 bytes of memory");
   if (constants_at > whole || payload.constants_bytes > whole - constants_at) return cut_short(reason, "constants");
-  if (payload.constants_bytes > 0 && constants_at % kConstantAlignment) return reason.set("the constants are not aligned");
+  if (payload.constants_bytes > 0 && constants_at % kAlignment) {
+    return reason.set("the constants are not aligned to 64 bytes");
+  }
   payload.constants = data + constants_at;
 
   constexpr size_t kSmallest[9] = {24, 16, 8, 8, 16, 64, 24, 12, 20};
@@ -291,10 +304,10 @@ bool read_payload(const uint8_t* data, size_t size, Payload& payload, Reason& re
   if (!read_values(in, payload, reason)) return false;
   if (!read_ops(in, payload, reason)) return false;
   for (const Symbol& symbol : payload.symbols) {
-    if (symbol.input >= counts[2]) return reason.set("a symbol names input %u, which is not there", symbol.input);
+    if (symbol.input >= counts[2]) return reason.set("a symbol refers to input %u, which does not exist", symbol.input);
     const Parameter& input = payload.inputs[symbol.input];
-    const bool fine = input.kind == kInteger ? symbol.dim == kNone : symbol.dim < input.dims.size();
-    if (!fine) return reason.set("a symbol names dimension %u of '%.64s'", symbol.dim, input.name.c_str());
+    const bool fine = input.kind == ArgumentKind::kInteger ? symbol.dim == kNone : symbol.dim < input.dims.size();
+    if (!fine) return reason.set("a symbol refers to dimension %u of '%.64s'", symbol.dim, input.name.c_str());
   }
   return true;
 }

@@ -1,4 +1,4 @@
-// A payload as it was read: every count, index and string inside its bounds, nothing about shapes checked yet.
+// A payload after reading: every count, index and string is within bounds. Shapes are not checked yet.
 #pragma once
 
 #include <string>
@@ -9,7 +9,7 @@
 
 namespace kernel_pytorch {
 
-// A number that is known when the inputs are: dimension `dim` of input `input`, or that input itself (kNone).
+// A size that the inputs determine: dimension `dim` of input `input`, or that integer input itself (kNone).
 struct Symbol {
   uint32_t input;
   uint32_t dim;
@@ -18,7 +18,7 @@ struct Symbol {
 };
 
 struct ExpressionToken {
-  uint32_t kind;
+  format::Token kind;
   int64_t value;
 };
 using Expression = std::vector<ExpressionToken>;  // postfix
@@ -30,7 +30,7 @@ struct Parameter {  // an input or an output of the whole payload
   std::string name;
 };
 
-struct SharedConstant {  // found by its name, outside the payload
+struct SharedConstant {  // outside the payload, looked up by name
   std::string name;
   uint32_t crc;
   uint64_t bytes;
@@ -47,7 +47,7 @@ struct Buffer {
   DType dtype;
   uint32_t index;   // of the input, output or shared constant
   uint64_t offset;  // in the arena, or in the constants
-  uint64_t bytes;   // capacity; of inputs and outputs, the shape says it
+  uint64_t bytes;   // unused for inputs and outputs, whose shape gives the size
 };
 
 struct Value {  // a strided view of a buffer
@@ -76,11 +76,11 @@ struct Payload {
   std::vector<Value> values;
   std::vector<Op> ops;
   uint64_t arena_bytes = 0;
-  const uint8_t* constants = nullptr;  // inside the bytes that were read
+  const uint8_t* constants = nullptr;  // points into the bytes that were read
   uint64_t constants_bytes = 0;
 };
 
-// Reads a payload, or says why it is none. `payload` points into `data`, which must outlive it.
+// Reads and validates a payload. `payload` points into `data`, which must outlive it.
 bool read_payload(const uint8_t* data, size_t size, Payload& payload, Reason& reason);
 
 }  // namespace kernel_pytorch

@@ -1,7 +1,7 @@
+// Loading, binding and running a program. resolve.cpp computes its shapes.
 #include "core/program.h"
 
 #include <algorithm>
-#include <cmath>
 #include <cstring>
 #include <new>
 
@@ -11,66 +11,15 @@
 namespace kernel_pytorch {
 namespace {
 
-using namespace format;
+using format::ArgumentKind;
+using format::BufferKind;
+using format::kAlignment;
 
-constexpr size_t kAlignment = 64;
-constexpr int64_t kMostElements = int64_t{1} << 40;
+bool is_aligned(const void* p, uint64_t alignment) { return reinterpret_cast<uintptr_t>(p) % alignment == 0; }
 
-bool op_is_well_formed(const Op& op, size_t caches, Reason& reason) {
-  const size_t in = op.inputs.size(), out = op.outputs.size();
-  const auto there = [&](size_t count) {
-    return std::all_of(op.inputs.begin(), op.inputs.begin() + static_cast<int64_t>(count),
-                       [](uint32_t value) { return value != kNone; });
-  };
-  const bool eps = op.floats.size() == 1 && std::isfinite(op.floats[0]) && op.floats[0] >= 0;
-  const bool of_a_cache = op.ints.size() == 1 && op.ints[0] >= 0 && static_cast<size_t>(op.ints[0]) < caches;
-  bool good = false;
-  switch (op.code) {
-    case kAttention:
-      good = in == 4 && there(3) && (out == 1 || out == 2) && op.floats.size() == 1 && std::isfinite(op.floats[0]);
-      break;
-    case kRmsNorm:
-      good = in == 2 && there(1) && out == 1 && eps && op.ints.empty();
-      break;
-    case kLayerNorm:
-      good = in == 3 && there(1) && out == 1 && eps && op.ints.empty();
-      break;
-    case kLinear:
-      good = in == 4 && there(2) && out == 1 && op.floats.empty() && op.ints.empty();
-      break;
-    case kCacheWrite:
-      good = in == 3 && there(3) && out == 0 && op.floats.empty() && of_a_cache;
-      break;
-    case kCachedAttention:
-      good = in == 1 && there(1) && out == 1 && op.floats.size() == 1 && std::isfinite(op.floats[0]) && of_a_cache;
-      break;
-    case kSoftmax:
-      good = in == 1 && there(1) && out == 1 && op.floats.empty() && op.ints.empty();
-      break;
-    case kReduce:
-      good = in == 1 && there(1) && out == 1 && op.floats.empty() && op.ints.size() == 1 && op.ints[0] >= 0 &&
-             op.ints[0] < kReductions;
-      break;
-    case kPointwise: {
-      // ints: the steps, then the register of each output.
-      good = in <= kRegisters && there(in) && out >= 1 && out <= kRegisters && op.ints.size() >= out &&
-             (op.ints.size() - out) % 4 == 0;
-      for (size_t n = 0; good && n < op.ints.size() - out; n += 4) {
-        const int64_t* step = op.ints.data() + n;
-        const bool immediate = step[0] == kImmediate;
-        const int64_t most = immediate ? static_cast<int64_t>(op.floats.size()) : kRegisters;
-        good = step[0] >= 0 && step[0] < kSteps && step[1] >= 0 && step[1] < kRegisters && step[2] >= 0 &&
-               step[2] < most && step[3] >= 0 && step[3] < kRegisters;
-      }
-      for (size_t n = op.ints.size() - std::min(out, op.ints.size()); good && n < op.ints.size(); ++n) {
-        good = op.ints[n] >= 0 && op.ints[n] < kRegisters;
-      }
-      break;
-    }
-    default:
-      return reason.set("op %u is unknown to this runtime: lower the model with its own version", op.code);
-  }
-  return good || reason.set("an op of kind %u has wrong operands", op.code);
+int64_t value_of(const Symbol& symbol, const Argument* inputs) {
+  const Argument& given = inputs[symbol.input];
+  return given.is_integer ? given.integer : given.dims[symbol.dim];
 }
 
 }  // namespace
@@ -86,23 +35,24 @@ std::unique_ptr<Program> Program::load(const uint8_t* bytes, size_t size, const 
   program->kernels_ = kernels(reason);
   if (program->kernels_ == nullptr) return nullptr;
   if (!read_payload(bytes, size, program->payload_, reason)) return nullptr;
-  if (reinterpret_cast<uintptr_t>(program->payload_.constants) % 8 && program->payload_.constants_bytes > 0) {
+  if (program->payload_.constants_bytes > 0 && !is_aligned(program->payload_.constants, 8)) {
     reason.set("the payload lies at an address that is not a multiple of 8");
     return nullptr;
   }
-  return program->take_shared(host, reason) && program->prepare(reason) ? std::move(program) : nullptr;
+  const bool good = program->load_shared(host, reason) && program->make_operators(reason) && program->allocate(reason);
+  return good ? std::move(program) : nullptr;
 }
 
-bool Program::take_shared(const Host& host, Reason& reason) {
+bool Program::load_shared(const Host& host, Reason& reason) {
   for (const SharedConstant& constant : payload_.shared) {
     const uint8_t* const data = host.find ? host.find(host.context, constant.name, constant.bytes) : nullptr;
     const char* const name = constant.name.c_str();
-    if (data == nullptr) return reason.set("the program's constant '%.80s' is not there", name);
+    if (data == nullptr) return reason.set("the program's constant '%.80s' is missing", name);
     if (crc32(data, constant.bytes) != constant.crc) {
       return reason.set("the program's constant '%.80s' is damaged: its checksum is wrong", name);
     }
     shared_.push_back(reinterpret_cast<const char*>(data));
-    if (reinterpret_cast<uintptr_t>(data) % kAlignment == 0) continue;
+    if (is_aligned(data, kAlignment)) continue;
     copies_.push_back(shared_copy(host.owner, constant.name, data, constant.bytes, reason));
     if (!copies_.back()) return false;
     shared_.back() = copies_.back().get();
@@ -111,163 +61,60 @@ bool Program::take_shared(const Host& host, Reason& reason) {
     caches_.push_back(shared_cache(host.owner, shape, reason));
     if (!caches_.back()) return false;
   }
-  std::vector<int> writers(payload_.caches.size());
+  return true;
+}
+
+bool Program::make_operators(Reason& reason) {
+  LoadContext context{payload_, caches_, std::vector<bool>(caches_.size())};
   for (const Op& op : payload_.ops) {
-    const bool writes = op.code == kCacheWrite && op.ints.size() == 1 && op.ints[0] >= 0;
-    if (writes && static_cast<size_t>(op.ints[0]) < writers.size() && ++writers[static_cast<size_t>(op.ints[0])] > 1) {
-      return reason.set("a cache is written twice in one run");
+    const OperatorEntry* const entry = find_operator(op.code);
+    if (entry == nullptr) {
+      return reason.set("op code %u is unknown to this runtime: lower the model with its own version", op.code);
     }
+    if (op.inputs.size() > kMaxOperands || op.outputs.size() > kMaxOperands) {
+      return reason.set("%s has more than %zu operands", entry->name, kMaxOperands);
+    }
+    ops_.push_back(entry->make());
+    Operator& made = *ops_.back();
+    made.name = entry->name;
+    made.op = &op;
+    made.kernels = kernels_;
+    made.max_workers = workers_;
+    if (!made.check(context, reason)) return false;
   }
   return true;
 }
 
-bool Program::prepare(Reason& reason) {
-  ops_.resize(payload_.ops.size());
-  for (size_t n = 0; n < ops_.size(); ++n) {
-    ReadyOp& ready = ops_[n];
-    ready.op = &payload_.ops[n];
-    if (!op_is_well_formed(*ready.op, caches_.size(), reason)) return false;
-    if (ready.op->code == kAttention && !ready.mask.read(ready.op->ints.data(), ready.op->ints.size(), reason)) {
-      return false;
-    }
-    const bool cached = ready.op->code == kCacheWrite || ready.op->code == kCachedAttention;
-    if (cached) ready.cache = caches_[static_cast<size_t>(ready.op->ints[0])].get();
-    if (ready.op->code == kPointwise) {
-      for (double number : ready.op->floats) ready.immediates.push_back(static_cast<float>(number));
-    }
-  }
-  symbols_.assign(payload_.symbols.size(), 0);
-  numbers_.assign(payload_.expressions.size(), 0);
+bool Program::allocate(Reason& reason) {
+  sizes_.assign(payload_.expressions.size(), 0);
   input_shapes_.resize(payload_.inputs.size());
   output_shapes_.resize(payload_.outputs.size());
   input_data_.assign(payload_.inputs.size(), nullptr);
   output_data_.assign(payload_.outputs.size(), nullptr);
 
-  // The largest lengths say how much memory every other needs.
+  // The largest lengths need the most memory.
   std::vector<int64_t> largest;
   for (const Symbol& symbol : payload_.symbols) largest.push_back(symbol.high);
   if (!resolve(largest, reason)) return false;
   size_t scratch = 0;
-  for (const ReadyOp& ready : ops_) scratch = std::max(scratch, ready.scratch);
+  for (const auto& op : ops_) scratch = std::max(scratch, op->schedule.scratch_bytes);
   scratch_bytes_ = (scratch + kAlignment - 1) / kAlignment * kAlignment;
-  // Vectors that straddle two lines of the cache slow a matrix product down: constants that a loader put at an odd
-  // address are copied, once.
-  const bool odd = reinterpret_cast<uintptr_t>(payload_.constants) % kAlignment != 0;
-  const uint64_t copied = odd ? payload_.constants_bytes : 0;
-  const uint64_t all =
+  // Copy constants that the loader put at an unaligned address: vector loads that straddle cache lines are slow.
+  const uint64_t copied = is_aligned(payload_.constants, kAlignment) ? 0 : payload_.constants_bytes;
+  const uint64_t total =
       payload_.arena_bytes + copied + scratch_bytes_ * static_cast<uint64_t>(workers_) + 3 * kAlignment;
-  memory_.reset(new (std::nothrow) char[all]);
-  if (!memory_) return reason.set("no memory: the program needs %llu bytes", (unsigned long long)all);
-  const auto aligned = [](char* p) {
-    return reinterpret_cast<char*>((reinterpret_cast<uintptr_t>(p) + kAlignment - 1) / kAlignment * kAlignment);
-  };
-  arena_ = aligned(memory_.get());
-  scratch_ = aligned(arena_ + payload_.arena_bytes);
+  memory_.reset(new (std::nothrow) char[total]);
+  if (!memory_) {
+    return reason.set("no memory: the program needs %llu bytes", static_cast<unsigned long long>(total));
+  }
+  arena_ = align_up(memory_.get());
+  scratch_ = align_up(arena_ + payload_.arena_bytes);
   if (copied > 0) {
-    char* const own = aligned(scratch_ + scratch_bytes_ * static_cast<size_t>(workers_));
-    std::memcpy(own, payload_.constants, copied);
-    payload_.constants = reinterpret_cast<const uint8_t*>(own);
+    char* const copy = align_up(scratch_ + scratch_bytes_ * static_cast<size_t>(workers_));
+    std::memcpy(copy, payload_.constants, copied);
+    payload_.constants = reinterpret_cast<const uint8_t*>(copy);
   }
   resolved_ = false;
-  return true;
-}
-
-bool Program::evaluate(const std::vector<int64_t>& symbols, Reason& reason) {
-  for (size_t n = 0; n < payload_.expressions.size(); ++n) {
-    int64_t stack[16];
-    int top = 0;
-    for (const ExpressionToken& token : payload_.expressions[n]) {
-      if (token.kind == kConstantToken || token.kind == kSymbolToken) {
-        stack[top++] = token.kind == kConstantToken ? token.value : symbols[static_cast<size_t>(token.value)];
-        continue;
-      }
-      const int64_t b = stack[--top], a = stack[top - 1];
-      int64_t found = 0;
-      bool bad = false;
-      if (token.kind == kAdd) bad = __builtin_add_overflow(a, b, &found);
-      if (token.kind == kMultiply) bad = __builtin_mul_overflow(a, b, &found);
-      if (token.kind == kFloorDivide || token.kind == kModulo) {
-        bad = b <= 0 || a < 0;
-        if (!bad) found = token.kind == kFloorDivide ? a / b : a % b;
-      }
-      if (bad) return reason.set("a shape cannot be computed from these lengths");
-      stack[top - 1] = found;
-    }
-    numbers_[n] = stack[0];
-  }
-  return true;
-}
-
-int64_t Program::buffer_elements(const Buffer& buffer) const {
-  if (buffer.kind == kInput) return input_shapes_[buffer.index].numel();
-  if (buffer.kind == kOutput) return output_shapes_[buffer.index].numel();
-  return static_cast<int64_t>(buffer.bytes / size_of(buffer.dtype));
-}
-
-char* Program::buffer_data(const Buffer& buffer) const {
-  switch (buffer.kind) {
-    case kInput:
-      return static_cast<char*>(input_data_[buffer.index]);
-    case kOutput:
-      return static_cast<char*>(output_data_[buffer.index]);
-    case kArena:
-      return arena_ + buffer.offset;
-    case kShared:
-      return const_cast<char*>(shared_[buffer.index]);
-    default:
-      return const_cast<char*>(reinterpret_cast<const char*>(payload_.constants)) + buffer.offset;
-  }
-}
-
-// The view without its data, inside its buffer whatever the payload says.
-bool Program::resolve_value(uint32_t index, View& view, Reason& reason) const {
-  const Value& value = payload_.values[index];
-  const Buffer& buffer = payload_.buffers[value.buffer];
-  view.dtype = buffer.dtype;
-  view.rank = static_cast<int32_t>(value.dims.size());
-  int64_t last = numbers_[value.offset], count = 1;
-  bool bad = last < 0;
-  for (int d = 0; d < view.rank; ++d) {
-    const int64_t size = numbers_[value.dims[d]], stride = numbers_[value.strides[d]];
-    view.dims[d] = size;
-    view.strides[d] = stride;
-    int64_t reach;
-    bad = bad || size < 0 || stride < 0 || __builtin_mul_overflow(std::max<int64_t>(size - 1, 0), stride, &reach) ||
-          __builtin_add_overflow(last, reach, &last) || __builtin_mul_overflow(count, size, &count) ||
-          count > kMostElements;
-    if (bad) break;
-  }
-  if (bad || (count > 0 && last >= buffer_elements(buffer))) return reason.set("a value reaches beyond its buffer");
-  return true;
-}
-
-bool Program::resolve(const std::vector<int64_t>& symbols, Reason& reason) {
-  resolved_ = false;
-  if (!evaluate(symbols, reason)) return false;
-  const auto shape = [&](const Parameter& parameter, View& view) {
-    view.dtype = parameter.dtype;
-    view.rank = static_cast<int32_t>(parameter.dims.size());
-    int64_t count = 1;
-    for (int d = 0; d < view.rank; ++d) {
-      view.dims[d] = numbers_[parameter.dims[d]];
-      if (view.dims[d] < 0 || view.dims[d] > INT32_MAX || __builtin_mul_overflow(count, view.dims[d], &count) ||
-          count > kMostElements) {
-        return reason.set("'%.64s' would have a dimension of %lld", parameter.name.c_str(), (long long)view.dims[d]);
-      }
-    }
-    return true;
-  };
-  for (size_t n = 0; n < payload_.inputs.size(); ++n) {
-    if (!shape(payload_.inputs[n], input_shapes_[n])) return false;
-  }
-  for (size_t n = 0; n < payload_.outputs.size(); ++n) {
-    if (!shape(payload_.outputs[n], output_shapes_[n])) return false;
-  }
-  for (ReadyOp& ready : ops_) {
-    if (!resolve_op(ready, reason)) return false;
-  }
-  if (&symbols != &symbols_) symbols_ = symbols;
-  resolved_ = true;
   return true;
 }
 
@@ -276,7 +123,10 @@ bool Program::bind(const Argument* inputs, Reason& reason) {
     const Parameter& wanted = payload_.inputs[n];
     const Argument& given = inputs[n];
     const char* name = wanted.name.c_str();
-    if ((wanted.kind == kInteger) != given.is_integer) return reason.set("input '%.64s' is of another kind", name);
+    const bool integer = wanted.kind == ArgumentKind::kInteger;
+    if (integer != given.is_integer) {
+      return reason.set("input '%.64s' must be %s", name, integer ? "an integer" : "a tensor");
+    }
     if (given.is_integer) continue;
     if (given.dtype != wanted.dtype) {
       return reason.set("input '%.64s' is %s; it must be %s", name, name_of(given.dtype), name_of(wanted.dtype));
@@ -289,32 +139,99 @@ bool Program::bind(const Argument* inputs, Reason& reason) {
   bool changed = !resolved_;
   for (size_t n = 0; n < payload_.symbols.size(); ++n) {
     const Symbol& symbol = payload_.symbols[n];
-    const Argument& given = inputs[symbol.input];
-    const int64_t found = given.is_integer ? given.integer : given.dims[symbol.dim];
-    if (found < symbol.low || found > symbol.high) {
+    const int64_t size = value_of(symbol, inputs);
+    if (size < symbol.low || size > symbol.high) {
       return reason.set("input '%.64s' has %lld in dimension %u; it was lowered for %lld to %lld",
-                        payload_.inputs[symbol.input].name.c_str(), (long long)found, symbol.dim,
-                        (long long)symbol.low, (long long)symbol.high);
+                        payload_.inputs[symbol.input].name.c_str(), static_cast<long long>(size), symbol.dim,
+                        static_cast<long long>(symbol.low), static_cast<long long>(symbol.high));
     }
-    changed = changed || found != symbols_[n];
+    changed = changed || size != symbols_[n];
   }
   if (changed) {
-    for (size_t n = 0; n < payload_.symbols.size(); ++n) {
-      const Symbol& symbol = payload_.symbols[n];
-      const Argument& given = inputs[symbol.input];
-      symbols_[n] = given.is_integer ? given.integer : given.dims[symbol.dim];
-    }
+    for (size_t n = 0; n < payload_.symbols.size(); ++n) symbols_[n] = value_of(payload_.symbols[n], inputs);
     if (!resolve(symbols_, reason)) return false;
   }
   for (size_t n = 0; n < payload_.inputs.size(); ++n) {
     for (int d = 0; !inputs[n].is_integer && d < inputs[n].rank; ++d) {
       if (inputs[n].dims[d] != input_shapes_[n].dims[d]) {
         return reason.set("input '%.64s' has %lld in dimension %d; it must be %lld", payload_.inputs[n].name.c_str(),
-                          (long long)inputs[n].dims[d], d, (long long)input_shapes_[n].dims[d]);
+                          static_cast<long long>(inputs[n].dims[d]), d,
+                          static_cast<long long>(input_shapes_[n].dims[d]));
       }
     }
   }
   return true;
+}
+
+double Program::cost() const {
+  double total = 0;
+  for (const auto& op : ops_) total += op->cost();
+  return total;
+}
+
+char* Program::buffer_data(const Buffer& buffer) const {
+  switch (buffer.kind) {
+    case BufferKind::kInput:
+      return static_cast<char*>(input_data_[buffer.index]);
+    case BufferKind::kOutput:
+      return static_cast<char*>(output_data_[buffer.index]);
+    case BufferKind::kArena:
+      return arena_ + buffer.offset;
+    case BufferKind::kShared:
+      return const_cast<char*>(shared_[buffer.index]);
+    default:
+      return const_cast<char*>(reinterpret_cast<const char*>(payload_.constants)) + buffer.offset;
+  }
+}
+
+// Sets the data of all operands, now that inputs and outputs are known.
+void Program::set_data(Operator& op) const {
+  const auto set = [&](uint32_t index, View& view) {
+    const Value& value = payload_.values[index];
+    view.data = buffer_data(payload_.buffers[value.buffer]);
+    // The offset of an empty view is not bounded by its buffer.
+    if (view.numel() > 0) view.data += sizes_[value.offset] * static_cast<int64_t>(size_of(view.dtype));
+  };
+  for (size_t n = 0; n < op.op->inputs.size(); ++n) {
+    if (op.has_input[n]) set(op.op->inputs[n], op.inputs[n]);
+  }
+  for (size_t n = 0; n < op.op->outputs.size(); ++n) set(op.op->outputs[n], op.outputs[n]);
+}
+
+bool Program::run(void* const* outputs, Reason& reason) {
+  if (!resolved_) return reason.set("inputs must be bound before the program runs");
+  for (size_t n = 0; n < output_data_.size(); ++n) output_data_[n] = outputs[n];
+  for (const auto& op : ops_) {
+    set_data(*op);
+    if (!op->accept(reason)) return false;
+  }
+  for (const auto& op : ops_) {
+    op->start();
+    const Schedule& schedule = op->schedule;
+    if (schedule.tasks == 0) continue;
+    running_ = op.get();
+    next_task_.store(0, std::memory_order_relaxed);
+    const int64_t claims = (schedule.tasks + schedule.tasks_per_claim - 1) / schedule.tasks_per_claim;
+    const int64_t workers = std::min(schedule.workers, claims);
+    if (workers > 1 && parallel_ != nullptr) {
+      parallel_(workers, &Program::work, this);
+    } else {
+      work(this, 0);
+    }
+  }
+  return true;
+}
+
+void Program::work(void* context, int64_t worker) {
+  Program& self = *static_cast<Program*>(context);
+  const Operator& op = *self.running_;
+  const Schedule& schedule = op.schedule;
+  char* const scratch = self.scratch_ + static_cast<size_t>(worker) * self.scratch_bytes_;
+  for (;;) {
+    const int64_t begin = self.next_task_.fetch_add(schedule.tasks_per_claim, std::memory_order_relaxed);
+    if (begin >= schedule.tasks) return;
+    op.run(begin, std::min(schedule.tasks, begin + schedule.tasks_per_claim), scratch);
+  }
 }
 
 }  // namespace kernel_pytorch

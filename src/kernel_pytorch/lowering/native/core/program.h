@@ -1,4 +1,4 @@
-// A payload made ready to run: checked, its memory set aside. Running it allocates nothing.
+// A payload that is ready to run: validated, with its memory allocated. Running it allocates nothing.
 #pragma once
 
 #include <atomic>
@@ -6,14 +6,14 @@
 #include <vector>
 
 #include "core/cache.h"
-#include "core/mask.h"
+#include "core/operator.h"
 #include "core/parallel.h"
 #include "core/payload.h"
 #include "kernels/table.h"
 
 namespace kernel_pytorch {
 
-// What a caller passes for one input: a contiguous tensor, or a number.
+// One input of a call: a contiguous tensor, or an integer.
 struct Argument {
   void* data = nullptr;
   bool is_integer = false;
@@ -23,24 +23,20 @@ struct Argument {
   int64_t dims[kMaxRank] = {};
 };
 
-// What a program is loaded into.
+// What the embedding runtime provides.
 struct Host {
   int64_t workers = 1;
   Parallel parallel = nullptr;
-  // Programs of one owner share caches and constants; without one a program shares nothing.
+  // Programs with the same owner share caches and constants. A null owner shares nothing.
   const void* owner = nullptr;
-  // The data of a shared constant, which must outlive the program; null where there is none of that size.
+  // Returns a shared constant of this size, which must outlive the program, or null.
   const uint8_t* (*find)(void* context, const std::string& name, uint64_t bytes) = nullptr;
   void* context = nullptr;
 };
 
-constexpr int64_t kWorthAThread = 16384;  // numbers; below, waking a thread costs more than it saves
-
-inline int64_t share(int64_t tasks, int64_t workers) { return tasks / (workers * 4) > 1 ? tasks / (workers * 4) : 1; }
-
 class Program {
  public:
-  // `bytes` must outlive the program, which reads its constants where they are.
+  // `bytes` must outlive the program, which reads its constants in place.
   static std::unique_ptr<Program> load(const uint8_t* bytes, size_t size, const Host& host, Reason& reason);
 
   size_t input_count() const { return payload_.inputs.size(); }
@@ -48,19 +44,19 @@ class Program {
   const Parameter& input(size_t n) const { return payload_.inputs[n]; }
   const Parameter& output(size_t n) const { return payload_.outputs[n]; }
 
-  // Checks the inputs and works out every shape; an input that does not fit is refused by its name.
+  // Validates the inputs and resolves all shapes.
   bool bind(const Argument* inputs, Reason& reason);
 
-  // After bind(): the shape of an output, as View::dims.
+  // The shape of an output after bind().
   const View& output_shape(size_t n) const { return output_shapes_[n]; }
 
-  // Runs every op on the inputs that were bound last.
+  // Runs all ops on the inputs of the last bind().
   bool run(void* const* outputs, Reason& reason);
 
-  // At the lengths that were bound last, or the largest after load().
+  // The shape of an input at the last bind(), or the largest one after load().
   const View& input_shape(size_t n) const { return input_shapes_[n]; }
 
-  // About how many numbers a run touches at those lengths; the fuzzer leaves out what would take too long.
+  // Approximate number of elements that a run reads at those shapes. The fuzzer skips programs that would run long.
   double cost() const;
 
   bool has_caches() const { return !caches_.empty(); }
@@ -69,62 +65,40 @@ class Program {
   uint64_t scratch_bytes() const { return scratch_bytes_ * static_cast<uint64_t>(workers_); }
 
  private:
-  struct ReadyOp {
-    const Op* op;
-    Mask mask;
-    std::vector<float> immediates;
-    View views[format::kRegisters * 2];  // inputs, then outputs
-    bool there[format::kRegisters * 2] = {};
-    PointwiseLoop loop;
-    int64_t tasks = 0;
-    int64_t tasks_at_once = 1;  // a worker takes this many
-    int64_t rows_a_task = 1;    // of a linear
-    int64_t workers = 1;
-    size_t scratch = 0;
-    Cache* cache = nullptr;
-    int64_t position = 0;  // of the first token that is written to it
-  };
-
-  bool take_shared(const Host& host, Reason& reason);
-  bool prepare(Reason& reason);                                      // once: what does not depend on shapes
-  bool resolve(const std::vector<int64_t>& symbols, Reason& reason);  // for each new set of lengths
-  bool evaluate(const std::vector<int64_t>& symbols, Reason& reason);
-  bool resolve_value(uint32_t value, View& view, Reason& reason) const;
-  bool resolve_op(ReadyOp& ready, Reason& reason);
-  bool resolve_attention(ReadyOp& ready, Reason& reason);
-  bool plan_attention(ReadyOp& ready, const View& q, int64_t kv_heads, int64_t keys, int64_t value_dim, int64_t slots,
-                      int64_t work_runs, Reason& reason);
-  bool resolve_row_op(ReadyOp& ready, Reason& reason);
-  bool resolve_pointwise(ReadyOp& ready, Reason& reason);
-  bool resolve_linear(ReadyOp& ready, Reason& reason);
-  bool resolve_cache_write(ReadyOp& ready, Reason& reason);
-  bool resolve_cached_attention(ReadyOp& ready, Reason& reason);
-  int64_t buffer_elements(const Buffer& buffer) const;
+  // program.cpp
+  bool load_shared(const Host& host, Reason& reason);
+  bool make_operators(Reason& reason);
+  bool allocate(Reason& reason);
   char* buffer_data(const Buffer& buffer) const;
-  void point(ReadyOp& ready);
+  void set_data(Operator& op) const;
   static void work(void* context, int64_t worker);
-  void linear_tasks(const ReadyOp& ready, int64_t begin, int64_t end, float* scratch) const;
-  void attention_tasks(const ReadyOp& ready, int64_t begin, int64_t end, char* scratch) const;
-  void cache_tasks(const ReadyOp& ready, int64_t begin, int64_t end, float* scratch) const;
+
+  // resolve.cpp: shapes for one set of symbols
+  bool resolve(const std::vector<int64_t>& symbols, Reason& reason);
+  bool evaluate(const std::vector<int64_t>& symbols, Reason& reason);
+  bool resolve_parameter(const Parameter& parameter, View& shape, Reason& reason) const;
+  bool resolve_value(uint32_t value, View& view, Reason& reason) const;
+  bool resolve_operator(Operator& op, Reason& reason);
+  int64_t buffer_elements(const Buffer& buffer) const;
 
   Payload payload_;
-  std::vector<const char*> shared_;                    // the data of each shared constant
-  std::vector<std::shared_ptr<const char>> copies_;    // of those that lay at an odd address
+  std::vector<const char*> shared_;                  // data of each shared constant
+  std::vector<std::shared_ptr<const char>> copies_;  // of shared constants at unaligned addresses
   std::vector<std::shared_ptr<Cache>> caches_;
   const KernelTable* kernels_ = nullptr;
   Parallel parallel_ = nullptr;
   int64_t workers_ = 1;
-  std::vector<ReadyOp> ops_;
-  std::vector<int64_t> symbols_, numbers_;  // what the symbols are bound to, and each expression's number
+  std::vector<std::unique_ptr<Operator>> ops_;
+  std::vector<int64_t> symbols_, sizes_;  // values of the symbols and of the expressions
   bool resolved_ = false;
   std::vector<View> input_shapes_, output_shapes_;
   std::vector<void*> input_data_, output_data_;
   std::unique_ptr<char[]> memory_;
   char* arena_ = nullptr;
   char* scratch_ = nullptr;
-  size_t scratch_bytes_ = 0;  // of one worker
-  const ReadyOp* running_ = nullptr;
-  std::atomic<int64_t> next_{0};
+  size_t scratch_bytes_ = 0;  // per worker
+  const Operator* running_ = nullptr;
+  std::atomic<int64_t> next_task_{0};
 };
 
 }  // namespace kernel_pytorch

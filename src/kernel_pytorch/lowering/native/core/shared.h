@@ -1,4 +1,4 @@
-// What the methods of one program share: found by the program and a name, and kept while one of them uses it.
+// Caches and constants that the methods of one program share, looked up by owner and name. Freed with the last user.
 #pragma once
 
 #include <memory>
@@ -8,10 +8,10 @@
 
 namespace kernel_pytorch {
 
-// Programs of one owner share; a null owner shares with nobody.
+// Programs with the same owner share a cache of the same name. A null owner shares nothing.
 std::shared_ptr<Cache> shared_cache(const void* owner, const CacheShape& shape, Reason& reason);
 
-// A copy of constants at an address that vectors like. The name must stand for the content.
+// A copy of a constant at an address aligned to 64 bytes. Constants with the same name must have the same contents.
 std::shared_ptr<const char> shared_copy(const void* owner, const std::string& name, const uint8_t* data, uint64_t bytes,
                                         Reason& reason);
 

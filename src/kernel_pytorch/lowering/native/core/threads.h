@@ -1,4 +1,4 @@
-// Work on ExecuTorch's own thread pool, which XNNPACK uses too: two pools would compete for the processors.
+// Parallel execution on ExecuTorch's thread pool, which XNNPACK uses too: two pools would compete for the cores.
 #pragma once
 
 #include <executorch/runtime/kernel/thread_parallel_interface.h>

@@ -1,4 +1,4 @@
-// What every part of the runtime shares: number formats, views of tensors, and how a reason is reported.
+// Dtypes, strided views, and how an error is reported.
 #pragma once
 
 #include <cstdarg>
@@ -6,46 +6,41 @@
 #include <cstdint>
 #include <cstdio>
 
+#include "core/format.h"
+
 namespace kernel_pytorch {
 
-constexpr int kMaxRank = 8;
-
-enum class DType : uint8_t { kFloat32 = 0, kFloat16 = 1, kBFloat16 = 2, kBool = 3, kInt64 = 4, kInt32 = 5, kInt8 = 6 };
-constexpr int kDTypes = 7;
+using format::DType;
+using format::kMaxRank;
 
 static inline size_t size_of(DType dtype) {
-  switch (dtype) {
-    case DType::kFloat32:
-    case DType::kInt32:
-      return 4;
-    case DType::kFloat16:
-    case DType::kBFloat16:
-      return 2;
-    case DType::kBool:
-    case DType::kInt8:
-      return 1;
-    case DType::kInt64:
-      return 8;
-  }
-  return 0;
+  constexpr size_t kSizes[] = {4, 2, 2, 1, 8, 4, 1};
+  static_assert(sizeof(kSizes) / sizeof(*kSizes) == static_cast<size_t>(DType::kCount), "one size for each dtype");
+  return kSizes[static_cast<size_t>(dtype)];
+}
+
+static inline const char* name_of(DType dtype) {
+  constexpr const char* kNames[] = {"float32", "float16", "bfloat16", "bool", "int64", "int32", "int8"};
+  static_assert(sizeof(kNames) / sizeof(*kNames) == static_cast<size_t>(DType::kCount), "one name for each dtype");
+  return kNames[static_cast<size_t>(dtype)];
 }
 
 static inline bool is_float(DType dtype) {
   return dtype == DType::kFloat32 || dtype == DType::kFloat16 || dtype == DType::kBFloat16;
 }
 
-static inline const char* name_of(DType dtype) {
-  constexpr const char* kNames[kDTypes] = {"float32", "float16", "bfloat16", "bool", "int64", "int32", "int8"};
-  return kNames[static_cast<int>(dtype)];
+// The next address that is a multiple of 64: of a cache line, and of the widest vector.
+static inline char* align_up(char* p) {
+  return p + (format::kAlignment - reinterpret_cast<uintptr_t>(p) % format::kAlignment) % format::kAlignment;
 }
 
-// A run of keys that a query attends to.
-struct Run {
-  int64_t first;
-  int64_t last;  // exclusive
+// Keys [begin, end) of one query.
+struct KeyRange {
+  int64_t begin;
+  int64_t end;
 };
 
-// Strides count elements; they are never negative. `data` already includes the view's offset.
+// Strides count elements and are never negative. `data` includes the offset of the view.
 struct View {
   char* data = nullptr;
   DType dtype = DType::kFloat32;
@@ -60,7 +55,7 @@ struct View {
   }
 };
 
-// Why something was refused, in words. Functions return false after they have set it.
+// The text of an error. Functions that return bool return false after they have set it.
 struct Reason {
   char text[320] = {};
 

@@ -1,10 +1,10 @@
-// A coverage-guided fuzzer of the payload reader and of everything that runs after it.
+// A coverage-guided fuzzer of the payload reader and the runtime.
 //
 //   kernel_pytorch_fuzz CASES SEED payload...
 //
-// Takes payloads that are good, changes them, mends the checksum of most, loads them, and runs those that load on
-// inputs of the declared shapes. A case that reaches new code joins the payloads that are changed. Anything but an
-// error in words is a fault that the sanitizers stop at; the case is then written to ./crash.payload.
+// Mutates valid payloads, corrects the checksum of most, loads them, and runs those that load on inputs of the declared
+// shapes. A case that reaches new code becomes a seed. The sanitizers stop at the first fault, and the case is then
+// written to ./crash.payload.
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -36,13 +36,16 @@ extern "C" __attribute__((visibility("default"), no_sanitize("address", "undefin
 
 extern "C" void __sanitizer_set_death_callback(void (*callback)());
 
-extern "C" __attribute__((visibility("default"))) const char* __asan_default_options() { return "allocator_may_return_null=1:max_allocation_size_mb=512"; }
+extern "C" __attribute__((visibility("default"))) const char* __asan_default_options() {
+  return "allocator_may_return_null=1:max_allocation_size_mb=512";
+}
 
 namespace {
 
 using kernel_pytorch::Argument;
 using kernel_pytorch::Program;
 using kernel_pytorch::Reason;
+using kernel_pytorch::size_of;
 using kernel_pytorch::fuzz::Bytes;
 using kernel_pytorch::fuzz::Mutator;
 
@@ -61,7 +64,7 @@ bool run(Program& program) {
   size_t bytes = 0;
   for (size_t n = 0; n < inputs.size(); ++n) {
     const auto& shape = program.input_shape(n);
-    inputs[n].is_integer = program.input(n).kind == kernel_pytorch::format::kInteger;
+    inputs[n].is_integer = program.input(n).kind == kernel_pytorch::format::ArgumentKind::kInteger;
     inputs[n].integer = 1;
     inputs[n].dtype = shape.dtype;
     inputs[n].rank = shape.rank;
@@ -69,7 +72,7 @@ bool run(Program& program) {
     const size_t own = static_cast<size_t>(shape.numel()) * size_of(shape.dtype);
     bytes += own;
     if (bytes > (1 << 22)) return false;
-    memory.emplace_back(new char[own]());  // exactly as large as declared, so that one number too far is seen
+    memory.emplace_back(new char[own]());  // exactly as large as declared, so that an out-of-bounds access is detected
     inputs[n].data = memory.back().get();
   }
   Reason reason;
@@ -114,7 +117,6 @@ int main(int count, char** words) {
     fresh = false;
     counting = true;
     Reason reason;
-    // Exactly as many bytes as there are, at the alignment that ExecuTorch gives.
     std::unique_ptr<uint8_t[]> exact(new uint8_t[data.size() + 1]);
     std::memcpy(exact.get(), data.data(), data.size());
     kernel_pytorch::Host host;
@@ -122,8 +124,9 @@ int main(int count, char** words) {
     auto program = Program::load(exact.get(), data.size(), host, reason);
     if (program) {
       ++loaded;
-      const bool once = run(*program);
-      ran += once && (!program->has_caches() || run(*program)) ? 1 : 0;  // what a cache keeps is read the second time
+      // The second run reads what the first wrote to the cache.
+      const bool twice = run(*program) && (!program->has_caches() || run(*program));
+      ran += twice ? 1 : 0;
     } else if (reason.text[0] == 0) {
       std::fprintf(stderr, "kernel_pytorch_fuzz: a payload was refused without a reason\n");
       return 1;
@@ -131,6 +134,7 @@ int main(int count, char** words) {
     counting = false;
     if (fresh && !original && known.size() < 4096) known.push_back(data);
   }
-  std::printf("%ld cases, %ld loaded, %ld ran, %zu payloads reach all that was reached\n", cases, loaded, ran, known.size());
+  std::printf("%ld cases, %ld loaded, %ld ran, %zu payloads reach all that was reached\n", cases, loaded, ran,
+              known.size());
   return 0;
 }

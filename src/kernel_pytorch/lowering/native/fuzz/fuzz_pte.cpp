@@ -1,8 +1,8 @@
 // Mutations of whole programs, through ExecuTorch: kernel_pytorch_fuzz_pte CASES SEED program.pte
 //
-// Changes what stands after ExecuTorch's own tables, which are our payloads and the constants they share; mends the
-// checksums of most; loads every method, and runs those that load. Our delegate is built with the sanitizers,
-// ExecuTorch's library is the wheel's. Anything but an error or an answer stops the run.
+// Mutates the segments that follow ExecuTorch's own tables: our payloads and the constants they share. Corrects the
+// checksums of most, loads every method, and runs those that load. Our delegate is built with the sanitizers,
+// ExecuTorch's library is the wheel's.
 #include <executorch/extension/data_loader/buffer_data_loader.h>
 #include <executorch/extension/module/module.h>
 #include <executorch/extension/tensor/tensor.h>

@@ -1,4 +1,4 @@
-// Changes to bytes that have a chance to be read as something else: flips, numbers at the edges, pieces of others.
+// Mutations for fuzzing: bit flips, boundary values, and pieces of other inputs.
 #pragma once
 
 #include <algorithm>
@@ -15,10 +15,10 @@ namespace kernel_pytorch::fuzz {
 
 using Bytes = std::vector<uint8_t>;
 
-// Gives a payload the size and the checksum that fit its bytes.
+// Corrects the magic, version, size and checksum of a payload.
 inline void mend(uint8_t* payload, uint64_t size) {
   if (size < format::kHeaderBytes) return;
-  std::memcpy(payload, format::kMagic, sizeof(format::kMagic));
+  std::memcpy(payload, format::kMagic, 8);
   std::memcpy(payload + 8, &format::kVersion, 4);
   std::memcpy(payload + 16, &size, 8);
   const uint32_t sum = crc32(payload + 16, size - 16);
@@ -39,10 +39,12 @@ class Mutator {
 
  private:
   void change(Bytes& data, const std::vector<Bytes>& known) {
-    static const int64_t kInteresting[] = {0,          1,          2,         7,          8,           9,
-                                           15,         16,         63,        64,         255,         -1,
-                                           INT32_MAX,  INT32_MIN,  INT64_MAX, INT64_MIN,  int64_t{1} << 40,
-                                           0x7fffffff, 0xffffffff, 65536,     1000000007, int64_t{1} << 62};
+    // clang-format off
+    static const int64_t kBoundaries[] = {
+        0, 1, 2, 7, 8, 9, 15, 16, 63, 64, 255, -1, 65536, 1000000007,
+        0x7fffffff, 0xffffffff, INT32_MIN, INT64_MAX, INT64_MIN, int64_t{1} << 40, int64_t{1} << 62,
+    };
+    // clang-format on
     const size_t at = below(data.size());
     switch (below(7)) {
       case 0:
@@ -53,9 +55,9 @@ class Mutator {
         break;
       case 2:
       case 3: {
-        // Numbers of four and eight bytes, where they usually stand.
+        // Numbers of four and eight bytes at aligned offsets.
         const size_t width = below(2) ? 4 : 8, place = at / 4 * 4;
-        const int64_t value = kInteresting[below(std::size(kInteresting))];
+        const int64_t value = kBoundaries[below(std::size(kBoundaries))];
         if (place + width <= data.size()) std::memcpy(data.data() + place, &value, width);
         break;
       }

@@ -1,7 +1,7 @@
-// Attention of one tile, flash style: scores of a block of keys, their exponentials, and the sum of values, in turn.
+// FlashAttention for one tile of rows: for each block of keys the scores, an online softmax, and the output so far.
 //
-// Vectors run over the rows of the tile: a score block is [key][row], the output so far [value][row]. So keys and
-// values are read where they are, one number at a time for all rows, and no maximum or sum runs across a vector.
+// A vector lane is a row of the tile: scores are [key][row] and the output is [value][row]. Keys and values are read in
+// place, one element broadcast to all rows, and no maximum or sum is taken across lanes.
 #pragma once
 
 #include "kernels/attention_few.h"
@@ -11,32 +11,32 @@
 namespace {
 
 using kernel_pytorch::AttentionTile;
-using kernel_pytorch::kKeysABlock;
-using kernel_pytorch::kMostRows;
+using kernel_pytorch::kKeyBlock;
+using kernel_pytorch::kMaxTileRows;
 
 #if defined(KP_TARGET_AVX512)
-constexpr int kVectors = 2, kTall = 8;  // 16 sums in 32 registers
+constexpr int kVectors = 2, kTall = 8;  // 16 accumulators in 32 registers
 #elif defined(KP_TARGET_AVX2)
-constexpr int kVectors = 2, kTall = 4;  // 8 sums in 16 registers
+constexpr int kVectors = 2, kTall = 4;  // 8 accumulators in 16 registers
 #else
-constexpr int kVectors = 4, kTall = 4;  // 16 sums in NEON's 32 registers
+constexpr int kVectors = 4, kTall = 4;  // 16 accumulators in NEON's 32 registers
 #endif
 constexpr int64_t kTileRows = kVectors * kLanes;
 
 inline size_t attention_scratch_bytes(int64_t dim, int64_t value_dim) {
-  const int64_t floats = (dim + kKeysABlock + value_dim + 3) * kTileRows + kKeysABlock * (dim + value_dim);
+  const int64_t floats = (dim + kKeyBlock + value_dim + 3) * kTileRows + kKeyBlock * (dim + value_dim);
   const size_t few = few_scratch_floats(dim, value_dim);
   return (static_cast<size_t>(floats) > few ? static_cast<size_t>(floats) : few) * sizeof(float);
 }
 
 // into[m][row] (+)= sum over n of left[m * left_m + n * left_n] * right[n][row], for Tall rows of m.
 template <int Vectors, int Tall>
-inline void products(float* into, const float* left, int64_t left_m, int64_t left_n, const float* right, int64_t count,
+inline void multiply(float* into, const float* left, int64_t left_m, int64_t left_n, const float* right, int64_t count,
                      const Vec* rescale) {
-  Vec sums[Tall][Vectors];
+  Vec acc[Tall][Vectors];
   for (int m = 0; m < Tall; ++m) {
     for (int x = 0; x < Vectors; ++x) {
-      sums[m][x] = rescale ? load(into + (m * Vectors + x) * kLanes) * rescale[x] : Vec{};
+      acc[m][x] = rescale ? load(into + (m * Vectors + x) * kLanes) * rescale[x] : Vec{};
     }
   }
   for (int64_t n = 0; n < count; ++n) {
@@ -44,23 +44,23 @@ inline void products(float* into, const float* left, int64_t left_m, int64_t lef
     for (int x = 0; x < Vectors; ++x) own[x] = load(right + (n * Vectors + x) * kLanes);
     for (int m = 0; m < Tall; ++m) {
       const Vec factor = splat(left[m * left_m + n * left_n]);
-      for (int x = 0; x < Vectors; ++x) sums[m][x] += factor * own[x];
+      for (int x = 0; x < Vectors; ++x) acc[m][x] += factor * own[x];
     }
   }
   for (int m = 0; m < Tall; ++m) {
-    for (int x = 0; x < Vectors; ++x) store(into + (m * Vectors + x) * kLanes, sums[m][x]);
+    for (int x = 0; x < Vectors; ++x) store(into + (m * Vectors + x) * kLanes, acc[m][x]);
   }
 }
 
 template <int Vectors>
-inline void all_products(float* into, int64_t rows, const float* left, int64_t left_m, int64_t left_n,
+inline void multiply_all(float* into, int64_t rows, const float* left, int64_t left_m, int64_t left_n,
                          const float* right, int64_t count, const Vec* rescale) {
   int64_t m = 0;
   for (; m + kTall <= rows; m += kTall) {
-    products<Vectors, kTall>(into + m * Vectors * kLanes, left + m * left_m, left_m, left_n, right, count, rescale);
+    multiply<Vectors, kTall>(into + m * Vectors * kLanes, left + m * left_m, left_m, left_n, right, count, rescale);
   }
   for (; m < rows; ++m) {
-    products<Vectors, 1>(into + m * Vectors * kLanes, left + m * left_m, left_m, left_n, right, count, rescale);
+    multiply<Vectors, 1>(into + m * Vectors * kLanes, left + m * left_m, left_m, left_n, right, count, rescale);
   }
 }
 
@@ -69,10 +69,10 @@ template <int Vectors>
 inline bool block_is_whole(const AttentionTile& tile, int64_t key, int64_t count) {
   for (int x = 0; x < Vectors; ++x) {
     IntVec covered = {};
-    for (int64_t slot = 0; slot < tile.slots; ++slot) {
-      const int64_t at = slot * kMostRows + x * kLanes;
-      covered |= (load_ints(tile.first + at) <= static_cast<int32_t>(key)) &
-                 (load_ints(tile.last + at) >= static_cast<int32_t>(key + count));
+    for (int64_t n = 0; n < tile.ranges_per_row; ++n) {
+      const int64_t at = n * kMaxTileRows + x * kLanes;
+      covered |= (load_ints(tile.begin + at) <= static_cast<int32_t>(key)) &
+                 (load_ints(tile.end + at) >= static_cast<int32_t>(key + count));
     }
     if (!all(covered)) return false;
   }
@@ -80,18 +80,18 @@ inline bool block_is_whole(const AttentionTile& tile, int64_t key, int64_t count
 }
 
 template <int Vectors>
-inline void leave_out(const AttentionTile& tile, float* scores, int64_t key, int64_t count) {
-  const Vec never = splat(-__builtin_inff());
+inline void apply_mask(const AttentionTile& tile, float* scores, int64_t key, int64_t count) {
+  const Vec masked = splat(-__builtin_inff());
   for (int64_t n = 0; n < count; ++n) {
     const int32_t j = static_cast<int32_t>(key + n);
     for (int x = 0; x < Vectors; ++x) {
       IntVec attends = {};
-      for (int64_t slot = 0; slot < tile.slots; ++slot) {
-        const int64_t at = slot * kMostRows + x * kLanes;
-        attends |= (load_ints(tile.first + at) <= j) & (load_ints(tile.last + at) > j);
+      for (int64_t m = 0; m < tile.ranges_per_row; ++m) {
+        const int64_t at = m * kMaxTileRows + x * kLanes;
+        attends |= (load_ints(tile.begin + at) <= j) & (load_ints(tile.end + at) > j);
       }
       float* p = scores + (n * Vectors + x) * kLanes;
-      store(p, select(attends, load(p), never));
+      store(p, select(attends, load(p), masked));
     }
   }
 }
@@ -100,14 +100,14 @@ template <int Vectors>
 void attention_tile(const AttentionTile& tile, float* scratch) {
   constexpr int64_t kWide = Vectors * kLanes;
   const int64_t dim = tile.dim, value_dim = tile.value_dim;
-  float* const q = scratch;                           // [dim][row]
-  float* const scores = q + dim * kWide;              // [key][row]
-  float* const sums = scores + kKeysABlock * kWide;   // [value][row]
-  float* const keys = sums + value_dim * kWide;       // [key][dim], where they are not float32 in memory
-  float* const values = keys + kKeysABlock * dim;
+  float* const q = scratch;                       // [dim][row]
+  float* const scores = q + dim * kWide;          // [key][row]
+  float* const acc = scores + kKeyBlock * kWide;  // [value][row]
+  float* const keys = acc + value_dim * kWide;    // [key][dim], if they cannot be read in place
+  float* const values = keys + kKeyBlock * dim;
   const bool plain = tile.kv_dtype == DType::kFloat32;
-  // Rows that stand far apart, as those of a fused projection do, fall into few sets of the first cache and push each
-  // other out: they are copied together. A tile of few rows reads them too seldom for that to pay.
+  // Rows that are far apart in memory, such as those of a fused QKV projection, map to few sets of the L1 cache and
+  // evict each other: they are copied. A tile of one vector reads them too few times for the copy to pay.
   const bool k_in_place = plain && tile.k_stride == 1 && (tile.k_row == dim || Vectors == 1);
   const bool v_in_place = plain && tile.v_stride == 1 && (tile.v_row == value_dim || Vectors == 1);
   const int64_t bytes = static_cast<int64_t>(kernel_pytorch::size_of(tile.dtype));
@@ -116,22 +116,22 @@ void attention_tile(const AttentionTile& tile, float* scratch) {
   for (int64_t n = 0; n < dim * kWide; ++n) q[n] = 0;
   for (int64_t r = 0; r < tile.rows; ++r) {
     for (int64_t d = 0; d < dim; ++d) {
-      float number;
-      read_row(&number, tile.q[r] + d * tile.q_stride * bytes, tile.dtype, 1, 1);
-      q[d * kWide + r] = number * tile.scale;
+      float element;
+      read_row(&element, tile.q[r] + d * tile.q_stride * bytes, tile.dtype, 1, 1);
+      q[d * kWide + r] = element * tile.scale;
     }
   }
-  for (int64_t n = 0; n < value_dim * kWide; ++n) sums[n] = 0;
-  Vec most[Vectors], total[Vectors], rescale[Vectors];
+  for (int64_t n = 0; n < value_dim * kWide; ++n) acc[n] = 0;
+  Vec max[Vectors], total[Vectors], rescale[Vectors];
   for (int x = 0; x < Vectors; ++x) {
-    most[x] = splat(-__builtin_inff());
+    max[x] = splat(-__builtin_inff());
     total[x] = Vec{};
   }
 
-  for (int64_t run = 0; run < tile.run_count; ++run) {
-    for (int64_t key = tile.runs[run].first; key < tile.runs[run].last; key += kKeysABlock) {
-      const int64_t left = tile.runs[run].last - key;
-      const int64_t count = left < kKeysABlock ? left : kKeysABlock;
+  for (int64_t range = 0; range < tile.range_count; ++range) {
+    for (int64_t key = tile.ranges[range].begin; key < tile.ranges[range].end; key += kKeyBlock) {
+      const int64_t left = tile.ranges[range].end - key;
+      const int64_t count = left < kKeyBlock ? left : kKeyBlock;
       const float *k_at, *v_at;
       int64_t k_row = tile.k_row, v_row = tile.v_row;
       if (k_in_place) {
@@ -153,21 +153,23 @@ void attention_tile(const AttentionTile& tile, float* scratch) {
         }
         v_at = values, v_row = value_dim;
       }
-      all_products<Vectors>(scores, count, k_at, k_row, 1, q, dim, nullptr);
+      multiply_all<Vectors>(scores, count, k_at, k_row, 1, q, dim, nullptr);
       for (int64_t r = 0; tile.bias[0] && r < tile.rows; ++r) add_bias(tile, r, scores + r, kWide, key, count);
-      if (!block_is_whole<Vectors>(tile, key, count)) leave_out<Vectors>(tile, scores, key, count);
+      if (!block_is_whole<Vectors>(tile, key, count)) apply_mask<Vectors>(tile, scores, key, count);
 
-      Vec block_most[Vectors];
-      for (int x = 0; x < Vectors; ++x) block_most[x] = most[x];
+      Vec block_max[Vectors];
+      for (int x = 0; x < Vectors; ++x) block_max[x] = max[x];
       for (int64_t n = 0; n < count; ++n) {
-        for (int x = 0; x < Vectors; ++x) block_most[x] = maximum(load(scores + (n * Vectors + x) * kLanes), block_most[x]);
+        for (int x = 0; x < Vectors; ++x) {
+          block_max[x] = maximum(load(scores + (n * Vectors + x) * kLanes), block_max[x]);
+        }
       }
       Vec safe[Vectors];
       for (int x = 0; x < Vectors; ++x) {
-        // A row that has met no key yet keeps a maximum of -inf; exp(-inf - 0) is 0 where exp(-inf + inf) is NaN.
-        safe[x] = select(block_most[x] == -__builtin_inff(), Vec{}, block_most[x]);
-        rescale[x] = exp(most[x] - safe[x]);
-        most[x] = block_most[x];
+        // A row without keys so far has a maximum of -inf: exp(-inf - 0) is 0, but exp(-inf + inf) is NaN.
+        safe[x] = select(block_max[x] == -__builtin_inff(), Vec{}, block_max[x]);
+        rescale[x] = exp(max[x] - safe[x]);
+        max[x] = block_max[x];
         total[x] *= rescale[x];
       }
       for (int64_t n = 0; n < count; ++n) {
@@ -178,7 +180,7 @@ void attention_tile(const AttentionTile& tile, float* scratch) {
           store(p, e);
         }
       }
-      all_products<Vectors>(sums, value_dim, v_at, 1, v_row, scores, count, rescale);
+      multiply_all<Vectors>(acc, value_dim, v_at, 1, v_row, scores, count, rescale);
     }
   }
 
@@ -186,25 +188,25 @@ void attention_tile(const AttentionTile& tile, float* scratch) {
   for (int x = 0; x < Vectors; ++x) inverse[x] = select(total[x] == 0.0f, Vec{}, 1.0f / total[x]);
   for (int64_t e = 0; e < value_dim; ++e) {
     for (int x = 0; x < Vectors; ++x) {
-      float* p = sums + (e * Vectors + x) * kLanes;
+      float* p = acc + (e * Vectors + x) * kLanes;
       store(p, load(p) * inverse[x]);
     }
   }
   for (int64_t r = 0; tile.lse[0] && r < tile.rows; ++r) {
-    *tile.lse[r] = log_sum_exp(most[r / kLanes][r % kLanes], total[r / kLanes][r % kLanes]);
+    *tile.lse[r] = log_sum_exp(max[r / kLanes][r % kLanes], total[r / kLanes][r % kLanes]);
   }
   for (int64_t r = 0; r < tile.rows; ++r) {
-    // Through a short row, so that narrow formats are written by the vector.
-    for (int64_t e = 0; e < value_dim; e += kKeysABlock) {
-      const int64_t count = value_dim - e < kKeysABlock ? value_dim - e : kKeysABlock;
-      for (int64_t n = 0; n < count; ++n) scores[n] = sums[(e + n) * kWide + r];
+    // Through a contiguous row, so that float16 and bfloat16 are converted a vector at a time.
+    for (int64_t e = 0; e < value_dim; e += kKeyBlock) {
+      const int64_t count = value_dim - e < kKeyBlock ? value_dim - e : kKeyBlock;
+      for (int64_t n = 0; n < count; ++n) scores[n] = acc[(e + n) * kWide + r];
       write_row(tile.out[r] + e * tile.out_stride * bytes, scores, tile.dtype, tile.out_stride, count);
     }
   }
 }
 
 inline void attention(const AttentionTile& tile, float* scratch) {
-  if (attention_was_of_few(tile, scratch)) return;
+  if (attention_few_rows(tile, scratch)) return;
   if (tile.rows <= kLanes) {
     attention_tile<1>(tile, scratch);
   } else {

@@ -1,3 +1,4 @@
+// Selects the kernel table at run time, by the instructions that the processor has.
 #include <cstdlib>
 #include <cstring>
 
@@ -11,35 +12,30 @@ const KernelTable* kernels_for_avx2();
 #endif
 const KernelTable* kernels_for_baseline();
 
-namespace {
-
-struct Candidate {
-  const KernelTable* table;
-  bool runs_here;
-};
-
-const KernelTable* choose(const char* wanted, Reason& reason) {
+int available_kernels(const KernelTable* tables[kMaxTables]) {
+  int count = 0;
 #if defined(__x86_64__)
   __builtin_cpu_init();
-  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
-                    __builtin_cpu_supports("f16c");
+  // Every processor with AVX2 has F16C too, which Clang before 15 cannot be asked about.
+  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
   const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                       __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
-  const Candidate candidates[] = {
-      {kernels_for_avx512(), avx512}, {kernels_for_avx2(), avx2}, {kernels_for_baseline(), true}};
-#else
-  const Candidate candidates[] = {{kernels_for_baseline(), true}};  // NEON is part of aarch64 itself
+  if (avx512) tables[count++] = kernels_for_avx512();
+  if (avx2) tables[count++] = kernels_for_avx2();
 #endif
-  for (const Candidate& candidate : candidates) {
-    const bool named = wanted == nullptr || std::strcmp(candidate.table->name, wanted) == 0;
-    if (candidate.runs_here && named) return candidate.table;
+  tables[count++] = kernels_for_baseline();  // SSE2 on x86-64, NEON on 64-bit Arm
+  return count;
+}
+
+const KernelTable* kernels(Reason& reason) {
+  const char* const wanted = std::getenv("KERNEL_PYTORCH_TARGET");
+  const KernelTable* tables[kMaxTables];
+  const int count = available_kernels(tables);
+  for (int n = 0; n < count; ++n) {
+    if (wanted == nullptr || std::strcmp(tables[n]->name, wanted) == 0) return tables[n];
   }
   reason.set("KERNEL_PYTORCH_TARGET=%.32s: this processor has no such target; leave it unset", wanted);
   return nullptr;
 }
-
-}  // namespace
-
-const KernelTable* kernels(Reason& reason) { return choose(std::getenv("KERNEL_PYTORCH_TARGET"), reason); }
 
 }  // namespace kernel_pytorch

@@ -1,4 +1,4 @@
-// Any chain of pointwise steps in one pass: a chunk of each operand is in the cache while all steps run on it.
+// A chain of pointwise steps in one pass over memory: all steps run on a chunk of each operand while it is in L1.
 #pragma once
 
 #include <math.h>
@@ -8,10 +8,12 @@
 
 namespace {
 
-using kernel_pytorch::kChunk;
+using kernel_pytorch::kPointwiseChunk;
 using kernel_pytorch::PointwiseLoop;
+using kernel_pytorch::format::kRegisters;
+using kernel_pytorch::format::Step;
 
-// Chunks are whole vectors: what is past the end of a row is computed and not written.
+// Chunks are whole vectors: elements past the end of a row are computed and not written.
 template <typename Function>
 inline void each(float* to, const float* a, int64_t count, Function function) {
   for (int64_t n = 0; n < count; n += kLanes) store(to + n, function(load(a + n)));
@@ -22,74 +24,73 @@ inline void each(float* to, const float* a, const float* b, int64_t count, Funct
   for (int64_t n = 0; n < count; n += kLanes) store(to + n, function(load(a + n), load(b + n)));
 }
 
-inline void run_step(int64_t step, float* to, const float* a, const float* b, int64_t count) {
-  namespace format = kernel_pytorch::format;
+inline void run_step(Step step, float* to, const float* a, const float* b, int64_t count) {
   switch (step) {
-    case format::kCopy:
+    case Step::kCopy:
       return each(to, a, count, [](Vec x) { return x; });
-    case format::kAddStep:
+    case Step::kAdd:
       return each(to, a, b, count, [](Vec x, Vec y) { return x + y; });
-    case format::kSubtract:
+    case Step::kSubtract:
       return each(to, a, b, count, [](Vec x, Vec y) { return x - y; });
-    case format::kMultiplyStep:
+    case Step::kMultiply:
       return each(to, a, b, count, [](Vec x, Vec y) { return x * y; });
-    case format::kDivide:
+    case Step::kDivide:
       return each(to, a, b, count, [](Vec x, Vec y) { return x / y; });
-    case format::kMaximumStep:  // NaN of either side stays
+    case Step::kMaximum:  // NaN of either operand propagates
       return each(to, a, b, count, [](Vec x, Vec y) { return select((x > y) | (x != x), x, y); });
-    case format::kMinimum:
+    case Step::kMinimum:
       return each(to, a, b, count, [](Vec x, Vec y) { return select((x < y) | (x != x), x, y); });
-    case format::kPower:
+    case Step::kPower:
       for (int64_t n = 0; n < count; ++n) to[n] = powf(a[n], b[n]);
       return;
-    case format::kNegate:
+    case Step::kNegate:
       return each(to, a, count, [](Vec x) { return -x; });
-    case format::kAbsolute:
+    case Step::kAbsolute:
       return each(to, a, count, [](Vec x) { return absolute(x); });
-    case format::kExp:
+    case Step::kExp:
       return each(to, a, count, [](Vec x) { return exp(x); });
-    case format::kLog:
+    case Step::kLog:
       for (int64_t n = 0; n < count; ++n) to[n] = logf(a[n]);
       return;
-    case format::kSqrt:
+    case Step::kSqrt:
       return each(to, a, count, [](Vec x) { return square_root(x); });
-    case format::kRsqrt:
+    case Step::kRsqrt:
       return each(to, a, count, [](Vec x) { return 1.0f / square_root(x); });
-    case format::kReciprocal:
+    case Step::kReciprocal:
       return each(to, a, count, [](Vec x) { return 1.0f / x; });
-    case format::kSigmoid:
+    case Step::kSigmoid:
       return each(to, a, count, [](Vec x) { return sigmoid(x); });
-    case format::kTanh:
+    case Step::kTanh:
       return each(to, a, count, [](Vec x) { return tanh(x); });
-    case format::kErf:
+    case Step::kErf:
       return each(to, a, count, [](Vec x) { return erf(x); });
-    case format::kSilu:
+    case Step::kSilu:
       return each(to, a, count, [](Vec x) { return silu(x); });
-    case format::kGelu:
+    case Step::kGelu:
       return each(to, a, count, [](Vec x) { return gelu(x); });
-    case format::kGeluTanh:
+    case Step::kGeluTanh:
       return each(to, a, count, [](Vec x) { return gelu_tanh(x); });
-    case format::kRelu:
+    case Step::kRelu:
       return each(to, a, count, [](Vec x) { return select(x <= 0.0f, Vec{}, x); });
-    case format::kSin:
+    case Step::kSin:
       for (int64_t n = 0; n < count; ++n) to[n] = sinf(a[n]);
       return;
-    case format::kCos:
+    case Step::kCos:
       for (int64_t n = 0; n < count; ++n) to[n] = cosf(a[n]);
       return;
-    default:
+    case Step::kImmediate:  // handled by pointwise()
+    case Step::kCount:
       return;
   }
 }
 
 inline void pointwise(const PointwiseLoop& loop, int64_t begin, int64_t end, float* scratch) {
-  namespace format = kernel_pytorch::format;
   const int inner = loop.rank - 1;
-  const int64_t width = loop.dims[inner], chunks = (width + kChunk - 1) / kChunk;
+  const int64_t width = loop.dims[inner], chunks = (width + kPointwiseChunk - 1) / kPointwiseChunk;
   for (int64_t task = begin; task < end; ++task) {
-    const int64_t start = task % chunks * kChunk;
-    const int64_t count = width - start < kChunk ? width - start : kChunk;
-    int64_t in_at[format::kRegisters] = {}, out_at[format::kRegisters] = {};
+    const int64_t start = task % chunks * kPointwiseChunk;
+    const int64_t count = width - start < kPointwiseChunk ? width - start : kPointwiseChunk;
+    int64_t in_at[kRegisters] = {}, out_at[kRegisters] = {};
     int64_t row = task / chunks;
     for (int d = inner - 1; d >= 0; --d) {
       const int64_t index = row % loop.dims[d];
@@ -99,23 +100,24 @@ inline void pointwise(const PointwiseLoop& loop, int64_t begin, int64_t end, flo
     }
     for (int n = 0; n < loop.inputs; ++n) {
       const int64_t stride = loop.in_strides[n][inner];
-      const int64_t at = (in_at[n] + start * stride) * static_cast<int64_t>(kernel_pytorch::size_of(loop.in_dtype[n]));
-      read_row(scratch + n * kChunk, loop.in[n] + at, loop.in_dtype[n], stride, count);
+      const int64_t at = (in_at[n] + start * stride) * static_cast<int64_t>(size_of(loop.in_dtype[n]));
+      read_row(scratch + n * kPointwiseChunk, loop.in[n] + at, loop.in_dtype[n], stride, count);
     }
     for (int64_t s = 0; s < loop.step_count; ++s) {
       const int64_t* const step = loop.steps + 4 * s;
-      float* const to = scratch + step[1] * kChunk;
-      if (step[0] == format::kImmediate) {
+      float* const to = scratch + step[1] * kPointwiseChunk;
+      if (static_cast<Step>(step[0]) == Step::kImmediate) {
         const Vec value = splat(loop.immediates[step[2]]);
         for (int64_t n = 0; n < count; n += kLanes) store(to + n, value);
       } else {
-        run_step(step[0], to, scratch + step[2] * kChunk, scratch + step[3] * kChunk, count);
+        run_step(static_cast<Step>(step[0]), to, scratch + step[2] * kPointwiseChunk,
+                 scratch + step[3] * kPointwiseChunk, count);
       }
     }
     for (int n = 0; n < loop.outputs; ++n) {
       const int64_t stride = loop.out_strides[n][inner];
-      const int64_t at = (out_at[n] + start * stride) * static_cast<int64_t>(kernel_pytorch::size_of(loop.out_dtype[n]));
-      write_row(loop.out[n] + at, scratch + loop.out_registers[n] * kChunk, loop.out_dtype[n], stride, count);
+      const int64_t at = (out_at[n] + start * stride) * static_cast<int64_t>(size_of(loop.out_dtype[n]));
+      write_row(loop.out[n] + at, scratch + loop.out_registers[n] * kPointwiseChunk, loop.out_dtype[n], stride, count);
     }
   }
 }

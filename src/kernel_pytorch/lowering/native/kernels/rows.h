@@ -1,4 +1,4 @@
-// Rows of numbers between memory, in any format and stride, and float32.
+// Conversion of rows between any dtype and stride in memory and contiguous float32, and reductions of float32 rows.
 #pragma once
 
 #include "core/types.h"
@@ -7,6 +7,8 @@
 namespace {
 
 using kernel_pytorch::DType;
+using kernel_pytorch::size_of;
+using kernel_pytorch::View;
 
 inline float half_at(const uint16_t* p, bool bfloat) {
   HalfVec one = {};
@@ -74,6 +76,51 @@ inline void write_row(char* to, const float* from, DType dtype, int64_t stride, 
     const Vec v = splat(from[n]);
     p[n * stride] = (bfloat ? to_bfloat16(v) : to_float16(v))[0];
   }
+}
+
+inline int64_t row_length(const View& view) { return view.dims[view.rank - 1]; }
+
+// The address of a row of a view, with rows counted over all dimensions but the last.
+inline char* row_address(const View& view, int64_t row) {
+  int64_t offset = 0;
+  for (int d = view.rank - 2; d >= 0; --d) {
+    offset += row % view.dims[d] * view.strides[d];
+    row /= view.dims[d];
+  }
+  return view.data + offset * static_cast<int64_t>(size_of(view.dtype));
+}
+
+inline void read_row_of(const View& view, int64_t row, float* to) {
+  read_row(to, row_address(view, row), view.dtype, view.strides[view.rank - 1], row_length(view));
+}
+
+inline void write_row_of(const View& view, int64_t row, const float* from) {
+  write_row(row_address(view, row), from, view.dtype, view.strides[view.rank - 1], row_length(view));
+}
+
+inline float row_sum(const float* x, int64_t count) {
+  Vec a = {}, b = {};
+  int64_t n = 0;
+  for (; n + 2 * kLanes <= count; n += 2 * kLanes) a += load(x + n), b += load(x + n + kLanes);
+  float total = sum(a + b);
+  for (; n < count; ++n) total += x[n];
+  return total;
+}
+
+// NaN if the row has one, as in torch.
+inline float row_max(const float* x, int64_t count) {
+  float result = -__builtin_inff();
+  int64_t n = 0;
+  if (count >= kLanes) {
+    Vec max = load(x);
+    for (n = kLanes; n + kLanes <= count; n += kLanes) {
+      const Vec own = load(x + n);
+      max = select((own > max) | (own != own), own, max);
+    }
+    result = largest(max);
+  }
+  for (; n < count; ++n) result = x[n] > result || x[n] != x[n] ? x[n] : result;
+  return result;
 }
 
 }  // namespace

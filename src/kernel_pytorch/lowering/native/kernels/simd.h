@@ -1,8 +1,8 @@
-// Vectors of float32 in the width of one target, on the compilers' vector extensions: one source for every target.
+// Vectors of float32 at the width of one target, with the compilers' vector extensions: one source for all targets.
 //
-// This header is compiled once for each target with that target's flags. Everything is in an unnamed namespace and
-// no standard library template is used: a linker that kept one copy of a shared inline function could keep the one
-// with instructions that the processor at hand does not have.
+// This header is compiled once per target with that target's flags. Everything is in an unnamed namespace, and no
+// template of the standard library is used: of an inline function that several targets share, the linker keeps one
+// copy, and that one may use instructions that the processor lacks.
 #pragma once
 
 #include <stdint.h>
@@ -50,9 +50,9 @@ inline float sum(Vec v) {
 }
 
 inline float largest(Vec v) {
-  float found = v[0];
-  for (int n = 1; n < kLanes; ++n) found = v[n] > found || v[n] != v[n] ? v[n] : found;
-  return found;
+  float result = v[0];
+  for (int n = 1; n < kLanes; ++n) result = v[n] > result || v[n] != v[n] ? v[n] : result;
+  return result;
 }
 
 inline bool all(IntVec condition) {
@@ -61,15 +61,15 @@ inline bool all(IntVec condition) {
   return both != 0;
 }
 
-// exp in two roundings of its last bit: 0 where it underflows, infinity where it overflows, NaN stays NaN.
+// exp within 2 ulp; 0 on underflow, infinity on overflow, NaN for NaN.
 inline Vec exp(Vec x) {
   const Vec wide = x;
   x = select(x < -104.0f, splat(-104.0f), x);
   x = select(x > 89.0f, splat(89.0f), x);
-  const Vec magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to a whole number
+  const Vec magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
   const Vec shifted = x * 1.44269504088896f + magic;
   const Vec whole = shifted - magic;
-  Vec r = x - whole * 0.693145751953125f;  // ln 2 in two parts, the first exact in a product
+  Vec r = x - whole * 0.693145751953125f;  // ln 2 as a sum of two; products with the first are exact
   r = r - whole * 1.42860682030941723e-6f;
   Vec p = splat(1.393373321e-03f);
   p = p * r + 8.363235385e-03f;
@@ -77,7 +77,7 @@ inline Vec exp(Vec x) {
   p = p * r + 1.666657664e-01f;
   p = p * r + 5.000000014e-01f;
   p = p * (r * r) + r + 1.0f;
-  // The power of two in two factors, because 2^n itself may be too large or too small for one.
+  // 2^n as two factors, because 2^n itself may overflow or underflow.
   const IntVec n = as_ints(shifted) - 0x4b400000;
   const IntVec half = n >> 1;
   p = p * as_floats((half + 127) << 23) * as_floats((n - half + 127) << 23);
@@ -85,7 +85,7 @@ inline Vec exp(Vec x) {
 }
 
 inline Vec sigmoid(Vec x) {
-  // exp of what is not positive, so that nothing overflows.
+  // exp of a non-positive argument cannot overflow.
   const Vec e = exp(-absolute(x));
   const Vec r = 1.0f / (1.0f + e);
   return select(x < 0.0f, e * r, r);
@@ -104,7 +104,7 @@ inline Vec tanh(Vec x) {
   return select(a < 0.25f, near, select(x < 0.0f, -far, far));
 }
 
-// erfc of what is not negative: a polynomial in 1 / (1 + 0.4 x), fitted to erfc(x) exp(x^2) on [0, 9.5].
+// erfc of a non-negative argument: a polynomial in 1 / (1 + 0.4 x), fitted to erfc(x) exp(x^2) on [0, 9.5].
 inline Vec erfc_positive(Vec x) {
   const Vec t = 1.0f / (1.0f + 0.4f * x);
   Vec p = splat(4.090798242e-02f);
@@ -133,10 +133,10 @@ inline Vec erf(Vec x) {
 }
 
 inline Vec gelu(Vec x) {
-  // x times the share of a normal distribution below x; its lower tail is erfc itself, so that nothing cancels.
+  // x times the normal CDF of x. Its lower tail is computed from erfc, so that nothing cancels.
   const Vec tail = 0.5f * erfc_positive(absolute(x) * 0.70710678118654752f);
-  const Vec found = x * select(x < 0.0f, tail, 1.0f - tail);
-  return select(x < -13.0f, splat(-0.0f), found);
+  const Vec result = x * select(x < 0.0f, tail, 1.0f - tail);
+  return select(x < -13.4f, splat(-0.0f), result);  // underflows; also keeps -inf * 0 from giving NaN
 }
 
 inline Vec gelu_tanh(Vec x) {
@@ -147,12 +147,12 @@ inline Vec gelu_tanh(Vec x) {
 inline Vec silu(Vec x) { return x * sigmoid(x); }
 
 inline Vec square_root(Vec x) {
-  Vec found = x;
-  for (int n = 0; n < kLanes; ++n) found[n] = __builtin_sqrtf(x[n]);
-  return found;
+  Vec result = x;
+  for (int n = 0; n < kLanes; ++n) result[n] = __builtin_sqrtf(x[n]);
+  return result;
 }
 
-// Conversions of narrow numbers are one instruction each, which compilers make ten of when they are left to it.
+// With intrinsics, because compilers turn these conversions into about ten instructions instead of one.
 inline Vec from_int8(const int8_t* p) {
 #if defined(KP_TARGET_AVX512)
   return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
@@ -187,7 +187,7 @@ inline Vec from_float16(HalfVec half) {
   typedef uint32_t Bits __attribute__((vector_size(4 * KP_LANES)));
   const IntVec bits = reinterpret_cast<IntVec>(__builtin_convertvector(half, Bits));
   const IntVec sign = (bits & 0x8000) << 16, magnitude = (bits & 0x7fff) << 13;
-  // The exponent is moved by a product, which also makes small numbers that have no leading one right.
+  // Rebias the exponent by a multiplication, which is right for subnormals too.
   Vec moved = as_floats(magnitude) * 5.192296858534828e33f;  // 2^112
   moved = (magnitude >= (0x7c00 << 13)) ? as_floats(magnitude | 0x7f800000) : moved;
   return as_floats(as_ints(moved) | sign);
@@ -198,14 +198,14 @@ inline HalfVec to_float16(Vec v) {
   const IntVec bits = as_ints(v), sign = (bits >> 16) & 0x8000;
   const Vec a = absolute(v);
   const IntVec a_bits = as_ints(a);
-  // Normal numbers: round the mantissa to ten bits, to even; a carry into the exponent is right as it is.
+  // Normal numbers: round the mantissa to ten bits, ties to even. A carry into the exponent gives the right result.
   const IntVec normal = (a_bits + 0xfff + ((a_bits >> 13) & 1) - (112 << 23)) >> 13;
-  // Below 2^-14: adding one half puts the bits that stay in the lowest ten, rounded by the addition.
+  // Subnormals, below 2^-14: adding 0.5 rounds to the ten bits that are kept, and moves them to the lowest place.
   const IntVec small = as_ints(a + 0.5f) - as_ints(splat(0.5f));
-  IntVec found = (a < 6.103515625e-5f) ? small : normal;
-  found = (a >= 65520.0f) ? splat_int(0x7c00) : found;
-  found = (v != v) ? splat_int(0x7e00) : found;
-  return __builtin_convertvector(found | sign, HalfVec);
+  IntVec result = (a < 6.103515625e-5f) ? small : normal;
+  result = (a >= 65520.0f) ? splat_int(0x7c00) : result;
+  result = (v != v) ? splat_int(0x7e00) : result;
+  return __builtin_convertvector(result | sign, HalfVec);
 }
 
 }  // namespace

@@ -1,4 +1,4 @@
-// The kernels of one target, as functions in a table, and what they work on.
+// The kernels of one instruction set as a table of functions, and the records they take.
 #pragma once
 
 #include <stddef.h>
@@ -9,35 +9,38 @@
 
 namespace kernel_pytorch {
 
-constexpr int64_t kChunk = 256;      // numbers of a pointwise op that are in the cache at once
-constexpr int64_t kKeysABlock = 64;  // keys whose scores are held at once
-constexpr int64_t kMostRows = 32;    // rows of the widest attention tile
+constexpr int64_t kPointwiseChunk = 256;  // elements of each operand that stay in L1 while all steps run on them
+constexpr int64_t kKeyBlock = 64;         // keys whose scores are held at once
+constexpr int64_t kMaxTileRows = 32;      // rows of the largest attention tile
+constexpr int64_t kMaxLinearRows = 96;    // rows of x in one linear task
 
-// One tile of rows (queries, of every head that shares the keys) and the keys they attend to.
+// One tile of rows (queries of all heads that share the keys) and the keys that they attend to.
 struct AttentionTile {
   int64_t rows;
-  const char* q[kMostRows];
-  char* out[kMostRows];
-  float* lse[kMostRows];        // where the log-sum-exp of each row goes; null where it is not wanted
-  const char* bias[kMostRows];  // null where there is none
+  const char* q[kMaxTileRows];
+  char* out[kMaxTileRows];
+  float* lse[kMaxTileRows];                   // log-sum-exp of each row; null if it is not an output
+  const char* bias[kMaxTileRows];             // null without bias
   int64_t q_stride, out_stride, bias_stride;  // of the last dimension
   DType dtype, kv_dtype, bias_dtype;
   const char* k;
   const char* v;
-  int64_t k_row, k_stride, v_row, v_stride;
-  const float* k_scales;  // of each key, where they are int8
+  int64_t k_row, k_stride, v_row, v_stride;  // strides between keys, and inside one
+  const float* k_scales;                     // per key, for int8
   const float* v_scales;
   int64_t dim, value_dim;
   float scale;
-  // Row r attends to the keys in [first, last) of each of its slots, which stand kMostRows apart.
-  const int32_t* first;
-  const int32_t* last;
-  int64_t slots;
-  const Run* runs;  // of all rows together: disjoint, rising
-  int64_t run_count;
+  // Row r attends to keys [begin[n * kMaxTileRows + r], end[n * kMaxTileRows + r]) for n < ranges_per_row. Rows from
+  // `rows` on must cover all keys.
+  const int32_t* begin;
+  const int32_t* end;
+  int64_t ranges_per_row;
+  const KeyRange* ranges;  // the union over rows: disjoint, ascending
+  int64_t range_count;
 };
 
-struct PointwiseLoop {  // operands over one index space, dimensions merged where all allow it
+// Operands of a pointwise op over one index space, with dimensions merged where all operands allow it.
+struct PointwiseLoop {
   int32_t rank;
   int64_t dims[kMaxRank];
   int32_t inputs, outputs;
@@ -45,54 +48,64 @@ struct PointwiseLoop {  // operands over one index space, dimensions merged wher
   char* out[format::kRegisters];
   DType in_dtype[format::kRegisters], out_dtype[format::kRegisters];
   int64_t in_strides[format::kRegisters][kMaxRank], out_strides[format::kRegisters][kMaxRank];
-  const int64_t* steps;  // (step, destination, a, b)
+  const int64_t* steps;  // (Step, destination, a, b)
   int64_t step_count;
   const int64_t* out_registers;
   const float* immediates;
 };
 
-struct CacheRow {  // one key or value, into a cache
+// An op along the last dimension of `in`.
+struct RowTask {
+  View in, out;
+};
+
+struct NormTask {
+  View in, out;
+  const View* weight;  // null if absent
+  const View* bias;    // null if absent
+  float eps;
+  bool subtract_mean;  // LayerNorm; false for RMSNorm
+};
+
+// Rows of x times one panel of packed weights.
+struct LinearTask {
+  int64_t rows, inputs, outputs, panel;
+  const float* x[kMaxLinearRows];
+  float* y[kMaxLinearRows];
+  const float* weights;  // of this panel, [input][kPanel]
+  const float* scales;   // per output, for int8 weights; null otherwise
+  const float* bias;     // null if absent
+};
+
+// One key or value that is written to a cache.
+struct CacheRow {
   const char* from;
   DType from_dtype, to_dtype;
   int64_t stride, count;
   char* to;
-  float* scale;  // of int8 alone
+  float* scale;  // written for int8
 };
 
-struct RowOp {  // norms, softmax and reductions: one row at a time
-  uint32_t code;
-  int64_t reduction;
-  View in, out;
-  const View* weight;  // null where there is none
-  const View* bias;
-  float eps;
-};
-
-constexpr int64_t kPanel = 32;           // outputs of a linear that are packed together
-constexpr int64_t kMostLinearRows = 96;  // rows of x that one task takes
-
-struct LinearTask {  // some rows of x times one panel of weights
-  int64_t rows, inputs, outputs, panel;
-  const float* x[kMostLinearRows];
-  float* y[kMostLinearRows];
-  const float* weights;  // of this panel
-  const float* scales;   // of each output; null where weights are not int8
-  const float* bias;     // null where there is none
-};
-
+// Ranges [begin, end) count rows; for pointwise, chunks of rows. Scratch is aligned to 64 bytes.
 struct KernelTable {
   const char* name;
-  int64_t attention_rows;
+  int64_t attention_rows;                                       // of a full tile
   size_t (*attention_scratch)(int64_t dim, int64_t value_dim);  // bytes
   void (*attention)(const AttentionTile& tile, float* scratch);
-  void (*pointwise)(const PointwiseLoop& loop, int64_t begin, int64_t end, float* scratch);  // rows x chunks
-  void (*row_op)(const RowOp& op, int64_t begin, int64_t end, float* scratch);
+  void (*pointwise)(const PointwiseLoop& loop, int64_t begin, int64_t end, float* scratch);
+  void (*norm)(const NormTask& task, int64_t begin, int64_t end, float* scratch);    // scratch: three rows
+  void (*softmax)(const RowTask& task, int64_t begin, int64_t end, float* scratch);  // scratch: one row
+  void (*reduce)(const RowTask& task, format::Reduction reduction, int64_t begin, int64_t end, float* scratch);
   void (*linear)(const LinearTask& task);
-  void (*unpack)(const char* from, DType dtype, float* to, int64_t count);
-  void (*cache_row)(const CacheRow& row, float* scratch);        // as many floats as the row has numbers
+  void (*to_float)(const char* from, DType dtype, float* to, int64_t count);
+  void (*cache_row)(const CacheRow& row, float* scratch);  // scratch: one row
 };
 
-// The best table for this processor, or the one that KERNEL_PYTORCH_TARGET names; null where it has no such one.
+// The best table for this processor, or the one named by KERNEL_PYTORCH_TARGET; null if the processor lacks it.
 const KernelTable* kernels(Reason& reason);
+
+// All tables that this processor can run, best first; returns how many.
+constexpr int kMaxTables = 4;
+int available_kernels(const KernelTable* tables[kMaxTables]);
 
 }  // namespace kernel_pytorch

@@ -1,21 +1,32 @@
-// Compiled once for each target, with that target's flags and KP_TARGET_NAME.
+// The kernel table of one instruction set: compiled once for each, with its flags and KP_TARGET_NAME.
 #include "kernels/attention.h"
 #include "kernels/cache.h"
 #include "kernels/linear.h"
+#include "kernels/norm.h"
 #include "kernels/pointwise.h"
-#include "kernels/row_ops.h"
+#include "kernels/reduce.h"
+#include "kernels/softmax.h"
 #include "kernels/table.h"
 
-#define KP_JOIN_AGAIN(a, b) a##b
-#define KP_JOIN(a, b) KP_JOIN_AGAIN(a, b)
-#define KP_TEXT_AGAIN(a) #a
-#define KP_TEXT(a) KP_TEXT_AGAIN(a)
+#define KP_CONCAT_EXPANDED(a, b) a##b
+#define KP_CONCAT(a, b) KP_CONCAT_EXPANDED(a, b)
+#define KP_STRING_EXPANDED(a) #a
+#define KP_STRING(a) KP_STRING_EXPANDED(a)
 
 namespace kernel_pytorch {
 
-const KernelTable* KP_JOIN(kernels_for_, KP_TARGET_NAME)() {
+const KernelTable* KP_CONCAT(kernels_for_, KP_TARGET_NAME)() {
   static const KernelTable table = {
-      KP_TEXT(KP_TARGET_NAME), kTileRows, attention_scratch_bytes, attention, pointwise, row_op, linear, unpack,
+      KP_STRING(KP_TARGET_NAME),
+      kTileRows,
+      attention_scratch_bytes,
+      attention,
+      pointwise,
+      norm,
+      softmax,
+      reduce,
+      linear,
+      to_float,
       cache_row,
   };
   return &table;

@@ -77,7 +77,9 @@ bool read_shape(const std::string& text, std::vector<SizesType>& shape) {
 
 template <typename Number>
 void fill_ones(std::vector<char>& bytes, Number one) {
-  for (size_t n = 0; n + sizeof(one) <= bytes.size(); n += sizeof(one)) std::memcpy(bytes.data() + n, &one, sizeof(one));
+  for (size_t n = 0; n + sizeof(one) <= bytes.size(); n += sizeof(one)) {
+    std::memcpy(bytes.data() + n, &one, sizeof(one));
+  }
 }
 
 int run(Module& module, const std::string& model, const Call& call) {

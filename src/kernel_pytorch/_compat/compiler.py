@@ -1,0 +1,66 @@
+"""What torch.compile keeps to itself: its counters, its limits, the platforms it supports."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+from kernel_pytorch._compat.private import private
+
+__all__ = ["compile_counts", "compile_limits", "compile_supported", "flex_attention_operator", "index_by_tensors"]
+
+
+def compile_counts() -> tuple[int, int]:
+    """How many graphs torch.compile has compiled in this process, and how often it broke one."""
+    counters = private(
+        "torch._dynamo.utils.counters",
+        test=lambda found: isinstance(found["stats"], dict),
+        without="recompiles and graph breaks are not counted",
+        otherwise={"stats": {}, "graph_break": {}},
+    )
+    return counters["stats"].get("unique_graphs", 0), sum(counters["graph_break"].values())
+
+
+def compile_supported() -> bool:
+    """Whether torch.compile supports this Python and platform."""
+    supported = private(
+        "torch._dynamo.eval_frame.is_dynamo_supported",
+        test=lambda f: f() in (True, False),
+        without="torch.compile is tried where it may not be supported",
+        otherwise=lambda: True,
+    )
+    return bool(supported())
+
+
+def compile_limits(**limits: int) -> contextlib.AbstractContextManager[Any]:
+    """Torch.compile's limits, as ``recompile_limit``, inside a ``with`` block."""
+    config = private(
+        "torch._dynamo.config",
+        test=lambda found: callable(found.patch),
+        without="models with many shapes may fall back to eager mode",
+        otherwise=None,
+    )
+    patched: contextlib.AbstractContextManager[Any] = config.patch(**limits)
+    return patched
+
+
+def flex_attention_operator() -> Any:
+    """The operator behind ``torch.nn.attention.flex_attention``, as a graph shows it."""
+    return private(
+        "torch._higher_order_ops.flex_attention.flex_attention",
+        test=callable,
+        without="models that use FlexAttention are not recognised",
+        otherwise=object(),
+    )
+
+
+def index_by_tensors() -> contextlib.AbstractContextManager[Any]:
+    """Make ``tensor[index]`` work inside vmap where the index is a batched tensor, as in FlexAttention's masks."""
+    mode = private(
+        "torch._dynamo._trace_wrapped_higher_order_op.TransformGetItemToIndex",
+        test=callable,
+        without="mask functions that index tensors fail inside vmap",
+        otherwise=contextlib.nullcontext,
+    )
+    entered: contextlib.AbstractContextManager[Any] = mode()
+    return entered

@@ -1,0 +1,78 @@
+"""Look up a private name, test it, and take the alternative where it is missing or behaves differently."""
+
+from __future__ import annotations
+
+import importlib
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+__all__ = ["PRIVATE_NAMES", "CompatibilityWarning", "PrivateName", "private"]
+
+CHECKED = "torch 2.11 and 2.13"
+"""The versions whose private names the tests have passed with."""
+
+
+class CompatibilityWarning(UserWarning):
+    """A private API of torch is missing or behaves differently; the message says what is used instead."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrivateName:
+    """One private name, and what is known of it."""
+
+    path: str
+    """Where it is, as ``"torch._C._len_torch_dispatch_stack"``."""
+    without: str
+    """What happens where it cannot be used."""
+    test: Callable[[Any], bool]
+    """Whether an object behaves as the name should; cheap, and true in any state of the process."""
+    checked: str = CHECKED
+
+
+PRIVATE_NAMES: dict[str, PrivateName] = {}
+"""Every private name that was looked up, by its path."""
+
+
+def private(path: str, *, test: Callable[[Any], bool], without: str, otherwise: Any = None) -> Any:
+    """Return the object at a path, or ``otherwise`` with a warning.
+
+    Args:
+        path: a module and names in it, as ``"torch._C._len_torch_dispatch_stack"``.
+        test: whether the object behaves as it should.
+        without: what happens where it cannot be used, for the warning or the error.
+        otherwise: what to use instead; None makes a missing name an error.
+
+    Example:
+        >>> private("torch._C._len_torch_dispatch_stack", test=lambda f: f() >= 0, without="...")()
+        0
+    """
+    PRIVATE_NAMES[path] = PrivateName(path=path, without=without, test=test)
+    try:
+        found = _find(path)
+        if test(found):
+            return found
+        problem = "behaves differently"
+    except Exception as error:  # a private API may fail in any way
+        problem = f"cannot be used ({type(error).__name__}: {error})"
+    message = f"{path} {problem} in torch {torch.__version__}; it was checked with {CHECKED}: {without}"
+    if otherwise is None:
+        raise ImportError(message)
+    warnings.warn(message, CompatibilityWarning, stacklevel=2)
+    return otherwise
+
+
+def _find(path: str) -> Any:
+    parts = path.split(".")
+    for end in range(len(parts), 0, -1):
+        try:
+            found: Any = importlib.import_module(".".join(parts[:end]))
+        except ModuleNotFoundError:
+            continue
+        for name in parts[end:]:
+            found = getattr(found, name)
+        return found
+    raise ModuleNotFoundError(path)

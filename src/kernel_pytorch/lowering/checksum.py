@@ -1,0 +1,80 @@
+"""Checksums of ``.pte`` files: written when a program is made, verified before ExecuTorch reads it.
+
+The checksum is in a footer of 512 bytes behind the program. ExecuTorch's loaders ignore it, so any runner loads the
+file. The footer ends with a record of 64 bytes: a magic string, the length of the program, its SHA-256, and another
+magic string. The zeros before the record keep one damaged range from covering both the program and its record.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+
+__all__ = ["add_checksum", "verify"]
+
+_FIRST_MAGIC, _LAST_MAGIC = b"KernelPyTorch.pt", b"e.sha256"
+_RECORD = struct.Struct("<16sQ32s8s")
+_FOOTER_BYTES = 512
+_HEADER = struct.Struct(
+    "<4sIQQQ"
+)  # ExecuTorch's, at byte 8: magic, length, program size, segments' offset and size
+
+
+def add_checksum(program: bytes) -> bytes:
+    """Return the program with a checksum footer, or unchanged where it has one.
+
+    Example:
+        >>> whole = add_checksum(b"program")
+        >>> len(whole) - len(b"program"), add_checksum(whole) == whole
+        (512, True)
+    """
+    if _record(program) is not None:
+        return program
+    record = _RECORD.pack(_FIRST_MAGIC, len(program), hashlib.sha256(program).digest(), _LAST_MAGIC)
+    return program + record.rjust(_FOOTER_BYTES, b"\0")
+
+
+def verify(data: bytes) -> str | None:
+    """Return why a file must not be loaded, or None.
+
+    A file with a footer must match its checksum. For a file without one, which other tools write, the sizes in
+    ExecuTorch's header are checked here; ExecuTorch verifies its tables when it loads it.
+
+    Example:
+        >>> whole = add_checksum(b"program")
+        >>> verify(whole)
+        'it has no ExecuTorch header'
+        >>> verify(b"P" + whole[1:])
+        'it is damaged: its checksum is wrong'
+    """
+    record = _record(data)
+    if record is not None:
+        first, length, digest, last = record
+        if (first, last) != (_FIRST_MAGIC, _LAST_MAGIC):
+            return "it is damaged: its footer is broken"
+        if length != len(data) - _FOOTER_BYTES:
+            return f"it is damaged: it has {len(data) - _FOOTER_BYTES:,} bytes and was written with {length:,}"
+        if hashlib.sha256(memoryview(data)[:length]).digest() != digest:
+            return "it is damaged: its checksum is wrong"
+    return _header_fault(data)
+
+
+def _record(data: bytes) -> tuple[bytes, int, bytes, bytes] | None:
+    """Return the fields of the footer, or None where neither magic string is there."""
+    if len(data) < _FOOTER_BYTES:
+        return None
+    found = _RECORD.unpack_from(data, len(data) - _RECORD.size)
+    return found if found[0] == _FIRST_MAGIC or found[3] == _LAST_MAGIC else None
+
+
+def _header_fault(data: bytes) -> str | None:
+    if data[4:6] != b"ET":
+        return "it has no ExecuTorch header"
+    if len(data) < 8 + _HEADER.size:
+        return f"it ends after {len(data)} bytes"
+    magic, _, program, base, segments = _HEADER.unpack_from(data, 8)
+    if magic != b"eh00":
+        return None  # a program without segments has no sizes in its header
+    if program > len(data) or base + segments > len(data):
+        return f"it is cut: it has {len(data):,} bytes and needs {max(program, base + segments):,}"
+    return None

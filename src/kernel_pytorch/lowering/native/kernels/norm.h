@@ -1,0 +1,57 @@
+// RMSNorm and LayerNorm of one row at a time, in float32.
+#pragma once
+
+#include "kernels/rows.h"
+#include "kernels/table.h"
+
+namespace {
+
+using kernel_pytorch::NormTask;
+
+inline float sum_of_squares(const float* x, int64_t count, float mean) {
+  Vec a = {}, b = {};
+  int64_t n = 0;
+  for (; n + 2 * kLanes <= count; n += 2 * kLanes) {
+    const Vec p = load(x + n) - mean, r = load(x + n + kLanes) - mean;
+    a += p * p, b += r * r;
+  }
+  float total = sum(a + b);
+  for (; n < count; ++n) total += (x[n] - mean) * (x[n] - mean);
+  return total;
+}
+
+inline void norm_row(const NormTask& task, float* x, int64_t count, const float* weight, const float* bias) {
+  const float mean = task.subtract_mean ? row_sum(x, count) / static_cast<float>(count) : 0.0f;
+  const float variance = sum_of_squares(x, count, mean) / static_cast<float>(count);
+  const float scale = 1.0f / __builtin_sqrtf(variance + task.eps);
+  int64_t n = 0;
+  for (; n + kLanes <= count; n += kLanes) {
+    Vec y = (load(x + n) - mean) * scale;
+    if (weight) y = y * load(weight + n);
+    if (bias) y = y + load(bias + n);
+    store(x + n, y);
+  }
+  for (; n < count; ++n) {
+    float y = (x[n] - mean) * scale;
+    if (weight) y = y * weight[n];
+    if (bias) y = y + bias[n];
+    x[n] = y;
+  }
+}
+
+// Scratch holds three rows: x, weight and bias in float32.
+inline void norm(const NormTask& task, int64_t begin, int64_t end, float* scratch) {
+  const int64_t count = row_length(task.in);
+  float* const x = scratch;
+  float* const weight = task.weight ? scratch + count : nullptr;
+  float* const bias = task.bias ? scratch + 2 * count : nullptr;
+  if (weight) read_row(weight, task.weight->data, task.weight->dtype, task.weight->strides[0], count);
+  if (bias) read_row(bias, task.bias->data, task.bias->dtype, task.bias->strides[0], count);
+  for (int64_t row = begin; row < end; ++row) {
+    read_row_of(task.in, row, x);
+    norm_row(task, x, count, weight, bias);
+    write_row_of(task.out, row, x);
+  }
+}
+
+}  // namespace

@@ -1,0 +1,149 @@
+"""``attn_implementation="kernel_pytorch"`` for Hugging Face transformers: the attention and mask functions.
+
+``register_with_transformers`` is called when ``kernel_pytorch`` is imported. Where transformers is imported already,
+it adds both functions to transformers' registries; otherwise it leaves an import hook that does so at the end of the
+import of ``transformers.modeling_utils``. transformers is never imported from here.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import sys
+from collections.abc import Sequence
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from kernel_pytorch.masks import Mask, causal, full
+from kernel_pytorch.masks.mask import from_code
+from kernel_pytorch.ops.attention.tensor_mask import mask_and_bias
+
+__all__ = ["NAME", "attention_forward", "carried", "register_with_transformers"]
+
+NAME = "kernel_pytorch"
+_WATCHED = "transformers.modeling_utils"  # defines AttentionInterface
+_NO_HEADS = 1009  # a number of heads that no model has
+_NOT_SERVED = ("cache", "indices", "block_indices")
+
+
+def register_with_transformers() -> None:
+    """Register ``attn_implementation="kernel_pytorch"`` now, or as soon as transformers is imported."""
+    module = sys.modules.get(_WATCHED)
+    if module is not None and hasattr(module, "AttentionInterface"):
+        _register()
+    elif not any(isinstance(finder, _Hook) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _Hook())
+
+
+class _Hook(importlib.abc.MetaPathFinder):
+    """Runs ``_register`` after the import of one module; every other import goes past it."""
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if name != _WATCHED:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.machinery.PathFinder.find_spec(name, path, target)
+        if spec is None or spec.loader is None:
+            return spec
+        execute = spec.loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            execute(module)
+            _register()
+
+        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
+
+
+def _register() -> None:
+    module = sys.modules[_WATCHED]
+    masking = importlib.import_module("transformers.masking_utils")
+    module.AttentionInterface.register(NAME, attention_forward)
+    masking.AttentionMaskInterface.register(NAME, _make_mask)
+
+
+def _make_mask(**arguments: Any) -> torch.Tensor:
+    from kernel_pytorch.ops.attention.hugging_face_masks import make_mask
+
+    found: torch.Tensor = make_mask(**arguments)
+    return found
+
+
+def carried(mask: Mask) -> torch.Tensor:
+    """A mask as transformers hands masks on: a tensor of four dimensions, here with the mask's code.
+
+    Its shape is (1, 1009, 1, n), which broadcasts with the scores of no model: one with attention of its own, which
+    does not ask transformers' registry, raises an error instead of adding the code to its scores.
+    """
+    numbers = torch.cat([torch.tensor([mask.code.numel()]), mask.code])
+    whole = torch.nn.functional.pad(numbers, (0, -numbers.numel() % _NO_HEADS))
+    found = whole.view(torch.uint64).view(1, _NO_HEADS, 1, -1)
+    found.kernel_pytorch_mask = mask  # type: ignore[attr-defined]
+    return found
+
+
+def _carried_mask(tensor: torch.Tensor) -> Mask:
+    known: Mask | None = getattr(tensor, "kernel_pytorch_mask", None)
+    if known is not None:
+        return known
+    numbers = tensor.reshape(-1).view(torch.int64).cpu()
+    if torch.compiler.is_compiling():
+        raise RuntimeError("a mask that was made outside the compiled model lost its expression on the way into it")
+    return from_code(numbers[1 : 1 + int(numbers[0])].contiguous())
+
+
+def attention_forward(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    position_bias: torch.Tensor | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    **options: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attention as transformers calls it, through ``kp.attention``; see docs/attention.md."""
+    from kernel_pytorch.ops.attention import attention
+
+    if dropout:
+        raise ValueError(
+            f"{type(module).__name__} trains with an attention dropout of {dropout}, which kp.attention does not "
+            "have: set it to 0.0 in the config (attention_dropout, attention_probs_dropout_prob or dropout_rate)"
+        )
+    if options.get("output_attentions"):
+        raise ValueError(
+            'output_attentions=True: kp.attention keeps no attention weights; use attn_implementation="eager"'
+        )
+    for name in _NOT_SERVED:
+        if options.get(name) is not None:
+            raise NotImplementedError(
+                f'{type(module).__name__} passes {name}, which attn_implementation="{NAME}" does not serve; use '
+                '"eager" or "sdpa"'
+            )
+    q_len, kv_len = query.shape[2], key.shape[2]
+    bias = position_bias
+    if attention_mask is None:
+        causes = getattr(module, "is_causal", True) if is_causal is None else is_causal
+        mask = causal() if causes and q_len > 1 else full()
+        if causes and 1 < q_len < kv_len:
+            # An empty static cache: transformers means the first keys, as is_causal of SDPA does.
+            key, value = key[:, :, :q_len], value[:, :, :q_len]
+            bias = None if bias is None else bias[..., :q_len]
+    elif attention_mask.dtype == torch.uint64:
+        mask = _carried_mask(attention_mask)
+    else:
+        mask, added = mask_and_bias(attention_mask, q_len, kv_len)
+        bias = added if bias is None else bias if added is None else bias + added
+    out = attention(query, key, value, mask, scale=scaling, softcap=softcap or None, bias=bias, sink_logits=s_aux)
+    assert isinstance(out, torch.Tensor)
+    return out.transpose(1, 2).contiguous(), None

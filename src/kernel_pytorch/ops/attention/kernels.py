@@ -1,0 +1,133 @@
+"""The attention kernels as records: which call each one can serve, and the reason where it cannot."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+
+from kernel_pytorch.hardware_abstraction.device import Device
+from kernel_pytorch.hardware_abstraction.op import Call, Kernel
+from kernel_pytorch.masks.code import NOT_IN_RUNTIME
+from kernel_pytorch.ops.attention.definition import lse_dtype, lse_flows
+
+__all__ = [
+    "KERNEL_CPU_FLASH",
+    "KERNEL_CUDNN",
+    "KERNEL_FLASH",
+    "KERNEL_NATIVE",
+    "KERNEL_SCORE_MOD",
+    "KERNEL_TILED",
+    "KERNEL_TRITON",
+]
+
+
+def _tiled_supports(call: Call, device: Device) -> str | None:
+    return None
+
+
+def _triton_supports(call: Call, device: Device) -> str | None:
+    q, v = call["q"], call["v"]
+    if q.dtype == torch.float64:
+        return "computes in float32, and q is float64; use float32 or the tiled kernel"
+    if not device.supports(q.format):
+        return f"{device.arch} does not compute in {q.format}"
+    widest = max(q.shape[3], v.shape[3])
+    if widest > 256:
+        return f"holds a head in registers: head_dim {widest} exceeds 256"
+    return None
+
+
+def _torch_mask(call: Call) -> str | None:
+    """Why PyTorch's own kernels cannot serve the call's mask, or None."""
+    q, k, mask = call["q"], call["k"], call["mask"]
+    if 0 in q.shape or 0 in k.shape:
+        return "takes no empty tensors"
+    if call["scale"] < 1e-30:
+        return f"takes a positive scale; it is {call['scale']}"
+    if call["wanted"] == "parts" and q.dtype != lse_dtype(q.dtype):
+        return f"rounds its results to {q.format}, and parts are merged unrounded"
+    if lse_flows(call["wanted"]) and (call.needs_grad or call.phase == "backward"):
+        return "has no gradient through the log-sum-exp, and return_lse asks for it"
+    if mask.is_full or (mask.is_causal and q.shape[2] == k.shape[2]):
+        return None
+    return f"knows full and causal with as many queries as keys; the mask is {mask}"
+
+
+def _cpu_flash_supports(call: Call, device: Device) -> str | None:
+    if call["q"].shape[3] != call["v"].shape[3]:
+        return f"needs one head_dim; v has {call['v'].shape[3]} and q {call['q'].shape[3]}"
+    return _torch_mask(call)
+
+
+def _native_supports(call: Call, device: Device) -> str | None:
+    q = call["q"]
+    if q.format not in ("float32", "float16", "bfloat16"):
+        return f"computes in float32, and q is {q.format}; use float32 or the tiled kernel"
+    if call["wanted"] == "parts" and q.dtype != lse_dtype(q.dtype):
+        return f"rounds its results to {q.format}, and parts are merged unrounded"
+    if call["mask"].node.uses(*NOT_IN_RUNTIME):
+        return f"does not read this mask: {call['mask']}"
+    return _runtime_missing()
+
+
+@cache
+def _runtime_missing() -> str | None:
+    """Asked once: a runtime that is built later serves the next process."""
+    from kernel_pytorch.lowering.build import BuildError, Runtime, runtime_prefix
+
+    try:
+        there = Runtime(runtime_prefix()).present
+    except BuildError as error:
+        return f"needs the C++ runtime: {error}"
+    return None if there else "needs the C++ runtime, which is not built: run kernel-pytorch build-runtime"
+
+
+def _cudnn_supports(call: Call, device: Device) -> str | None:
+    q, v = call["q"], call["v"]
+    if q.dtype not in (torch.float16, torch.bfloat16):
+        return f"multiplies float16 and bfloat16; q is {q.format}"
+    if q.shape[3] % 8 or v.shape[3] % 8 or max(q.shape[3], v.shape[3]) > 128:
+        return f"needs head_dim a multiple of 8 and at most 128; q has {q.shape[3]} and v {v.shape[3]}"
+    if call["k"].shape[2] == 1:
+        return "takes no single key: cuDNN refuses it, or crashes"
+    if device.arch in ("sm_80", "sm_86", "sm_89"):
+        return f"is fastest from sm_90 on, and this is {device.arch}"
+    return _torch_mask(call)
+
+
+def _flash_supports(call: Call, device: Device) -> str | None:
+    q, v = call["q"], call["v"]
+    if q.dtype not in (torch.float16, torch.bfloat16):
+        return f"multiplies float16 and bfloat16; q is {q.format}"
+    if q.shape[3] != v.shape[3] or q.shape[3] > 256 or q.shape[3] % 8:
+        return f"needs one head_dim, a multiple of 8, at most 256; q has {q.shape[3]} and v {v.shape[3]}"
+    return _torch_mask(call)
+
+
+def _kernel(
+    name: str,
+    module: str,
+    supports: object,
+    language: str,
+    *,
+    deterministic: bool = True,
+    op: str = "attention",
+) -> Kernel:
+    return Kernel(
+        op=op,
+        name=name,
+        module=f"kernel_pytorch.ops.attention.{module}",
+        supports=supports,  # type: ignore[arg-type]
+        language=language,  # type: ignore[arg-type]
+        deterministic=deterministic,
+    )
+
+
+KERNEL_TILED = _kernel("tiled", "tiled_kernel", _tiled_supports, "torch")
+KERNEL_TRITON = _kernel("triton", "triton_kernel", _triton_supports, "triton")
+KERNEL_CPU_FLASH = _kernel("cpu-flash", "cpu_flash_kernel", _cpu_flash_supports, "torch")
+KERNEL_NATIVE = _kernel("native", "native_kernel", _native_supports, "native")
+KERNEL_FLASH = _kernel("flash", "flash_kernel", _flash_supports, "native", deterministic=False)
+KERNEL_CUDNN = _kernel("cudnn", "cudnn_kernel", _cudnn_supports, "native", deterministic=False)
+KERNEL_SCORE_MOD = _kernel("tiled", "score_mod_kernel", _tiled_supports, "torch", op="score_mod_attention")

@@ -1,0 +1,116 @@
+"""Attention of Hugging Face models on ``kp.attention``, through the attention interface of transformers."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from typing import Any
+
+import torch
+from torch import nn
+
+from kernel_pytorch import masks
+from kernel_pytorch.ops.attention import attention
+from kernel_pytorch.optimization.candidate import Candidate, Context, Sites, Stage
+from kernel_pytorch.optimization.edits import Edits
+
+__all__ = ["HF_ATTENTION", "NAME"]
+
+NAME = "kernel_pytorch"
+"""What the attention is called in the configuration of a model."""
+_UNKNOWN = ("softcap", "position_bias", "s_aux")  # arguments that change the scores
+_PASSING = ("eager", "sdpa")
+
+
+def pretrained_models(model: nn.Module) -> dict[str, Any]:
+    """Return the Hugging Face models in a model by name; empty where transformers was never imported."""
+    transformers = sys.modules.get("transformers")
+    if transformers is None:
+        return {}
+    kind = transformers.PreTrainedModel
+    return {name: module for name, module in model.named_modules() if isinstance(module, kind)}
+
+
+def _mask(
+    local_size: int | None = None, allow_is_causal_skip: bool = True, **arguments: Any
+) -> torch.Tensor | None:
+    """Build no mask where ``kp.masks`` can express it; everything else is SDPA's tensor."""
+    sdpa = importlib.import_module("transformers.masking_utils").sdpa_mask
+    padding, queries, keys = (arguments.get(name) for name in ("attention_mask", "q_length", "kv_length"))
+    at_start = arguments.get("q_offset", 0) == 0 and arguments.get("kv_offset", 0) == 0
+    if local_size is not None and allow_is_causal_skip and padding is None and queries == keys and at_start:
+        return None  # a sliding window: the layer passes its width to the attention
+    found: torch.Tensor | None = sdpa(local_size=local_size, allow_is_causal_skip=allow_is_causal_skip, **arguments)
+    return found
+
+
+def _attend(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *args: Any,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    sliding_window: int | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attend with a recognised mask; calls with a mask tensor, dropout or another change of scores go to SDPA."""
+    causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
+    queries, keys = query.shape[2], key.shape[2]
+    windowed = sliding_window is not None and sliding_window < keys
+    unknown = args or dropout or kwargs.get("cache") is not None
+    unknown = unknown or any(kwargs.get(name) is not None for name in _UNKNOWN)
+    if attention_mask is not None or unknown or (causal and 1 < queries != keys) or (windowed and queries != keys):
+        sdpa = importlib.import_module("transformers.integrations.sdpa_attention").sdpa_attention_forward
+        found: tuple[torch.Tensor, None] = sdpa(
+            module, query, key, value, attention_mask, *args, dropout=dropout, scaling=scaling, is_causal=is_causal,
+            sliding_window=sliding_window, **kwargs,
+        )  # fmt: skip
+        return found
+    mask = masks.causal() if causal and queries > 1 else masks.full()
+    if windowed and causal:
+        mask = mask & masks.window(int(sliding_window or 1) - 1)
+    out = attention(query, key, value, mask, scale=scaling)
+    assert isinstance(out, torch.Tensor)
+    return out.transpose(1, 2).contiguous(), None
+
+
+def _register() -> None:
+    transformers = importlib.import_module("transformers")
+    transformers.AttentionInterface.register(NAME, _attend)
+    importlib.import_module("transformers.masking_utils").AttentionMaskInterface.register(NAME, _mask)
+
+
+def _match(model: nn.Module, context: Context) -> Sites | str:
+    models = pretrained_models(model)
+    if not models:
+        return "the model is not from transformers, whose attention interface it uses"
+    names, reasons = [], {}
+    for name, module in models.items():
+        implementation = module.config._attn_implementation
+        if implementation not in _PASSING:
+            reasons[name] = f"its attention is {implementation!r}, which is not {' or '.join(_PASSING)}"
+        elif not getattr(module, "_supports_sdpa", False):
+            reasons[name] = "it does not use the attention interface"
+        elif getattr(module.config, "output_attentions", False):
+            reasons[name] = "it returns attention weights"
+        elif "" in names and module.config is models[""].config:
+            continue  # shares the configuration of the model around it
+        else:
+            names.append(name)
+    return Sites(tuple(names), reasons) if names else next(iter(reasons.values()))
+
+
+def _apply(model: nn.Module, sites: tuple[str, ...], edits: Edits) -> None:
+    _register()
+    for name in sites:
+        config: Any = model.get_submodule(name).config
+        edits.set(config, "_attn_implementation", NAME)
+
+
+HF_ATTENTION = Candidate(
+    "hf-attention", "attention of Hugging Face models on kp.attention", "exact", Stage.MODULE, _match, _apply
+)

@@ -1,0 +1,58 @@
+"""Activation checkpointing of repeated blocks: less memory for a second forward pass."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from kernel_pytorch.optimization.candidate import Candidate, Context, Sites, Stage
+from kernel_pytorch.optimization.candidates.modules import left_alone
+from kernel_pytorch.optimization.edits import Edits, Forward
+
+__all__ = ["ACTIVATION_CHECKPOINTING"]
+
+_CACHES = ("past_key_value", "past_key_values", "use_cache")
+
+
+def _forward(call: Forward, *args: Any, **kwargs: Any) -> Any:
+    if not (call.module.training and torch.is_grad_enabled()):
+        return call.original(*args, **kwargs)
+    # A KV cache would get the keys of the second forward pass as well. Hugging Face drops it here too.
+    kwargs = {name: None if name in _CACHES else value for name, value in kwargs.items()}
+    return checkpoint(call.original, *args, use_reentrant=False, **kwargs)
+
+
+def _match(model: nn.Module, context: Context) -> Sites | str:
+    names: list[str] = []
+    reasons: dict[str, str] = {}
+    for name, module in model.named_modules():
+        blocks = list(module.named_children()) if isinstance(module, (nn.ModuleList, nn.Sequential)) else []
+        alike = len(blocks) > 1 and len({type(block) for _, block in blocks}) == 1
+        for child, block in blocks if alike and next(blocks[0][1].children(), None) is not None else ():
+            path = f"{name}.{child}".lstrip(".")
+            reason = left_alone(block)
+            if reason:
+                reasons[path] = reason
+            elif not any(path.startswith(f"{outer}.") for outer in names):
+                names.append(path)
+    return Sites(tuple(names), reasons) if names else "the model has no list of equal blocks"
+
+
+def _apply(model: nn.Module, sites: tuple[str, ...], edits: Edits) -> None:
+    for name in sites:
+        edits.replace_forward(model.get_submodule(name), _forward)
+
+
+ACTIVATION_CHECKPOINTING = Candidate(
+    "activation-checkpointing",
+    "activations of repeated blocks computed again in the backward pass",
+    "exact",
+    Stage.MEMORY,
+    _match,
+    _apply,
+    goals=frozenset({"memory"}),
+    drops=frozenset({"past_key_values"}),
+)

@@ -1,0 +1,58 @@
+"""What candidates ask of a module before they rewrite it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import nn
+from torch.nn.utils import parametrize
+
+from kernel_pytorch.optimization.candidate import Sites
+from kernel_pytorch.optimization.edits import own_forward
+
+__all__ = ["has_hooks", "left_alone", "sites_of"]
+
+
+def left_alone(module: nn.Module) -> str | None:
+    """Return why a module must not be rewritten, or None."""
+    if own_forward(module):
+        return "its forward was replaced by something else"
+    if parametrize.is_parametrized(module):
+        return "its weight is parametrized"
+    for name, parameter in module.named_parameters(recurse=False):
+        if type(parameter) is not nn.Parameter or type(parameter.data) is not torch.Tensor:
+            return f"its {name} is a {type(parameter.data).__name__}"
+    return None
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether a hook of any kind would be skipped if the module were not called."""
+    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    return any(getattr(module, kind) for kind in kinds)
+
+
+def sites_of(model: nn.Module, wanted: Callable[[nn.Module], str | bool], nothing: str) -> Sites | str:
+    """Return the modules for which ``wanted`` is True, or the reason why there are none.
+
+    ``wanted`` returns False for a module that does not matter, and a reason for one that it leaves alone.
+    """
+    names, reasons = [], {}
+    for name, module in _modules(model):
+        answer = wanted(module)
+        if answer is True:
+            answer = left_alone(module) or True
+        if answer is True:
+            names.append(name)
+        elif answer:
+            reasons[name] = str(answer)
+    if names:
+        return Sites(tuple(names), reasons)
+    if reasons:
+        name, reason = next(iter(reasons.items()))
+        return f"{nothing}; {name or 'the model'} is left alone: {reason}"
+    return nothing
+
+
+def _modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    yield from model.named_modules()

@@ -1,0 +1,227 @@
+"""Lower precision for inference and training: bf16 and int8 linear layers, autocast, TF32.
+
+The parameters stay as they are, so the state dict does too. A linear layer keeps a copy of its weight in the lower
+precision beside it and makes it anew when the weight changes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from kernel_pytorch._compat.memory import int8_matmul
+from kernel_pytorch.optimization.candidate import Candidate, Context, Sites, Stage
+from kernel_pytorch.optimization.candidates.modules import sites_of
+from kernel_pytorch.optimization.compiler import map_tensors
+from kernel_pytorch.optimization.edits import Edits, Forward
+
+__all__ = ["BF16_AUTOCAST", "BF16_LINEAR", "INT8_LINEAR", "TF32", "WeightCache"]
+
+_INFERENCE = frozenset({"latency", "throughput"})
+_LEAST_ELEMENTS = 1 << 10  # a smaller weight costs more to convert inputs for than it gains
+
+
+class WeightCache:
+    """The weight of a linear layer in lower precision, made again when the weight changes. Not copied or pickled."""
+
+    def __init__(self, module: nn.Linear, convert: Callable[[torch.Tensor], tuple[torch.Tensor, ...]]) -> None:
+        self.module, self.convert = module, convert
+        self.guarded = False
+        """Whether a caller outside the compiled graph refreshes the cache before each call."""
+        self._tensors: tuple[torch.Tensor, ...] = ()
+        self._source: tuple[int, int] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "guarded": False, "_tensors": (), "_source": None}
+
+    def refresh(self) -> tuple[torch.Tensor, ...]:
+        """Return the converted weight, made anew if the weight has changed."""
+        weight = self.module.weight
+        source = (weight.data_ptr(), weight._version)
+        if source != self._source:
+            with torch.no_grad():
+                made = self.convert(weight.detach())
+                if self._tensors and [x.shape for x in made] == [x.shape for x in self._tensors]:
+                    for old, new in zip(self._tensors, made, strict=True):
+                        old.copy_(new)  # compiled graphs hold the old tensors
+                else:
+                    self._tensors = made
+            self._source = source
+        return self._tensors
+
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """Return the converted weight, in a compiled graph too."""
+        if not torch.compiler.is_compiling():
+            return self.refresh()
+        return self._tensors if self.guarded else self.convert(self.module.weight)
+
+
+def _bf16(weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return (weight.to(torch.bfloat16),)
+
+
+def _int8(weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Per-channel symmetric int8, and the scales."""
+    scale = weight.float().abs().amax(dim=1).clamp_min(1e-12) / 127
+    return (weight.float() / scale[:, None]).round().clamp(-127, 127).to(torch.int8), scale
+
+
+def _needs_gradients(call: Forward, x: torch.Tensor) -> bool:
+    return torch.is_grad_enabled() and (x.requires_grad or call.module.get_parameter("weight").requires_grad)
+
+
+def _bf16_forward(call: Forward, x: torch.Tensor) -> Any:
+    if _needs_gradients(call, x) or x.dtype is not torch.float32:
+        return call.original(x)
+    (weight,) = call.settings.tensors()
+    bias: Any = call.module.bias
+    out = functional.linear(x.to(torch.bfloat16), weight).float()
+    return out if bias is None else out + bias
+
+
+def _int8_forward(call: Forward, x: torch.Tensor) -> Any:
+    if _needs_gradients(call, x) or x.dtype not in (torch.float32, torch.bfloat16) or x.numel() == 0:
+        return call.original(x)
+    weight, scale = call.settings.tensors()
+    rows = x.reshape(-1, x.shape[-1]).float()
+    row_scale = rows.abs().amax(dim=1, keepdim=True).clamp_min(1e-12) / 127
+    quantized = (rows / row_scale).round().to(torch.int8)
+    out = int8_matmul(quantized, weight.t()).float() * row_scale * scale
+    bias: Any = call.module.bias
+    if bias is not None:
+        out = out + bias
+    return out.to(x.dtype).reshape(*x.shape[:-1], -1)
+
+
+def _linears(model: nn.Module, dtypes: tuple[torch.dtype, ...]) -> Sites | str:
+    called = {
+        id(child)
+        for module in model.modules()
+        if isinstance(module, nn.MultiheadAttention)
+        for child in module.children()
+    }
+
+    def wanted(module: nn.Module) -> str | bool:
+        if not isinstance(module, nn.Linear):
+            return False
+        if type(module) is not nn.Linear:
+            return f"is a {type(module).__name__}, not an nn.Linear" if id(module) not in called else False
+        if module.weight.dtype not in dtypes:
+            return f"its weight is {str(module.weight.dtype).removeprefix('torch.')}"
+        if module.weight.numel() < _LEAST_ELEMENTS:
+            return f"its weight has only {module.weight.numel()} elements"
+        return True
+
+    names = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+    return sites_of(model, wanted, f"the model has no nn.Linear in {names} that is large enough")
+
+
+def _match_bf16(model: nn.Module, context: Context) -> Sites | str:
+    return _linears(model, (torch.float32,))
+
+
+def _match_int8(model: nn.Module, context: Context) -> Sites | str:
+    if context.device.type != "cpu":
+        return f"has a kernel for CPUs only, and the model is on {context.device.type}"
+    return _linears(model, (torch.float32, torch.bfloat16))
+
+
+def _cached(
+    forward: Callable[..., Any], convert: Callable[[torch.Tensor], tuple[torch.Tensor, ...]]
+) -> Callable[[nn.Module, tuple[str, ...], Edits], None]:
+    def apply(model: nn.Module, sites: tuple[str, ...], edits: Edits) -> None:
+        for name in sites:
+            module = model.get_submodule(name)
+            assert isinstance(module, nn.Linear)
+            edits.replace_forward(module, forward, WeightCache(module, convert))
+
+    return apply
+
+
+# Autocast and TF32, around the whole model.
+
+
+def _autocast_forward(call: Forward, *args: Any, **kwargs: Any) -> Any:
+    with torch.autocast(call.settings, torch.bfloat16):
+        out = call.original(*args, **kwargs)
+    return map_tensors(_widened, out)
+
+
+def _widened(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.float() if tensor.dtype is torch.bfloat16 else tensor
+
+
+def _match_autocast(model: nn.Module, context: Context) -> Sites | str:
+    kinds = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
+    if kinds != {torch.float32}:
+        names = ", ".join(sorted(str(kind).removeprefix("torch.") for kind in kinds)) or "none"
+        return f"needs parameters in float32 only; these are {names}"
+    return sites_of(model, lambda module: module is model, "the model cannot be wrapped")
+
+
+def _apply_autocast(model: nn.Module, sites: tuple[str, ...], edits: Edits) -> None:
+    device = next(parameter.device for parameter in model.parameters())
+    edits.replace_forward(model, _autocast_forward, device.type)
+
+
+_switching = threading.Lock()
+
+
+@contextlib.contextmanager
+def _tf32() -> Iterator[None]:
+    before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+    with _switching:
+        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
+        try:
+            yield
+        finally:
+            torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before
+
+
+def _tf32_forward(call: Forward, *args: Any, **kwargs: Any) -> Any:
+    with _tf32():
+        return call.original(*args, **kwargs)
+
+
+def _match_tf32(model: nn.Module, context: Context) -> Sites | str:
+    if context.device.type != "cuda":
+        return f"is a format of NVIDIA's matrix units, and the model is on {context.device.type}"
+    return _match_autocast(model, context)
+
+
+def _apply_tf32(model: nn.Module, sites: tuple[str, ...], edits: Edits) -> None:
+    edits.replace_forward(model, _tf32_forward)
+
+
+_OTHERS = frozenset({"bf16-linear", "bf16-autocast", "int8-linear", "tf32"})
+
+
+def _approximate(name: str, summary: str, match: Any, apply: Any, goals: frozenset[str] = _INFERENCE) -> Candidate:
+    return Candidate(
+        name, summary, "approximate", Stage.PRECISION, match, apply, goals=goals, conflicts=_OTHERS - {name}
+    )
+
+
+BF16_LINEAR = _approximate(
+    "bf16-linear", "linear layers in bf16, with a cached bf16 weight", _match_bf16, _cached(_bf16_forward, _bf16)
+)
+INT8_LINEAR = _approximate(
+    "int8-linear",
+    "linear layers in int8: per-channel weights, per-row activations",
+    _match_int8,
+    _cached(_int8_forward, _int8),
+)
+BF16_AUTOCAST = _approximate(
+    "bf16-autocast",
+    "the model under torch.autocast in bf16, outputs in float32",
+    _match_autocast,
+    _apply_autocast,
+    goals=frozenset({"latency", "throughput", "training", "memory"}),
+)
+TF32 = _approximate("tf32", "float32 GEMMs on TF32 matrix units", _match_tf32, _apply_tf32)

@@ -1,0 +1,390 @@
+"""``kp.optimize`` and ``kp.apply``: from a model and its inputs to a faster model, a report and a plan."""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+from torch import nn
+
+from kernel_pytorch.evidence import now, versions
+from kernel_pytorch.optimization.candidate import (
+    GOALS,
+    Candidate,
+    Context,
+    Sites,
+    broken_entry_points,
+    registered_candidates,
+)
+from kernel_pytorch.optimization.compiler import compiled_already
+from kernel_pytorch.optimization.edits import Edits
+from kernel_pytorch.optimization.examples import examples_of
+from kernel_pytorch.optimization.plan import Plan, PlanError, Step, device_name, fingerprint, read_plan
+from kernel_pytorch.optimization.report import InputReport, ModuleReport, Refusal, Report, StepReport
+from kernel_pytorch.optimization.search import Progress, Result, Search, build, device_of
+from kernel_pytorch.optimization.timing import Timer, alternate
+from kernel_pytorch.optimization.trials import TrialCache
+from kernel_pytorch.optimization.verify import BUDGET_DB, Verifier
+from kernel_pytorch.optimization.workload import Loss, Workload
+
+__all__ = ["apply", "optimize"]
+
+Model = TypeVar("Model", bound=nn.Module)
+_ATTRIBUTES = ("report", "plan", "revert")
+
+
+class Revert:
+    """Puts an optimised model back as it was."""
+
+    def __init__(self, model: nn.Module, edits: Edits) -> None:
+        self.model, self.edits = model, edits
+
+    def __call__(self) -> nn.Module:
+        """Undo every change and remove ``report``, ``plan`` and ``revert``; return the model."""
+        self.edits.undo()
+        for name in _ATTRIBUTES:
+            vars(self.model).pop(name, None)
+        return self.model
+
+
+def optimize(
+    model: Model,
+    inputs: Any,
+    goal: str = "latency",
+    *,
+    budget: float = 300.0,
+    budget_db: float | None = None,
+    loss: Loss | None = None,
+    include: Sequence[str] | None = None,
+    exclude: Sequence[str] = (),
+    resume: bool = True,
+    progress: Callable[[Progress], None] | None = None,
+    timer: Timer = alternate,
+) -> Model:
+    """Make a model faster or smaller in place, prove that it computes the same, and keep the plan.
+
+    Candidates are verified against the original, outputs and for training gradients too, and then timed beside it.
+    One stays only if it gains more than the noise of the machine on every input. The result is the same object with
+    the same parameters and state dict, and three more attributes: ``report``, ``plan`` and ``revert``.
+
+    Args:
+        inputs: the arguments of a call: a tuple, a mapping of named arguments, a tensor; or a list of several
+            examples of different shapes.
+        goal: ``latency`` or ``throughput`` of inference, ``training`` steps, or ``memory`` of training steps.
+        budget: seconds to spend. Ctrl-C ends earlier, with the best so far.
+        budget_db: the signal-to-noise ratio that approximate candidates must keep, 30 dB for inference and 20 dB for
+            training when left out. ``math.inf`` allows exact candidates only.
+        loss: a function of the model's output, for training; the model's own loss when left out, or the mean square
+            of its outputs.
+        include: names of the only candidates to try.
+        exclude: names of candidates to leave out; ``"compile"`` also leaves out ``"compile-max-autotune"``.
+        resume: read trials of an interrupted run with the same model, inputs, device and versions, and keep them.
+        progress: called with a ``Progress`` before each trial.
+        timer: what times the arms of a comparison.
+
+    Returns:
+        The model.
+
+    Example:
+        >>> import torch, kernel_pytorch as kp
+        >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 8)).eval()
+        >>> x = torch.randn(16, 64)
+        >>> before = model(x)
+        >>> best = kp.optimize(model, (x,), exclude=("compile",), budget=2)
+        >>> best is model, best.report.speedup >= 1 - best.report.noise
+        (True, True)
+        >>> torch.equal(best.revert()(x), before)
+        True
+    """
+    started = time.monotonic()
+    _check(model, goal, budget, budget_db)
+    examples = examples_of(inputs)
+    context = Context(goal, device_of(model), examples)
+    decibels = BUDGET_DB[goal] if budget_db is None else float(budget_db)
+    workload = Workload(model, context.training, loss)
+    matched, refused = _matched(model, context, decibels, include, exclude)
+    gradients = {parameter: parameter.grad for parameter in model.parameters()}
+    with workload.mode(), workload.own_random_state():
+        try:
+            verifier = Verifier(workload, examples, decibels)
+            problem = _problem(model, context, decibels, loss)
+            cache = TrialCache(problem, enabled=resume and loss is None)
+            search = Search(
+                workload, context, verifier, matched, timer=timer, budget=budget, cache=cache, progress=progress
+            )
+            if verifier.random:
+                search.result.notes.append(f"nothing was changed: {verifier.random}, so nothing can be verified")
+            else:
+                if verifier.float64:
+                    search.result.notes.append(f"compared with the original: no float64 run, {verifier.float64}")
+                search.run()
+        finally:
+            for parameter, gradient in gradients.items():
+                parameter.grad = gradient
+    result = search.result
+    if cache.resumed:
+        result.notes.append(f"{cache.resumed} trials were read from an earlier run")
+    sites = {candidate.name: found for candidate, found in matched}
+    known = {candidate.name: candidate for candidate, _ in matched}
+    plan = _plan(model, context, decibels, result, known, sites)
+    report = _report(model, context, decibels, result, known, sites, refused, time.monotonic() - started)
+    edits = build(model, [(known[name], sites[name].names) for name in result.best])
+    return _attached(model, edits, plan, report)
+
+
+def apply(model: Model, plan: Plan | str | os.PathLike[str], *, force: bool = False) -> Model:
+    """Apply a plan to a model at once, without measuring.
+
+    The plan must fit: the same structure of modules and parameters, the same device and the same versions. Otherwise
+    a ``PlanError`` says what differs.
+
+    Args:
+        plan: what ``kp.optimize`` made, or the file that it was saved in.
+        force: apply it also where the device or versions differ; never where the model differs.
+
+    Returns:
+        The model, changed in place, with ``plan`` and ``revert``.
+
+    Example:
+        >>> import torch, kernel_pytorch as kp
+        >>> def make():
+        ...     return torch.nn.Sequential(torch.nn.Linear(64, 64)).eval()
+        >>> plan = kp.optimize(make(), (torch.randn(16, 64),), exclude=("compile",), budget=2).plan
+        >>> kp.apply(make(), plan).plan == plan
+        True
+        >>> kp.apply(torch.nn.Sequential(torch.nn.Linear(64, 65)), plan)
+        Traceback (most recent call last):
+        ...
+        kernel_pytorch.optimization.plan.PlanError: plan does not fit: the model's ...
+    """
+    _check_model(model)
+    known_plan = read_plan(plan)
+    device = device_of(model)
+    differences = known_plan.differences(model, device)
+    if force:
+        differences = [one for one in differences if one.startswith("the model's")]
+    if differences:
+        raise PlanError(f"plan does not fit: {'; '.join(differences)}; make one with kp.optimize")
+    known = {candidate.name: candidate for candidate in registered_candidates()}
+    context = Context(known_plan.goal, device, ())
+    steps = []
+    for step in known_plan.steps:
+        if step.candidate not in known:
+            raise PlanError(f"plan needs the candidate {step.candidate!r}, which is not installed")
+        found = known[step.candidate].match(model, context)
+        if isinstance(found, str):
+            raise PlanError(f"plan needs {step.candidate}, which {found}")
+        gone = set(step.sites) - set(found.names)
+        if gone:
+            raise PlanError(f"plan applies {step.candidate} to {min(gone)!r}, where it does not match now")
+        steps.append((known[step.candidate], tuple(step.sites)))
+    return _attached(model, build(model, steps), known_plan, None)
+
+
+def _attached(model: Model, edits: Edits, plan: Plan, report: Report | None) -> Model:
+    values = {"report": report, "plan": plan, "revert": Revert(model, edits)}
+    for name, value in values.items():
+        if value is not None:
+            setattr(model, name, value)
+    return model
+
+
+def _check_model(model: Any) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model={model!r}: expected a torch.nn.Module")
+    if isinstance(getattr(model, "revert", None), Revert):
+        raise ValueError("model: is optimised already; call model.revert() first")
+    taken = [name for name in _ATTRIBUTES if hasattr(model, name)]
+    if taken:
+        raise ValueError(f"model: has an attribute {taken[0]!r} of its own; wrap it in another nn.Module")
+    if compiled_already(model) or type(model).__name__ == "OptimizedModule":
+        raise ValueError("model: is compiled already; give the model before torch.compile, which is a candidate")
+    for module in model.modules():
+        if type(module).__name__ in ("DistributedDataParallel", "FullyShardedDataParallel", "DataParallel"):
+            raise TypeError(
+                f"model: has a {type(module).__name__}; optimise the module inside on one rank, and kp.apply the "
+                "plan on all ranks before wrapping"
+            )
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if type(tensor.data).__name__ == "DTensor":
+            raise TypeError(
+                f"model: {name} is sharded; optimise on one rank and kp.apply the plan before fully_shard"
+            )
+        if tensor.is_meta:
+            raise TypeError(f"model: {name} is on the meta device; load its weights first")
+
+
+def _check(model: Any, goal: str, budget: float, budget_db: float | None) -> None:
+    _check_model(model)
+    if goal not in GOALS:
+        raise ValueError(f"goal={goal!r}: use one of {', '.join(GOALS)}")
+    if not budget > 0:
+        raise ValueError(f"budget={budget!r}: use a positive number of seconds")
+    if budget_db is not None and not budget_db > 0:
+        raise ValueError(
+            f"budget_db={budget_db!r}: use a positive number of decibels, or None for the goal's default"
+        )
+
+
+def _matched(
+    model: nn.Module, context: Context, budget_db: float, include: Sequence[str] | None, exclude: Sequence[str]
+) -> tuple[list[tuple[Candidate, Sites]], list[Refusal]]:
+    everything = registered_candidates()
+    names = {candidate.name for candidate in everything}
+    for argument, given in (("include", include or ()), ("exclude", exclude)):
+        if isinstance(given, str):
+            raise TypeError(f"{argument}={given!r}: use a tuple of names, such as ({given!r},)")
+        unknown = [name for name in given if not any(_covers(name, one) for one in names)]
+        if unknown:
+            raise ValueError(f"{argument}={unknown!r}: use some of {', '.join(sorted(names))}")
+    matched, refused = [], []
+    for candidate in everything:
+        reason: str | Sites
+        if include is not None and candidate.name not in include:
+            reason = "not included"
+        elif any(_covers(name, candidate.name) for name in exclude):
+            reason = "excluded"
+        elif context.goal not in candidate.goals:
+            reason = f"serves {' and '.join(sorted(candidate.goals))}"
+        elif not candidate.exact and budget_db == math.inf:
+            reason = "is approximate, and budget_db allows exact candidates only"
+        else:
+            try:
+                reason = candidate.match(model, context)
+            except Exception as error:  # of a third party
+                reason = f"could not be matched: {type(error).__name__}: {error}"
+        if isinstance(reason, Sites):
+            matched.append((candidate, reason))
+        else:
+            refused.append(Refusal(candidate.name, reason))
+    refused += [Refusal(name, f"entry point failed: {error}") for name, error in broken_entry_points().items()]
+    return matched, refused
+
+
+def _covers(pattern: str, name: str) -> bool:
+    return name == pattern or name.startswith(f"{pattern}-")
+
+
+def _problem(model: nn.Module, context: Context, budget_db: float, loss: Loss | None) -> str:
+    """Everything that a trial depends on."""
+    signatures = [example.signature for example in context.examples]
+    return repr(
+        (
+            fingerprint(model),
+            context.goal,
+            device_name(context.device),
+            signatures,
+            budget_db,
+            versions(),
+            loss is None,
+        )
+    )
+
+
+def _plan(
+    model: nn.Module,
+    context: Context,
+    budget_db: float,
+    result: Result,
+    known: dict[str, Candidate],
+    sites: dict[str, Sites],
+) -> Plan:
+    gains = {name: trial for trial in result.steps for name in trial.added}
+    return Plan(
+        goal=context.goal,
+        fingerprint=fingerprint(model),
+        device=device_name(context.device),
+        versions=versions(),
+        steps=[
+            Step(
+                candidate=name,
+                sites=list(sites[name].names),
+                kind=known[name].kind,
+                speedup=gains[name].speedup if name in gains else 1.0,
+                error=gains[name].error if name in gains else None,
+                snr_db=gains[name].snr_db if name in gains else None,
+            )
+            for name in result.best
+        ],
+        inputs=[example.signature for example in context.examples],
+        budget_db=budget_db if math.isfinite(budget_db) else None,
+        noise=result.noise,
+        speedup_over_eager=[one.speedup for one in result.over_eager],
+        speedup_over_compile=[one.speedup for one in result.over_compile] or [None] * len(context.examples),
+        created=now(),
+    )
+
+
+def _report(
+    model: nn.Module,
+    context: Context,
+    budget_db: float,
+    result: Result,
+    known: dict[str, Candidate],
+    sites: dict[str, Sites],
+    refused: list[Refusal],
+    seconds: float,
+) -> Report:
+    gains = {name: trial for trial in result.steps for name in trial.added}
+    steps = tuple(
+        StepReport(
+            name,
+            known[name].summary,
+            known[name].kind,
+            gains[name].speedup if name in gains else 1.0,
+            gains[name].error if name in gains else None,
+            gains[name].snr_db if name in gains else None,
+            tuple(sorted(known[name].drops)),
+        )
+        for name in result.best
+    )
+    tried: dict[str, str] = {}
+    for trial in result.trials:
+        if trial.reason and len(trial.state) > len(trial.base):
+            tried.setdefault(" + ".join(trial.state), trial.reason)
+    inputs = []
+    for number, example in enumerate(context.examples):
+        eager = result.over_eager[number] if result.over_eager else None
+        compiled = result.over_compile[number] if result.over_compile else None
+        memory = result.memory[number] if result.memory else (None, None)
+        if eager is not None:
+            inputs.append(
+                InputReport(
+                    example.label,
+                    eager.before,
+                    compiled.before if compiled else None,
+                    eager.after,
+                    eager.speedup,
+                    compiled.speedup if compiled else None,
+                    *memory,
+                )
+            )
+    return Report(
+        model=type(model).__name__,
+        goal=context.goal,
+        device=device_name(context.device),
+        parameters=sum(parameter.numel() for parameter in model.parameters()),
+        noise=result.noise,
+        budget_db=budget_db,
+        seconds=seconds,
+        inputs=tuple(inputs),
+        steps=steps,
+        refusals=(*refused, *(Refusal(name, reason) for name, reason in tried.items())),
+        modules=_modules(model, result, sites),
+        notes=tuple(result.notes),
+        versions=versions(),
+        memory_kind="saved for backward" if context.device.type == "cpu" else "peak memory",
+    )
+
+
+def _modules(model: nn.Module, result: Result, sites: dict[str, Sites]) -> tuple[ModuleReport, ...]:
+    rows = []
+    for name, module in model.named_modules():
+        changes = tuple(one for one in result.best if name in sites[one].names)
+        alone = tuple(f"{one}: {sites[one].left_alone[name]}" for one in sites if name in sites[one].left_alone)
+        if changes or alone:
+            rows.append(ModuleReport(name or "(the model)", type(module).__name__, changes, alone))
+    return tuple(rows)

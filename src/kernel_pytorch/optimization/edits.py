@@ -1,0 +1,148 @@
+"""Reversible in-place changes of a model: an undo log of attributes, forwards and tensor data.
+
+A change never replaces a module or a parameter. Names, hooks, tied weights, optimizers and state dicts therefore
+stay valid, and undoing the log restores the model exactly. The log survives ``copy.deepcopy`` and pickling.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+__all__ = ["Edits", "Forward", "own_forward"]
+
+
+class _Missing:
+    """Marks an attribute that the instance does not have. A class, so that copies and pickles are the same object."""
+
+
+class Forward:
+    """The replacement of one module's ``forward``, set on the instance.
+
+    ``function`` is called with this object and the arguments of the call. It reads ``module`` and ``settings``, and
+    calls ``original`` where it leaves a call alone. Hooks run as before, because they surround ``forward``.
+    """
+
+    def __init__(
+        self, function: Callable[..., Any], module: nn.Module, inner: Callable[..., Any] | None, settings: Any
+    ) -> None:
+        self.function, self.module, self.inner, self.settings = function, module, inner, settings
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function(self, *args, **kwargs)
+
+    def original(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the forward that this one replaced."""
+        if self.inner is not None:
+            return self.inner(*args, **kwargs)
+        return type(self.module).forward(self.module, *args, **kwargs)
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        # Hugging Face reads the names of a forward's arguments.
+        return inspect.signature(type(self.module).forward.__get__(self.module))
+
+
+def own_forward(module: nn.Module) -> bool:
+    """Whether something else, such as accelerate or PEFT, replaced the forward of this instance."""
+    return "forward" in vars(module) and not isinstance(vars(module)["forward"], Forward)
+
+
+class _Attribute:
+    """One attribute and the value that it has on the other side of the change."""
+
+    def __init__(self, owner: Any, name: str, value: Any) -> None:
+        self.owner, self.name, self.other = owner, name, value
+
+    def swap(self) -> None:
+        descriptor = isinstance(getattr(type(self.owner), self.name, None), property)
+        now = getattr(self.owner, self.name) if descriptor else vars(self.owner).get(self.name, _Missing)
+        if self.other is not _Missing:
+            setattr(self.owner, self.name, self.other)
+        elif now is not _Missing:
+            delattr(self.owner, self.name)
+        self.other = now
+
+
+class _Data:
+    """The data of a parameter or buffer; the tensor object stays."""
+
+    def __init__(self, tensor: torch.Tensor, data: torch.Tensor) -> None:
+        self.tensor, self.other = tensor, data
+
+    def swap(self) -> None:
+        self.tensor.data, self.other = self.other, self.tensor.data
+
+
+class _Call:
+    """A change that a library makes and takes back itself."""
+
+    def __init__(self, do: Callable[..., Any], undo: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+        self.do, self.undo, self.arguments = do, undo, arguments
+        self.done = False
+
+    def swap(self) -> None:
+        (self.undo if self.done else self.do)(*self.arguments)
+        self.done = not self.done
+
+
+class Edits:
+    """The changes made to one model, in order; ``undo`` and ``redo`` switch all of them.
+
+    Example:
+        >>> import torch
+        >>> from kernel_pytorch.optimization.edits import Edits
+        >>> layer, edits = torch.nn.Linear(2, 2), Edits()
+        >>> edits.replace_forward(layer, lambda call, x: call.original(x) * call.settings, 2.0)
+        >>> x = torch.ones(1, 2)
+        >>> doubled = layer(x)
+        >>> edits.undo()
+        >>> torch.equal(doubled, layer(x) * 2)
+        True
+    """
+
+    def __init__(self) -> None:
+        self._changes: list[_Attribute | _Data | _Call] = []
+        self.active = True
+
+    def set(self, owner: Any, name: str, value: Any) -> None:
+        """Set an attribute of any object."""
+        self._add(_Attribute(owner, name, value))
+
+    def set_data(self, tensor: torch.Tensor, data: torch.Tensor) -> None:
+        """Give a parameter or buffer other data, such as the same values in another memory format."""
+        self._add(_Data(tensor, data))
+
+    def replace_forward(self, module: nn.Module, function: Callable[..., Any], settings: Any = None) -> None:
+        """Set the forward of one module; ``function`` is called with a ``Forward`` and the call's arguments.
+
+        Use a function of a module and picklable settings: a model that is saved whole pickles them by name.
+        """
+        inner = vars(module).get("forward")
+        self._add(_Attribute(module, "forward", Forward(function, module, inner, settings)))
+
+    def call(self, do: Callable[..., Any], undo: Callable[..., Any], *arguments: Any) -> None:
+        """Call ``do(*arguments)``, and ``undo(*arguments)`` when the change is taken back."""
+        self._add(_Call(do, undo, arguments))
+
+    def undo(self) -> None:
+        """Take all changes back, the last one first."""
+        if self.active:
+            for change in reversed(self._changes):
+                change.swap()
+            self.active = False
+
+    def redo(self) -> None:
+        """Make all changes again."""
+        if not self.active:
+            for change in self._changes:
+                change.swap()
+            self.active = True
+
+    def _add(self, change: _Attribute | _Data | _Call) -> None:
+        change.swap()
+        self._changes.append(change)

@@ -1,0 +1,438 @@
+"""Search for the best combination of candidates: each step is verified first, then timed beside what it extends."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import nn
+
+from kernel_pytorch.optimization.candidate import Candidate, Context, Sites, Stage
+from kernel_pytorch.optimization.compiler import compilations
+from kernel_pytorch.optimization.edits import Edits
+from kernel_pytorch.optimization.timing import (
+    TOO_NOISY,
+    Arm,
+    Comparison,
+    Timer,
+    compared,
+    noise_of,
+    saved_bytes,
+)
+from kernel_pytorch.optimization.trials import Trial, TrialCache
+from kernel_pytorch.optimization.verify import Verdict, Verifier
+from kernel_pytorch.optimization.workload import Workload
+
+__all__ = ["Progress", "Result", "Search", "State", "build"]
+
+State = tuple[str, ...]
+"""Names of candidates in the order of application."""
+EAGER: State = ()
+COMPILE: State = ("compile",)
+_LOST_DB = 1.0  # rounding in another order moves the ratio by less
+
+
+@dataclass(frozen=True)
+class Progress:
+    """What the search is doing, for a progress bar."""
+
+    trying: str
+    done: int
+    total: int
+    """A first estimate; combinations that win are refined further."""
+    seconds_left: float
+    best: float
+    """The least speed-up over eager of the best combination so far."""
+
+
+@dataclass
+class Result:
+    """What a search found."""
+
+    best: State = EAGER
+    noise: float = 0.0
+    trials: list[Trial] = field(default_factory=list)
+    steps: list[Trial] = field(default_factory=list)
+    """The trials that led to the best combination, in order."""
+    over_eager: list[Comparison] = field(default_factory=list)
+    over_compile: list[Comparison] = field(default_factory=list)
+    memory: list[tuple[int, int]] = field(default_factory=list)
+    """Bytes before and after, for each input."""
+    notes: list[str] = field(default_factory=list)
+
+
+def build(model: nn.Module, steps: Sequence[tuple[Candidate, tuple[str, ...]]]) -> Edits:
+    """Apply candidates at their sites, lowest stage first; where one fails, take all of them back."""
+    edits = Edits()
+    try:
+        for candidate, sites in sorted(steps, key=lambda step: step[0].stage):
+            candidate.apply(model, sites, edits)
+    except BaseException:
+        edits.undo()
+        raise
+    return edits
+
+
+class Search:
+    """One search over the candidates that match a model."""
+
+    def __init__(
+        self,
+        workload: Workload,
+        context: Context,
+        verifier: Verifier,
+        matched: Mapping[Candidate, Sites] | Sequence[tuple[Candidate, Sites]],
+        *,
+        timer: Timer,
+        budget: float,
+        cache: TrialCache,
+        progress: Callable[[Progress], None] | None = None,
+    ) -> None:
+        pairs = list(matched.items()) if isinstance(matched, Mapping) else list(matched)
+        self._candidates = {candidate.name: candidate for candidate, _ in pairs}
+        self._sites = {candidate.name: sites.names for candidate, sites in pairs}
+        self._workload, self._context, self._verifier = workload, context, verifier
+        self._timer, self._cache, self._progress = timer, cache, progress
+        self._deadline = time.monotonic() + budget
+        self._sample = min(1.0, max(0.02, budget / 300))
+        self._edits: dict[State, Edits] = {EAGER: Edits()}
+        self._now: State = EAGER
+        self._gain: dict[State, float] = {EAGER: 1.0}  # least speed-up over eager, multiplied along the way
+        self._verdicts: dict[State, Verdict] = {}
+        self.result = Result()
+
+    def run(self) -> Result:
+        """Search until nothing is left to try, the budget is spent or the user interrupts; return the best."""
+        result = self.result
+        try:
+            if not self._measure_noise():
+                return result
+            self._find()
+        except KeyboardInterrupt:
+            result.notes.append("interrupted: this is the best combination found until then")
+            self._switch(EAGER)
+            return result
+        self._confirm()
+        self._switch(EAGER)
+        return result
+
+    # The order of the search.
+
+    def _find(self) -> None:
+        result = self.result
+        rewrites = [name for name, one in self._candidates.items() if one.stage is not Stage.COMPILE]
+        compilers = [name for name, one in self._candidates.items() if one.stage is Stage.COMPILE]
+        self._total = len(rewrites) + len(compilers) * 2
+        compiled = self._attempt(EAGER, COMPILE) if "compile" in compilers else None
+        singles = [self._attempt(EAGER, (name,)) for name in rewrites]
+        useful = [trial for trial in singles if trial is not None and trial.kept]
+        path: list[Trial] = []
+        for single in sorted(useful, key=lambda trial: -trial.speedup):
+            base = path[-1].state if path else EAGER
+            state = self._extended(base, single.state[0])
+            trial = single if base == EAGER else self._attempt(base, state) if state else None
+            if trial is not None and trial.kept:
+                path.append(trial)
+        self._choose(path)
+        rewritten = result.best
+        if compiled is not None and compiled.kept and self._gain[COMPILE] > self._gain[result.best]:
+            self._choose([compiled])
+        for name in compilers:
+            state = self._extended(rewritten, name)
+            if state and (rewritten or name != "compile"):
+                trial = self._attempt(result.best, state)
+                if trial is not None and trial.kept:
+                    self._choose([*result.steps, trial])
+        self._refine(rewrites)
+
+    def _refine(self, rewrites: Sequence[str]) -> None:
+        """Under a compiler other steps pay than in eager mode: drop those that do not, add those that do."""
+        result = self.result
+        if not any(self._candidates[name].stage is Stage.COMPILE for name in result.best):
+            return
+        for name in list(result.best[:-1]) if len(result.best) > 2 else ():
+            trial = self._attempt(result.best, tuple(other for other in result.best if other != name))
+            if trial is not None and trial.kept:
+                self._choose([*(step for step in result.steps if step.added != (name,)), trial])
+        for name in rewrites:
+            state = self._extended(result.best, name)
+            if state and any(trial.state == (name,) and trial.correct for trial in result.trials):
+                trial = self._attempt(result.best, state)
+                if trial is not None and trial.kept:
+                    self._choose([*result.steps, trial])
+
+    def _choose(self, path: list[Trial]) -> None:
+        if path:
+            self.result.best, self.result.steps = path[-1].state, path
+
+    def _extended(self, state: State, name: str) -> State | None:
+        """The state with one more candidate, or None where they exclude each other."""
+        if name in state or any(self._candidates[name].excludes(self._candidates[other]) for other in state):
+            return None
+        return tuple(sorted((*state, name), key=lambda one: self._candidates[one].stage))
+
+    # One step: build, verify, measure.
+
+    def _attempt(self, base: State, state: State | None) -> Trial | None:
+        """Try one combination beside another one; None where no time is left."""
+        if state is None or state == base or time.monotonic() > self._deadline:
+            if state is not None and state != base:
+                self._note("the budget ran out before everything was tried")
+            return None
+        self._tell(" + ".join(state))
+        trial = self._cache.get(base, state)
+        if trial is None:
+            trial = self._tried(base, state)
+            self._cache.add(trial)
+        if not trial.kept and state != COMPILE:
+            self._forget(state)
+        self.result.trials.append(trial)
+        if trial.ratios:
+            self._gain[state] = self._gain.get(base, 1.0) * trial.speedup
+        return trial
+
+    def _tried(self, base: State, state: State) -> Trial:
+        started = compilations()
+        try:
+            self._switch(state)
+            reason = self._recompiles(state)  # first: verification compiles for every shape
+            verdict = self._as_right_as(base, state)
+            if not verdict.ok:
+                culprit = self._bisected(base, state)
+                return Trial(base, state, f"{verdict.reason}{culprit}", error=_finite(verdict.error))
+            ratios = () if reason else self._measured(base, state)
+        except Exception as error:
+            text = " ".join(str(error).split())[:300]
+            return Trial(base, state, f"{type(error).__name__}: {text}")
+        finally:
+            self._switch(EAGER)
+        counts = compilations() - started
+        return Trial(
+            base,
+            state,
+            reason or self._loses(ratios, smaller=len(state) < len(base)),
+            correct=not reason,
+            ratios=ratios,
+            error=_finite(verdict.error) if self._exact(state) else None,
+            snr_db=_finite(verdict.snr_db),
+            graphs=counts.graphs,
+            breaks=counts.breaks,
+        )
+
+    def _verified(self, state: State) -> Verdict:
+        self._switch(state)
+        used = [self._candidates[name] for name in state]
+        verdict = self._verifier.verify(
+            exact=self._exact(state),
+            drops=frozenset().union(*(candidate.drops for candidate in used)),
+            adds_state=frozenset().union(*(candidate.adds_state for candidate in used)),
+        )
+        self._verdicts[state] = verdict
+        return verdict
+
+    def _as_right_as(self, base: State, state: State) -> Verdict:
+        """Verify a combination; an exact step must also keep the signal-to-noise ratio of an approximate base."""
+        verdict = self._verified(state)
+        exact = all(self._candidates[name].exact for name in state if name not in base)
+        if not verdict.ok or self._exact(state) or not exact or self._exact(base) or len(state) < len(base):
+            return verdict
+        before = self._verdicts[base] if base in self._verdicts else self._verified(base)
+        self._switch(state)
+        if verdict.snr_db >= before.snr_db - _LOST_DB:
+            return verdict
+        return replace(
+            verdict,
+            reason=f"{verdict.worst} has {verdict.snr_db:.1f} dB, and {before.snr_db:.1f} dB before an exact step",
+        )
+
+    def _exact(self, state: State) -> bool:
+        return all(self._candidates[name].exact for name in state)
+
+    def _bisected(self, base: State, state: State) -> str:
+        """Which pair of candidates is wrong together, where each was right without the other."""
+        added = [name for name in state if name not in base]
+        if len(state) < 2 or len(added) != 1:
+            return ""
+        self._forget(state)
+        new = added[0]
+        if not self._correct((new,)):
+            return ""
+        for name in base:
+            pair = tuple(sorted((name, new), key=lambda one: self._candidates[one].stage))
+            if len(state) == 2 or not self._correct(pair):
+                return f"; {name} and {new} are wrong together, and right one without the other"
+        return f"; {new} is wrong only together with all of {', '.join(base)}"
+
+    def _correct(self, state: State) -> bool:
+        try:
+            return self._verified(state).ok
+        except Exception:
+            return False
+        finally:
+            self._switch(EAGER)
+            self._forget(state)
+
+    def _recompiles(self, state: State) -> str:
+        """Why a compiled combination is refused: it compiles anew for every shape of its inputs."""
+        shapes = {example.signature: example for example in self._context.examples}
+        if len(shapes) < 3 or not any(self._candidates[name].stage is Stage.COMPILE for name in state):
+            return ""
+        self._switch(state)
+        compiled = 0
+        for number, example in enumerate(shapes.values()):
+            before = compilations()
+            with self._workload.kept():
+                self._workload.step(example)
+            compiled += number >= 2 and (compilations() - before).graphs > 0
+        # The first shape is compiled as it is, the second with dynamic sizes: any other should fit that.
+        return f"compiles anew for {compiled} of {len(shapes)} input shapes" if compiled else ""
+
+    def _measured(self, base: State, state: State) -> tuple[float, ...]:
+        if self._context.goal == "memory":
+            return tuple(after / max(before, 1) for before, after in self._memory(base, state))
+        return tuple(comparison.ratio for comparison in self._timed(base, state))
+
+    def _timed(self, base: State, state: State) -> list[Comparison]:
+        found = []
+        with self._workload.kept():
+            for example in self._context.examples:
+                arms = [self._arm(base, example), self._arm(state, example)]
+                found.append(compared(*self._timer(arms, self._context.device, self._sample)))
+        return found
+
+    def _memory(self, base: State, state: State) -> list[tuple[int, int]]:
+        found = []
+        with self._workload.kept():
+            for example in self._context.examples:
+                pair = []
+                for one in (base, state):
+                    self._switch(one)
+                    self._workload.step(example)
+                    run = lambda example=example: self._workload.step(example)  # noqa: E731
+                    pair.append(saved_bytes(run, self._context.device))
+                found.append((pair[0], pair[1]))
+        return found
+
+    def _arm(self, state: State, example: object) -> Arm:
+        name = " + ".join(state) or "eager"
+        return Arm(name, lambda: self._switch(state), lambda: self._workload.step(example))  # type: ignore[arg-type]
+
+    def _loses(self, ratios: Sequence[float], *, smaller: bool) -> str:
+        """Why a measured combination is not kept. One that has a step less is kept where it is not slower."""
+        noise = 0.01 if self._context.goal == "memory" else self.result.noise
+        labels = [example.label for example in self._context.examples]
+        worst = max(range(len(ratios)), key=lambda number: ratios[number])
+        quantity = "memory" if self._context.goal == "memory" else "time"
+        if smaller and ratios[worst] <= 1:
+            return ""
+        if ratios[worst] > 1 + noise:
+            return f"takes {ratios[worst]:.2f} times the {quantity} on input {labels[worst]}"
+        if self._context.goal == "throughput":
+            total = sum(ratios) / len(ratios)
+            return "" if total < 1 - noise else f"gains {1 - total:.1%} on average, within the noise of {noise:.1%}"
+        if ratios[worst] >= 1 - noise:
+            gain = 1 - ratios[worst]
+            return f"gains {gain:.1%} of the {quantity} on input {labels[worst]}, within the noise of {noise:.1%}"
+        return ""
+
+    # Noise and confirmation.
+
+    def _measure_noise(self) -> bool:
+        self._tell("eager, twice")
+        noises = []
+        with self._workload.kept():
+            for example in self._context.examples:
+                arms = [self._arm(EAGER, example), self._arm(EAGER, example)]
+                noises.append(noise_of(*self._timer(arms, self._context.device, 2 * self._sample)))
+        self.result.noise = max(noises)
+        if self._context.goal == "memory" or self.result.noise <= TOO_NOISY:
+            return True
+        self._note(
+            f"the machine is too noisy to decide: equal runs differ by {self.result.noise:.0%}, and more than "
+            f"{TOO_NOISY:.0%} is too much; nothing was changed"
+        )
+        return False
+
+    def _confirm(self) -> None:
+        """Verify the best combination once more as a whole, and time it beside eager and torch.compile."""
+        result = self.result
+        while result.best:
+            self._tell("the best combination again")
+            reason = self._unconfirmed(result.best)
+            if not reason:
+                break
+            self._note(f"{' + '.join(result.best)} was taken back: {reason}")
+            result.trials.append(Trial(EAGER, result.best, f"not confirmed: {reason}"))
+            result.steps = [step for step in result.steps if step.state != result.best]
+            result.best = result.steps[-1].state if result.steps else EAGER
+        self._switch(EAGER)
+        result.memory = self._memory(EAGER, result.best) if self._workload.training else []
+        if not result.over_eager:
+            result.over_eager = self._timed(EAGER, result.best)
+
+    def _unconfirmed(self, state: State) -> str:
+        try:
+            verdict = self._verified(state)
+            if not verdict.ok:
+                return verdict.reason
+            self.result.over_eager = self._timed(EAGER, state)
+            known = state != COMPILE and "compile" in self._candidates and COMPILE in self._gain
+            self.result.over_compile = self._timed(COMPILE, state) if known else []
+        except Exception as error:
+            return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        finally:
+            self._switch(EAGER)
+        if self._context.goal == "memory":
+            return ""
+        for name, comparisons in (("eager", self.result.over_eager), ("torch.compile", self.result.over_compile)):
+            slowest = max((comparison.ratio for comparison in comparisons), default=0.0)
+            if slowest > 1 + self.result.noise:
+                return f"it takes {slowest:.2f} times as long as {name}"
+        return ""
+
+    # The model, in one state at a time.
+
+    def _switch(self, state: State) -> None:
+        if state == self._now and self._edits[state].active:
+            return
+        self._edits[self._now].undo()
+        self._now = EAGER
+        if state not in self._edits:
+            steps = [(self._candidates[name], self._sites[name]) for name in state]
+            self._edits[state] = build(self._workload.model, steps)
+        else:
+            self._edits[state].redo()
+        self._now = state
+
+    def _forget(self, state: State) -> None:
+        """Free what a combination keeps, such as quantized weights and compiled graphs."""
+        self._switch(EAGER)
+        if state != EAGER:
+            self._edits.pop(state, None)
+
+    def _note(self, text: str) -> None:
+        if text not in self.result.notes:
+            self.result.notes.append(text)
+
+    def _tell(self, trying: str) -> None:
+        if self._progress is not None:
+            left = max(0.0, self._deadline - time.monotonic())
+            total = max(getattr(self, "_total", 1), len(self.result.trials) + 1)
+            best = self._gain.get(self.result.best, 1.0)
+            self._progress(Progress(trying, len(self.result.trials), total, left, best))
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """The one device of a model's parameters; an error where there are several."""
+    devices = {tensor.device for tensor in (*model.parameters(), *model.buffers())}
+    if len(devices) > 1:
+        names = ", ".join(sorted(map(str, devices)))
+        raise ValueError(f"model: its tensors are on {names}; move it to one device first")
+    return next(iter(devices), torch.device("cpu"))

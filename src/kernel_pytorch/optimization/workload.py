@@ -1,0 +1,177 @@
+"""What is run, compared and timed: a forward pass for inference goals, a training step for the others."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from kernel_pytorch.optimization.edits import Edits
+from kernel_pytorch.optimization.examples import Example, leaves
+
+__all__ = ["Loss", "Observation", "Workload"]
+
+Loss = Callable[[Any], torch.Tensor]
+Observation = dict[str, torch.Tensor]
+"""Tensors by name: ``output.*``, ``loss``, ``gradient.*``, ``buffer.*``, ``argument.*``, ``weight.*`` if changed."""
+
+_RELATIVE_STEP = 1e-2  # an optimizer step moves the weights by this share of their norm
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A model with a way to run it; every run starts from the same weights, buffers and random state."""
+
+    model: nn.Module
+    training: bool
+    loss: Loss | None = None
+    originals: Mapping[torch.Tensor, torch.Tensor] = field(init=False, repr=False, compare=False)
+    """A copy of every weight and buffer in host memory: no candidate can spoil the model."""
+
+    def __post_init__(self) -> None:
+        tensors = (*self.model.parameters(), *self.model.buffers())
+        copies = {tensor: tensor.detach().to("cpu", copy=True) for tensor in tensors}
+        object.__setattr__(self, "originals", copies)
+
+    def step(self, example: Example) -> object:
+        """Run once, as it is timed: a forward pass, or forward, loss and backward."""
+        torch.compiler.cudagraph_mark_step_begin()
+        if not self.training:
+            with torch.no_grad():
+                return self.model(*example.args, **example.kwargs)
+        for parameter in self.model.parameters():
+            parameter.grad = None
+        loss = self.loss_of(self.model(*example.args, **example.kwargs))
+        loss.backward()
+        return loss
+
+    def loss_of(self, output: Any) -> torch.Tensor:
+        """Return the loss of an output: the user's, the model's own, or the mean square of its tensors."""
+        if self.loss is not None:
+            return self.loss(output)
+        own = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+        if isinstance(own, torch.Tensor):
+            return own
+        tensors = [tensor for _, tensor in leaves(output) if tensor.is_floating_point() and tensor.requires_grad]
+        if not tensors:
+            raise ValueError("model: no output takes part in autograd; pass loss=, a function of the output")
+        if len(tensors) == 1 and tensors[0].ndim == 0:
+            return tensors[0]
+        wide = [tensor.double() if tensor.dtype is torch.float64 else tensor.float() for tensor in tensors]
+        return torch.stack([tensor.square().mean() for tensor in wide]).sum()
+
+    def observe(self, example: Example, seed: int, steps: int = 0, rate: float = 0.0) -> Observation:
+        """Run on copies of the arguments, and return everything that a candidate must not change.
+
+        With ``steps``, so many SGD steps of this rate follow, and the loss before each is returned as well. The
+        weights and buffers are put back.
+        """
+        own = example.own()
+        seen: Observation = {}
+        versions = {name: parameter._version for name, parameter in self.model.named_parameters()}
+        with self.kept(), self.own_random_state():
+            torch.manual_seed(seed)
+            torch.compiler.cudagraph_mark_step_begin()
+            if not self.training:
+                with torch.no_grad():
+                    output = self.model(*own.args, **own.kwargs)
+            else:
+                output = self.model(*own.args, **own.kwargs)
+                loss = self.loss_of(output)
+                loss.backward()
+                seen["loss"] = loss.detach().clone()
+                for name, parameter in self.model.named_parameters():
+                    if parameter.grad is not None:
+                        seen[f"gradient.{name}"] = parameter.grad.detach().clone()
+            for name, tensor in leaves(output):
+                seen[f"output.{name}"] = tensor.detach().clone()
+            for name, tensor in leaves((own.args, dict(own.kwargs))):
+                seen[f"argument.{name}"] = tensor.detach()
+            for name, parameter in self.model.named_parameters():
+                if parameter._version != versions.get(name):
+                    seen[f"weight.{name}, which the call changed,"] = parameter.detach().clone()
+            for name, buffer in self.model.named_buffers():
+                seen[f"buffer.{name}"] = buffer.detach().clone()
+            for number in range(1, steps + 1):
+                self._update(rate)
+                loss = self.loss_of(self.model(*own.args, **own.kwargs))
+                loss.backward()
+                seen[f"loss after {number} steps"] = loss.detach().clone()
+        return seen
+
+    def rate(self, observation: Observation) -> float:
+        """Return the learning rate whose first step moves the weights by a hundredth of their norm."""
+        weights = [
+            p.detach().double() for p in self.model.parameters() if p.requires_grad and p.is_floating_point()
+        ]
+        gradients = [value.double() for name, value in observation.items() if name.startswith("gradient.")]
+        if not weights or not gradients:
+            return 0.0
+        largest = torch.stack([gradient.norm() for gradient in gradients]).norm().item()
+        return float(_RELATIVE_STEP * torch.stack([w.norm() for w in weights]).norm().item() / max(largest, 1e-30))
+
+    @contextlib.contextmanager
+    def kept(self) -> Iterator[None]:
+        """Put weights, buffers and gradients back on the way out."""
+        versions = {parameter: parameter._version for parameter in self.model.parameters()}
+        gradients = {parameter: parameter.grad for parameter in self.model.parameters()}
+        for parameter in gradients:
+            parameter.grad = None
+        try:
+            yield
+        finally:
+            changed = [parameter for parameter in gradients if parameter._version != versions[parameter]]
+            self.restore((*changed, *self.model.buffers()))  # batch norm changes its buffers without a new version
+            for parameter, gradient in gradients.items():
+                parameter.grad = gradient
+
+    def restore(self, tensors: Iterable[torch.Tensor] | None = None) -> None:
+        """Give weights and buffers, all of them or some, the values that they had at first."""
+        with torch.no_grad():
+            for tensor in self.originals if tensors is None else tensors:
+                if tensor in self.originals:  # a candidate may have added one
+                    tensor.copy_(self.originals[tensor])
+
+    @contextlib.contextmanager
+    def mode(self) -> Iterator[None]:
+        """Put every module into training or evaluation mode for the goal, and back on the way out."""
+        before = {module: module.training for module in self.model.modules()}
+        self.model.train(self.training)
+        try:
+            yield
+        finally:
+            for module, training in before.items():
+                module.training = training
+
+    @property
+    def _device(self) -> torch.device:
+        return next((tensor.device for tensor in self.model.parameters()), torch.device("cpu"))
+
+    def own_random_state(self) -> contextlib.AbstractContextManager[None]:
+        """Put the random state of the CPU and of the model's device back on the way out."""
+        device = self._device
+        if device.type == "cpu":
+            return torch.random.fork_rng(devices=[])
+        return torch.random.fork_rng(devices=[device], device_type=device.type)
+
+    def _update(self, rate: float) -> None:
+        with torch.no_grad():
+            for parameter in self.model.parameters():
+                if parameter.grad is not None:
+                    parameter.add_(parameter.grad, alpha=-rate)
+                    parameter.grad = None
+
+
+def without_dropout(model: nn.Module) -> Edits:
+    """Set every dropout probability of a model to zero: of modules, and attributes such as ``attention_dropout``."""
+    edits = Edits()
+    for module in model.modules():
+        for name, value in list(vars(module).items()):
+            probability = name == "p" and "Dropout" in type(module).__name__
+            if isinstance(value, float) and value > 0 and (probability or "drop" in name):
+                edits.set(module, name, 0.0)
+    return edits

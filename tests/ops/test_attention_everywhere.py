@@ -1,0 +1,145 @@
+"""kp.attention_everywhere against scaled_dot_product_attention: every kind of mask, gradients, what is left."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from torch.nn import functional
+
+import kernel_pytorch as kp
+
+sdpa = functional.scaled_dot_product_attention
+
+
+def drawn(q_len: int = 9, kv_len: int = 9, heads: int = 4, kv_heads: int = 4) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    shapes = [(2, heads, q_len, 8), (2, kv_heads, kv_len, 8), (2, kv_heads, kv_len, 8)]
+    return [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
+
+
+def compare(tensors: list[torch.Tensor], **options) -> kp.ops.attention.everywhere.ReplacedCalls:
+    expected = sdpa(*tensors, **options)
+    with kp.attention_everywhere() as calls:
+        found = sdpa(*tensors, **options)
+    torch.testing.assert_close(found, expected)
+    leaves = [*tensors] + [x for x in options.values() if isinstance(x, torch.Tensor) and x.requires_grad]
+    upstream = torch.randn_like(expected)
+    torch.testing.assert_close(
+        torch.autograd.grad(found, leaves, upstream), torch.autograd.grad(expected, leaves, upstream)
+    )
+    return calls
+
+
+def test_full_and_causal():
+    assert dict(compare(drawn()).masks) == {"full()": 1}
+    assert dict(compare(drawn(), is_causal=True).masks) == {"causal()": 1}
+    assert dict(compare(drawn(), scale=0.3).masks) == {"full()": 1}
+
+
+@pytest.mark.parametrize("lengths", [(5, 9), (9, 5)])
+def test_causal_counts_from_the_first_query_and_key(lengths):
+    assert compare(drawn(*lengths), is_causal=True).served == 1
+
+
+BAND = kp.masks.causal() & kp.masks.window(3)
+BOOLEANS = {
+    "all true": (torch.ones(9, 9, dtype=torch.bool), "full()"),
+    "causal": (kp.masks.causal().dense(9, 9), "causal()"),
+    "band": (BAND.dense(9, 9)[0], "intervals(9 queries, 1 a query)"),
+    "left padding": (kp.masks.padding([3, 9], "left").dense(9, 9), "intervals(batch=2, 9 queries, 1 a query)"),
+    "keys alone": (torch.arange(9).view(1, 1, 1, 9) < 5, "intervals(9 queries, 1 a query)"),
+    "rows without a key": (torch.arange(9).view(1, 9, 1) > 3, "intervals(9 queries, 1 a query)"),
+    "by head": (torch.rand(1, 4, 9, 9, generator=torch.Generator().manual_seed(0)) < 0.7, "full() with a bias"),
+}
+
+
+@pytest.mark.parametrize("name", BOOLEANS)
+def test_boolean_masks(name):
+    keep, shown = BOOLEANS[name]
+    assert dict(compare(drawn(), attn_mask=keep).masks) == {shown: 1}
+
+
+def test_additive_masks():
+    for lowest in (-torch.inf, torch.finfo(torch.float32).min):
+        added = torch.zeros(9, 9, dtype=torch.float64).masked_fill_(~BAND.dense(9, 9)[0, 0], lowest)
+        assert dict(compare(drawn(), attn_mask=added).masks) == {"intervals(9 queries, 1 a query)": 1}
+    learned = torch.randn(1, 4, 9, 9, dtype=torch.float64, requires_grad=True)
+    assert dict(compare(drawn(), attn_mask=learned).masks) == {"full() with a bias": 1}
+
+
+def test_a_mask_that_changes_is_read_again():
+    tensors, keep = drawn(), torch.ones(9, 9, dtype=torch.bool)
+    with kp.attention_everywhere() as calls:
+        for _ in range(2):
+            sdpa(*tensors, attn_mask=keep)
+        keep.tril_()
+        found = sdpa(*tensors, attn_mask=keep)
+    assert dict(calls.masks) == {"full()": 2, "causal()": 1}
+    torch.testing.assert_close(found, sdpa(*tensors, attn_mask=keep))
+
+
+def test_grouped_heads_and_three_dimensions():
+    assert compare(drawn(kv_heads=2), enable_gqa=True).served == 1
+    three = [x.detach()[0].requires_grad_() for x in drawn()]
+    assert compare(three, is_causal=True).served == 1
+    assert compare(three, attn_mask=torch.rand(4, 9, 9) < 0.8).served == 1
+
+
+def test_what_is_left_to_torch():
+    q, k, v = drawn()
+    with kp.attention_everywhere() as calls:
+        torch.manual_seed(3)
+        dropped = sdpa(q, k, v, dropout_p=0.5)
+        sdpa(q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0))
+        sdpa(q, k[:1], v[:1])
+        with pytest.raises(RuntimeError):
+            sdpa(q, k[:, :2], v[:, :2])
+        torch.func.vmap(sdpa)(q[None], k[None], v[None])
+    torch.manual_seed(3)
+    torch.testing.assert_close(dropped, sdpa(q, k, v, dropout_p=0.5))
+    assert calls.served == 0
+    reasons = " | ".join(calls.left_to_torch)
+    for reason in ("dropout_p=0.5", "query has 5 dimensions", "are broadcast", "without enable_gqa", "torch.func"):
+        assert reason in reasons
+    assert str(calls).count("left to torch") == len(calls.left_to_torch)
+
+
+def test_a_pinned_kernel_that_refuses_leaves_the_call_to_torch():
+    q, k, v = (x.detach() for x in drawn())
+    with kp.attention_everywhere(kernel="native") as calls:
+        sdpa(q, k, v)
+    assert calls.served == 0
+    assert "native" in next(iter(calls.left_to_torch))
+
+
+def test_other_threads_keep_theirs():
+    q, k, v = drawn()
+    with kp.attention_everywhere() as calls:
+        thread = threading.Thread(target=lambda: sdpa(q, k, v))
+        thread.start()
+        thread.join()
+        assert calls.served == 0
+        sdpa(q, k, v)
+    assert calls.served == 1
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_multihead_attention_is_counted(training):
+    layer = torch.nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True).train(training)
+    x = torch.randn(2, 7, 16)
+    with kp.attention_everywhere() as calls, torch.no_grad():
+        layer(x)
+    assert list(calls.left_to_torch) == ["nn.MultiheadAttention hides its attention: call SDPA on projections"]
+
+
+def test_compiled():
+    tensors = drawn()
+
+    @torch.compile(backend="eager")
+    def attend(q, k, v):
+        return sdpa(q, k, v, is_causal=True) + 1
+
+    with kp.attention_everywhere():
+        torch.testing.assert_close(attend(*tensors), sdpa(*tensors, is_causal=True) + 1)

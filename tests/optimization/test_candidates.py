@@ -1,0 +1,187 @@
+"""The candidates one by one: what they compute, what they match, and what they refuse with which reason."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import kernel_pytorch as kp
+from kernel_pytorch.optimization import Candidate, Context, Edits, Sites, Stage, candidate, registered_candidates
+from kernel_pytorch.optimization.candidates import linear_cross_entropy as fused
+from kernel_pytorch.optimization.candidates import memory, norms, precision
+from kernel_pytorch.optimization.examples import examples_of
+from optimization_fakes import ScriptedTimer, rewrite, unchanged
+
+CPU = Context("latency", torch.device("cpu"), ())
+
+
+def drawn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("elements", [1 << 25, 40, 1], ids=["whole", "chunks", "rows"])
+def test_chunked_cross_entropy_has_the_loss_and_gradients_of_whole_logits(
+    dtype: torch.dtype, elements: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fused, "_CHUNK_ELEMENTS", elements)
+    target = torch.tensor([1, -100, 3, 12, 0, -100, 7])
+
+    def run(kind: torch.dtype, loss: Any) -> list[torch.Tensor]:
+        x = drawn(7, 16).to(dtype).to(kind).requires_grad_()
+        weight = drawn(13, 16, seed=1).to(dtype).to(kind).requires_grad_()
+        total = loss(x, weight)
+        (total * 0.25).backward()
+        return [total.detach(), x.grad, weight.grad]
+
+    def whole(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        logits = functional.linear(x, weight)
+        wide = logits if logits.dtype is torch.float64 else logits.float()
+        return functional.cross_entropy(wide, target, reduction="sum")
+
+    truth = run(torch.float64, whole)
+    plain = run(dtype, whole)
+    found = run(dtype, lambda x, weight: fused.linear_cross_entropy(x, weight, target))
+    for exact, one, mine in zip(truth, plain, found, strict=True):
+        assert mine.dtype == one.dtype
+        error, allowed = ((value.double() - exact).abs().max() for value in (mine, one))
+        assert error <= 2 * (allowed + torch.finfo(dtype).eps * exact.abs().max())
+
+
+def test_only_wanted_gradients_are_computed() -> None:
+    x, weight = drawn(3, 8).requires_grad_(), drawn(5, 8, seed=1)
+    fused.linear_cross_entropy(x, weight, torch.tensor([0, 1, 2])).backward()
+    assert x.grad is not None
+    with torch.no_grad():
+        assert fused.linear_cross_entropy(x, weight, torch.tensor([0, 1, 2])).ndim == 0
+
+
+class Gemma(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.zeros(8)), 1e-5
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps) * (1 + self.weight)
+
+
+class Almost(Gemma):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + 1e-2
+
+
+def test_norms_are_recognised_by_what_they_compute() -> None:
+    assert norms.recognised(Gemma()) == norms.Norm(1e-5, 1.0)
+    assert norms.recognised(nn.RMSNorm(8, eps=1e-6)) == norms.Norm(1e-6, 0.0)
+    for other in (Almost(), nn.RMSNorm(8), nn.RMSNorm((2, 8), eps=1e-6), nn.LayerNorm(8), nn.Linear(8, 8)):
+        assert norms.recognised(other) is None
+    training = Gemma().train()
+    norms.recognised(training)
+    assert training.training
+
+
+def test_int8_has_the_error_of_eight_bits_and_follows_the_weight() -> None:
+    layer, edits = nn.Linear(128, 64), Edits()
+    precision.INT8_LINEAR.apply(layer, ("",), edits)
+    x = drawn(9, 128)
+    with torch.no_grad():
+        found = layer(x)
+        edits.undo()
+        expected = layer(x)
+        edits.redo()
+        assert 0 < (found - expected).norm() / expected.norm() < 0.02
+        layer.weight.mul_(2)
+        assert torch.allclose(layer(x) - layer.bias, 2 * (found - layer.bias), rtol=1e-3, atol=1e-3)
+        assert layer(drawn(0, 128)).shape == (0, 64)
+
+
+def test_checkpointing_is_for_lists_of_equal_blocks() -> None:
+    def block() -> nn.Module:
+        return nn.Sequential(nn.Linear(8, 8), nn.ReLU())
+
+    found = memory.ACTIVATION_CHECKPOINTING.match(nn.ModuleList([block(), block()]), CPU)
+    assert isinstance(found, Sites)
+    assert found.names == ("0", "1")
+    reason = memory.ACTIVATION_CHECKPOINTING.match(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), CPU)
+    assert reason == "the model has no list of equal blocks"
+
+
+def test_every_candidate_gives_a_reason_on_a_model_that_it_does_not_fit() -> None:
+    model = nn.Tanh()
+    for one in registered_candidates():
+        found = one.match(model, CPU)
+        assert isinstance(found, Sites) or (found and "\n" not in found), one.name
+        if not isinstance(found, Sites):
+            continue
+        assert found.names == ("",), one.name  # compilers take any model
+
+
+def test_libraries_that_are_not_installed_are_named() -> None:
+    reasons = {one.name: one.match(nn.Linear(8, 8), CPU) for one in registered_candidates()}
+    assert "pip install" in str(reasons["liger-rms-norm"])
+    assert "GPUs only" in str(reasons["torchao-float8"]) or "pip install torchao" in str(reasons["torchao-float8"])
+
+
+def test_a_third_party_adds_candidates_through_an_entry_point(monkeypatch: pytest.MonkeyPatch) -> None:
+    mine = rewrite("mine", unchanged)
+    entries = {"good": [mine], "taken": rewrite("rms-norm", unchanged), "broken": ["words"]}
+
+    class Entry:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def load(self) -> Any:
+            return entries[self.name]
+
+    installed = importlib.metadata.entry_points
+
+    def entry_points(**selection: Any) -> Any:
+        ours = selection.get("group") == candidate.ENTRY_POINTS
+        return [Entry(name) for name in entries] if ours else installed(**selection)
+
+    monkeypatch.setattr(importlib.metadata, "entry_points", entry_points)
+    candidate._installed.cache_clear()
+    try:
+        assert mine in registered_candidates()
+        report = kp.optimize(nn.Linear(8, 8), (drawn(2, 8),), exclude=("compile",), timer=ScriptedTimer()).report
+    finally:
+        monkeypatch.undo()
+        candidate._installed.cache_clear()
+    assert [step.candidate for step in report.steps] == ["mine"] or "mine" in str(report)
+    reasons = {refusal.candidate: refusal.reason for refusal in report.refusals}
+    assert reasons["taken"] == "entry point failed: ValueError: there is a candidate 'rms-norm' already"
+    assert reasons["broken"] == "entry point failed: TypeError: 'words' is not a Candidate"
+
+
+def test_a_candidate_checks_its_fields() -> None:
+    with pytest.raises(ValueError, match="name='Not Good'"):
+        rewrite("Not Good", unchanged)
+    with pytest.raises(ValueError, match="kind='sloppy' of candidate mine"):
+        Candidate("mine", "", "sloppy", Stage.MODULE, lambda *_: "", lambda *_: None)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"goals=\['fame'\] of candidate mine"):
+        rewrite("mine", unchanged, goals=frozenset({"fame"}))
+
+
+def test_fresh_values_keep_what_has_a_meaning() -> None:
+    ids = torch.tensor([[5, 3, 9, 3]])
+    given = {
+        "input_ids": ids,
+        "attention_mask": torch.tensor([[1, 1, 1, 0]]),
+        "position_ids": torch.arange(4)[None],
+        "x": drawn(2, 50).abs(),
+        "bias": torch.tensor([[0.0, float("-inf")]]),
+        "flag": True,
+    }
+    (example,) = examples_of(given)
+    fresh = example.redrawn(1).kwargs
+    assert not torch.equal(fresh["input_ids"], ids)
+    assert fresh["input_ids"].sort().values.tolist() == ids.sort().values.tolist()
+    for name in ("attention_mask", "position_ids", "bias"):
+        assert torch.equal(fresh[name], given[name])
+    assert float(fresh["x"].min()) >= 0
+    assert not torch.equal(fresh["x"], given["x"])

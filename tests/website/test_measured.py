@@ -1,0 +1,330 @@
+"""Numbers in prose: each is what its record says, of the kernel that is here now; anything else is found."""
+
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from tools.website import freshness
+from tools.website.measured import check, duration, refresh, resolve
+from tools.website.pages import renewed
+from tools.website.plots import PLOTS, drawn
+
+from kernel_pytorch.documentation.op_support import lowering_digest
+from kernel_pytorch.evidence import (
+    Benchmark,
+    Block,
+    Checks,
+    EvidenceError,
+    Execution,
+    Facts,
+    Measurement,
+    OpSupport,
+    Quantiles,
+    evidence_directory,
+    named_evidence,
+    write_record,
+)
+from kernel_pytorch.hardware_abstraction import backend
+from kernel_pytorch.ops.rms_norm import KERNEL_TORCH
+from requirements import needs_executorch
+
+CPU = Facts("Some CPU", "arm", "cpu", "neon", 8 << 30, 4)
+
+
+def row(case: str, subject: str, median: float, **facts: float) -> Measurement:
+    seconds = Quantiles(median * 0.9, median, median * 1.2)
+    return Measurement(case, "forward", "float32", subject, seconds, 100, 8_000_000, 2 * 10**12, **facts)
+
+
+RECORD = Benchmark(
+    op="rms_norm",
+    device=CPU,
+    versions={"torch": "2.0", "triton": "3.0"},
+    commit="0123456789abcdef",
+    command="some command --record",
+    recorded="2026-01-02T03:04:05Z",
+    copy_bandwidth=3.5e12,
+    sources={"torch": KERNEL_TORCH.source_digest},
+    measurements=[
+        row("small -> (1 | 2)", "kernel:torch", 1e-3, error=1e-8, budget=4e-8),
+        row("small -> (1 | 2)", "baseline:slow", 3e-3),
+        row("small -> (1 | 2)", "baseline:best", 2e-3),
+        row("large", "kernel:torch", 1.0, peak_bytes=3 << 30),
+        row("large", "baseline:best", 0.5),
+    ],
+)
+RECORDS = {"some": RECORD}
+
+
+@pytest.mark.parametrize(
+    ("title", "text"),
+    [
+        ("time; case=small -> (1 | 2)", "1 ms"),
+        ("time; case=small*; baseline=slow", "3 ms"),
+        ("time; case=large; phase=forward; format=float32; kernel=torch", "1 s"),
+        ("speedup; case=small*", "2.00x"),
+        ("speedup; case=small*; over=slow", "3.00x"),
+        ("speedup; case=large", "0.50x"),
+        ("lowest speedup", "0.50x"),
+        ("highest speedup", "2.00x"),
+        ("rate; case=large", "2 TFLOP/s"),
+        ("bandwidth; case=small*", "8 GB/s"),
+        ("memory", "3.0 GiB"),
+        ("error; case=small*", "25%"),
+        ("noise; case=small*", "160.0 dB"),
+        ("copy", "3,500 GB/s"),
+    ],
+)
+def test_a_title_names_a_number(title: str, text: str) -> None:
+    found = resolve("some", f"measured: {title}", RECORDS)
+    assert found.text == text
+    for part in ("Some CPU", "torch 2.0", "triton 3.0", "0123456789", "2026-01-02", "some command --record"):
+        assert part in found.provenance
+
+
+@pytest.mark.parametrize(
+    ("record", "title", "error"),
+    [
+        ("other", "time; case=large", "no benchmark record 'other'; there are some"),
+        ("some", "time", "matches 2 measurements"),
+        ("some", "time; case=medium", "matches 0 measurements"),
+        ("some", "time; shape=large", "the keys are case"),
+        ("some", "beauty; case=large", "quantities are time"),
+        ("some", "mean time", "quantities are time"),
+        ("some", "speedup; case=large; over=slow", "no baseline 'slow'"),
+        ("some", "error; case=large", "no error is recorded"),
+    ],
+)
+def test_what_cannot_be_resolved_is_an_error(record: str, title: str, error: str) -> None:
+    with pytest.raises(EvidenceError, match=error):
+        resolve(record, f"measured: {title}", RECORDS)
+
+
+def test_a_record_about_an_older_text_of_the_kernel_is_an_error() -> None:
+    stale = msgspec.structs.replace(RECORD, sources={"torch": "another text"})
+    with pytest.raises(EvidenceError, match=r"'torch' of some has changed since; .* anew: some command --record"):
+        resolve("some", "measured: time; case=large", {"some": stale})
+
+
+def test_a_record_of_a_whole_program_is_about_the_kernels_it_names() -> None:
+    sources = {"rms_norm/torch": KERNEL_TORCH.source_digest}
+    program = msgspec.structs.replace(RECORD, op="model", sources=sources)
+    assert resolve("some", "measured: time; case=large", {"some": program}).text == "1 s"
+    for name, error in (("rms_norm/torch", "has changed since"), ("rms_norm/gone", "is no longer in the table")):
+        stale = msgspec.structs.replace(program, sources={**sources, name: "another text"})
+        with pytest.raises(EvidenceError, match=f"'{name}' of some {error}"):
+            resolve("some", "measured: time; case=large", {"some": stale})
+
+
+def test_durations() -> None:
+    assert [duration(x) for x in (12.34, 0.5, 2e-3, 3.456e-6, 7e-9)] == [
+        "12.3 s",
+        "500 ms",
+        "2 ms",
+        "3.46 µs",
+        "7 ns",
+    ]
+
+
+@pytest.fixture
+def page(tmp_path: Path) -> Path:
+    write_record(RECORD, tmp_path / "evidence" / "some.json")
+    return tmp_path / "page.md"
+
+
+LINK = '(evidence/some.json "measured: speedup; case=large")'
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "It is 2x faster.",
+        "up to 40 %",
+        "3.5 ms",
+        "4,800 GB/s",
+        "| a | b |\n|---|---|\n| 1.3x | 2 |",
+        "90%",
+        "# Twice as fast",
+        "It is faster.",
+        "a great speedup",
+        f"[0.50x]{LINK} is measured.\n\nThe next paragraph is faster.",
+        f"[0.50x]{LINK} is measured, 3x is not.",
+        f"[0.51x]{LINK}",
+        '[0.50x](evidence/gone.json "measured: speedup; case=large")',
+        '[0.50x](evidence/some.json "measured: speedup; case=medium")',
+    ],
+)
+def test_check_finds(text: str, page: Path) -> None:
+    assert len(list(check(text, page, RECORDS))) == 1
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "AVX on x86, case 16384x4096, sm_90, version 2.13",
+        "`2x faster` in code",
+        "```text\n90 % faster\n```",
+        "the 80 % quantile <!-- not a measurement: the definition -->",
+        f"It is faster: [0.50x]{LINK}.",
+        f"| a | b |\n|---|---|\n| faster | [0.50x]{LINK} |",
+        '[0.50x][gain] faster\n\n[gain]: evidence/some.json "measured: speedup; case=large"',
+    ],
+)
+def test_check_passes(text: str, page: Path) -> None:
+    assert not list(check(text, page, RECORDS))
+
+
+def test_a_problem_names_its_line_and_the_right_number(page: Path) -> None:
+    (problem,) = check(f"One\n\nTwo [3x]{LINK}", page, RECORDS)
+    assert problem.line == 3
+    assert "'0.50x' in the record" in problem.message
+
+
+def test_refresh_writes_the_records_numbers_and_leaves_the_rest(page: Path) -> None:
+    definition = '[a b]: evidence/some.json "measured: time; case=small -> (1 | 2)"\n'
+    gone = '[x](evidence/gone.json "measured: time")'
+    text = f"[?][a b] and [9x]{LINK}, {gone} [other][link]\n\n{definition}"
+    assert refresh(text, RECORDS) == f"[1 ms][a b] and [0.50x]{LINK}, {gone} [other][link]\n\n{definition}"
+    assert not list(check(refresh(f"[?][a b]\n\n{definition}", RECORDS), page, RECORDS))
+
+
+def test_a_generated_region_that_nobody_makes_is_an_error() -> None:
+    assert "| `rms_norm` |" in renewed("<!-- generated: support-matrix -->\nold\n<!-- end -->", None)
+    with pytest.raises(ValueError, match=r"nonsense.*support-matrix"):
+        renewed("<!-- generated: nonsense -->\n<!-- end -->", None)
+
+
+# Plots
+
+
+@pytest.mark.parametrize("path", PLOTS)
+def test_a_plot_shows_its_records_numbers_in_the_readers_colours(path: str) -> None:
+    records = named_evidence(evidence_directory())
+    name, charts = PLOTS[path]
+    svg = drawn(PLOTS[path], records)
+    record = records[name]
+    assert isinstance(record, Benchmark)
+    assert record.commit[:10] in svg
+    assert svg.count("currentColor") > 10
+    assert "#010203" not in svg
+    words = svg[svg.index("<desc>") : svg.index("</desc>")]
+    assert sum(words.count(series) for chart in charts(record) for series in chart.series) >= 3
+    assert drawn(PLOTS[path], records, svg) is svg, "the same data are not drawn again"
+    slower = [
+        msgspec.structs.replace(row, seconds=Quantiles(1, 1 + place, 1 + place))
+        for place, row in enumerate(record.measurements)
+    ]
+    assert drawn(PLOTS[path], {name: msgspec.structs.replace(record, measurements=slower)}, svg) is not svg
+
+
+def test_a_plot_without_its_record_says_so() -> None:
+    assert "There is no record yet." in drawn(next(iter(PLOTS.values())), {})
+
+
+# The age of records
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    """A checkout with a record of its own, a page that shows it, and a block that needs a GPU."""
+    kernel = tmp_path / "src" / "kernel_pytorch" / "ops" / "rms_norm" / "api.py"
+    kernel.parent.mkdir(parents=True)
+    kernel.write_text("one\n")
+    block = '<!--- skip: next if(not has_gpu, reason="needs a GPU") -->\n\n```python\n1\n```\n'
+    (tmp_path / "docs").mkdir()
+    link = '(../benchmarks/evidence/rms_norm.cpu.json "measured: time; case=large")'
+    (tmp_path / "docs" / "page.md").write_text(f"[1 s]{link}\n\n{block}")
+    git(tmp_path, "init", "-q")
+    git(tmp_path, "add", "-A")
+    git(tmp_path, "-c", "user.name=a", "-c", "user.email=a@b", "commit", "-qm", "one")
+    return tmp_path
+
+
+def git(root: Path, *arguments: str) -> str:
+    return subprocess.run(
+        ["git", "-C", str(root), *arguments], check=True, capture_output=True, text=True
+    ).stdout.strip()
+
+
+def states(root: Path, record: Benchmark) -> dict[str, str]:
+    write_record(record, root / "benchmarks" / "evidence" / "rms_norm.cpu.json")
+    return {age.record: age.state for age in freshness.ages(root)}
+
+
+def test_the_age_of_a_record(project: Path) -> None:
+    record = msgspec.structs.replace(RECORD, commit=git(project, "rev-parse", "HEAD"))
+    gpu = "documentation on a GPU"
+    assert states(project, record) == {"rms_norm.cpu": "current", gpu: "stale"}
+    assert next(age.shown for age in freshness.ages(project)) == 1
+
+    (project / "src" / "kernel_pytorch" / "ops" / "rms_norm" / "api.py").write_text("two\n")
+    assert states(project, record)["rms_norm.cpu"] == "older"
+    assert freshness.ages(project)[0].changed == ("ops/rms_norm/api.py",)
+    assert states(project, msgspec.structs.replace(record, sources={"torch": "x"}))["rms_norm.cpu"] == "stale"
+    assert states(project, msgspec.structs.replace(record, commit="0" * 40))["rms_norm.cpu"] == "unknown"
+
+    another = Block("docs/page.md", 5, "0123456789abcdef")
+    ran = Execution("documentation", CPU, {}, "", "", "2026-01-01", [another], {})
+    write_record(ran, project / "benchmarks" / "evidence" / "documentation.gpu.json")
+    assert states(project, record)[gpu] == "stale"
+    (fence,) = freshness.fences((project / "docs" / "page.md").read_text())
+    ran = msgspec.structs.replace(ran, passed=[Block("docs/page.md", 5, fence.digest)])
+    write_record(ran, project / "benchmarks" / "evidence" / "documentation.gpu.json")
+    assert gpu not in states(project, record)
+
+
+def test_the_command_has_a_table_data_and_an_exit_code(
+    project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(freshness, "checkout", lambda: project)
+    states(project, msgspec.structs.replace(RECORD, commit=git(project, "rev-parse", "HEAD")))
+    assert freshness.main([]) == 1
+    assert "docs/page.md:5" in capsys.readouterr().out
+    (project / "docs" / "page.md").write_text("nothing\n")
+    assert freshness.main(["--json"]) == 0
+    (only,) = msgspec.json.decode(capsys.readouterr().out)
+    assert only["record"] == "rms_norm.cpu"
+    assert only["state"] == "current"
+
+
+def test_the_age_of_a_table_of_operators(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("executorch", reason="the extra lowering is not installed")
+    name = "op-support.cpu"
+    path = project / "benchmarks" / "evidence" / f"{name}.json"
+
+    def age(**facts: Any) -> freshness.Age:
+        record = OpSupport("cpu", {}, {"lowering": lowering_digest(backend("cpu"))}, [])
+        write_record(msgspec.structs.replace(record, **facts), path)
+        return next(age for age in freshness.ages(project) if age.record == name)
+
+    assert age().state == "current"
+    assert age(backend="gone").state == "unknown"
+    old = age(sources={"lowering": "another"})
+    assert (old.state, old.changed) == ("older", ("the lowering of cpu",))  # no commit has the record
+
+    source = project / "src" / "kernel_pytorch" / "ops" / "rms_norm" / "api.py"
+    monkeypatch.setattr(freshness, "lowering_sources", lambda _: {"api": source})
+    git(project, "add", "-A")
+    git(project, "-c", "user.name=a", "-c", "user.email=a@b", "commit", "-qm", "the record")
+    source.write_text("two\n")
+    assert age(sources={"lowering": "another"}).changed == ("ops/rms_norm/api.py",)
+
+
+@needs_executorch  # whose version is in a record's digest
+def test_every_record_of_the_checkout_has_an_age() -> None:
+    root = Path(__file__).parents[2]
+    records = named_evidence(root / "benchmarks" / "evidence")
+    wanted = {name for name, record in records.items() if isinstance(record, (Benchmark, Checks, OpSupport))}
+    assert "op-support.cpu" in wanted
+    assert wanted <= {age.record for age in freshness.ages(root)}
+
+
+def test_what_records_measure_is_there() -> None:
+    root = Path(__file__).parents[2]
+    assert all(
+        (root / "src" / "kernel_pytorch" / path).exists()
+        for paths in freshness._MEASURES.values()
+        for path in paths
+    )

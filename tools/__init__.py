@@ -1,0 +1,1 @@
+"""What builds and checks this repository, and is not part of the package."""

@@ -1,0 +1,1 @@
+"""The documentation site: generated pages, measured numbers, plots, and the Sphinx extension."""

@@ -1,0 +1,174 @@
+"""``python -m tools.website.freshness``: which recorded numbers are older than the code they measure.
+
+A record is *stale* where the very text of a kernel that it names has changed: its numbers no longer count, and
+pages that show them fail to build. It is *older* where other files of what it measures have changed since its commit,
+which may or may not have moved its numbers; so is a table of operators that was probed with another text of the
+lowering. It is *unknown* where its commit is not in this checkout's history, or its backend is not installed.
+Otherwise it is *current*. The exit code is 0 when all are.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import subprocess
+import sys
+from collections import Counter
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import msgspec
+
+from kernel_pytorch.benchmarking import checkout
+from kernel_pytorch.documentation.op_support import lowering_digest, lowering_sources
+from kernel_pytorch.evidence import Benchmark, Checks, Execution, OpSupport, Record, named_evidence
+from kernel_pytorch.hardware_abstraction.registry import backends
+from tools.website.blocks import fences
+from tools.website.measured import stale_kernels
+from tools.website.pages import hand_written
+from tools.website.plots import PLOTS
+
+__all__ = ["Age", "ages"]
+
+# What a record measures where that is more than the kernels of one op, by the first part of its name.
+_FP8 = ("fp8", "ops/fp8_cast", "ops/fp8_matmul")
+_FP8_MODELS = (*_FP8, "ops/fp8_rms_norm", "ops/fp8_swiglu", "ops/attention")
+_MEASURES = {
+    "attention-long": ("ops/attention", "distributed/chunks.py", "distributed/parts.py"),
+    "attention-step": ("ops/attention", "distributed/chunks.py", "distributed/parts.py", "ops/rms_norm"),
+    "fp8-batches": _FP8_MODELS,
+    "fp8-blocks": _FP8_MODELS,
+    "fp8-grid": _FP8,
+    "fp8-linears": _FP8,
+    "fp8-memory": _FP8_MODELS,
+    "fp8-parity": _FP8_MODELS,
+    "fp8-small-block": _FP8_MODELS,
+    "lowering": ("lowering",),
+    "selection": ("hardware_abstraction",),
+}
+_LINK = re.compile(r'evidence/([\w.-]+)\.json "measured: ')
+
+
+@dataclass(frozen=True)
+class Age:
+    """How a record stands to the code of today."""
+
+    record: str
+    state: str
+    recorded: str
+    shown: int
+    """How many numbers and plots of the documentation read it."""
+    changed: tuple[str, ...]
+    """What has changed since: kernels, files, or blocks of documentation."""
+
+
+def ages(root: Path) -> list[Age]:
+    """Every record of a checkout, and the blocks of documentation that need a GPU, with their age."""
+    records = named_evidence(root / "benchmarks" / "evidence")
+    shown = Counter(name for name, _ in PLOTS.values())
+    for page in hand_written(root):
+        shown.update(_LINK.findall(page.read_text(encoding="utf-8")))
+    found = []
+    for name, record in records.items():
+        if isinstance(record, (Benchmark, Checks)):
+            found.append(_age(root, name, record, shown[name]))
+        elif isinstance(record, OpSupport):
+            found.append(_age_of_operators(root, name, record, shown[name]))
+    return [*found, *_blocks_without_a_record(root, list(records.values()))]
+
+
+def _age(root: Path, name: str, record: Benchmark | Checks, shown: int) -> Age:
+    recorded = record.recorded[:10] if isinstance(record, Benchmark) else ""
+    kernels = stale_kernels(record)
+    if kernels:
+        return Age(name, "stale", recorded, shown, tuple(f"kernel {kernel}" for kernel in kernels))
+    if not isinstance(record, Benchmark):
+        return Age(name, "current", recorded, shown, ())
+    paths = _MEASURES.get(name.partition(".")[0], (f"ops/{record.op}",))
+    files = _changed_since(root, record.commit, tuple(f"src/kernel_pytorch/{path}" for path in paths))
+    if files is None:
+        return Age(name, "unknown", recorded, shown, (f"commit {record.commit[:10]} is not here",))
+    return Age(name, "older" if files else "current", recorded, shown, files)
+
+
+def _age_of_operators(root: Path, name: str, record: OpSupport, shown: int) -> Age:
+    """A table of operators keeps no commit: the digest says that the lowering is another, git says what of it."""
+    owner = next((known for known in backends() if known.name == record.backend), None)
+    if owner is None or owner.lowering is None:
+        return Age(name, "unknown", "", shown, (f"no backend {record.backend!r} that lowers is here",))
+    if record.sources.get("lowering") == lowering_digest(owner):
+        return Age(name, "current", "", shown, ())
+    written = ["git", "-C", str(root), "log", "-1", "--format=%H", "--", f"benchmarks/evidence/{name}.json"]
+    commit = subprocess.run(written, capture_output=True, text=True, check=False).stdout.strip()
+    files = [path.resolve() for path in lowering_sources(owner).values()]
+    within = tuple(path.relative_to(root).as_posix() for path in files if root.resolve() in path.parents)
+    changed = _changed_since(root, commit, within) if commit and within else None
+    return Age(name, "older", "", shown, changed or (f"the lowering of {record.backend}",))
+
+
+def _changed_since(root: Path, commit: str, paths: tuple[str, ...]) -> tuple[str, ...] | None:
+    missing = [path for path in paths if not (root / path).exists()]
+    if missing:
+        raise FileNotFoundError(f"{missing[0]}: _MEASURES in {Path(__file__).name} names what is not there")
+    command = ["git", "-C", str(root), "diff", "--name-only", commit, "--", *paths]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    files = (file.removeprefix("src/kernel_pytorch/") for file in done.stdout.split())
+    return tuple(files) if done.returncode == 0 else None
+
+
+def _blocks_without_a_record(root: Path, records: list[Record]) -> list[Age]:
+    """The blocks that need a device of a kind we have measured on, and have not run on one as they are now."""
+    passed = {block.digest for record in records if isinstance(record, Execution) for block in record.passed}
+    devices = {"gpu", *(record.device.backend for record in records if isinstance(record, Benchmark))}
+    missing = [
+        f"{page.relative_to(root).as_posix()}:{fence.first}"
+        for page in sorted((root / "docs").rglob("*.md"))
+        for fence in fences(page.read_text(encoding="utf-8"))
+        if fence.needs in devices and fence.digest not in passed
+    ]
+    return [Age("documentation on a GPU", "stale", "", len(missing), tuple(missing))] if missing else []
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.website.freshness",
+        description=__doc__.partition(": ")[2] if __doc__ else None,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--json", action="store_true", help="print the table as data")
+    wanted = parser.parse_args(arguments)
+    found = ages(checkout())
+    if wanted.json:
+        print(msgspec.json.format(msgspec.json.encode([asdict(age) for age in found]), indent=2).decode())
+    else:
+        _show(found)
+    return 0 if all(age.state == "current" for age in found) else 1
+
+
+def _show(found: list[Age]) -> None:
+    from rich.console import Console
+    from rich.table import Column, Table
+
+    table = Table(
+        Column("Record", no_wrap=True), "State", "Recorded", "Shown", Column("Changed since", overflow="fold")
+    )
+    colours = {"current": "green", "older": "yellow", "stale": "red", "unknown": "magenta"}
+    for age in found:
+        few = [*age.changed[:3], *([f"and {len(age.changed) - 3} more"] if len(age.changed) > 3 else [])]
+        colour = colours[age.state]
+        table.add_row(age.record, f"[{colour}]{age.state}[/{colour}]", age.recorded, str(age.shown), "\n".join(few))
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=120)
+    console.print(table)
+    counts = Counter(age.state for age in found)
+    console.print(", ".join(f"{count} {state}" for state, count in counts.items()))
+    if set(counts) - {"current"}:
+        console.print(
+            "BENCHMARKS.md has the command of each record; 'make docs-gpu' runs the blocks that need a GPU; "
+            "'make probe' makes the table of operators."
+        )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

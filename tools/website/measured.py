@@ -1,0 +1,270 @@
+"""Measured numbers in prose: each is a link to its record, and says in the link's title which number it is.
+
+    It takes [0.92 ms][window], ...
+
+    [window]: ../benchmarks/evidence/attention.nvidia-h200.json "measured: time; case=causal 4096 d64; phase=forward"
+
+Where the Markdown is read as it is, that is a number which leads to its record. On the site it carries its
+provenance. ``check`` fails a number that is not what its record says, a record that is missing or about an older
+text of the kernel, a number without a record, and a word such as "faster" without a measured number in the same
+paragraph. ``refresh`` writes the numbers anew.
+
+The title is ``measured: QUANTITY; KEY=VALUE; ...``. Quantities: time, speedup, rate, bandwidth, memory, error (of its
+budget), noise (an error that is relative to a norm, in decibels), each also as ``lowest`` or ``highest`` of all that
+match; copy, of the whole record. Keys choose one measurement: case, phase, format, kernel or baseline, with ``*`` for
+any text; ``over`` names the baseline of a speedup, else the best.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path, PurePosixPath
+
+from markdown_it import MarkdownIt
+from markdown_it.token import Token
+
+from kernel_pytorch.benchmarking import source_name
+from kernel_pytorch.evidence import Benchmark, EvidenceError, Measurement, Record
+from kernel_pytorch.hardware_abstraction.registry import backends
+
+__all__ = [
+    "Measured",
+    "Problem",
+    "check",
+    "duration",
+    "gigabytes",
+    "provenance",
+    "refresh",
+    "resolve",
+    "stale_kernels",
+]
+
+PREFIX = "measured: "
+
+# A number with a unit of speed or gain. "x86" and "16384x4096" are neither.
+CLAIM = re.compile(
+    r"(?<![\w.])\d[\d.,]*\s*(?:x|×|%|percent|ns|ms|us|µs|[GT]B/s|TFLOPS|TFLOP/s|tok/s|tokens/s)(?![\w/])"  # noqa: RUF001
+)
+WORDS = re.compile(
+    r"\b(?:faster|fastest|quicker|slower|speed-?ups?|outperforms?|state of the art"
+    r"|(?:twice|thrice|half|\w+ times) (?:as|the) (?:fast|slow|speed|time))\b",
+    re.IGNORECASE,
+)
+ALLOWED = re.compile(r"<!-- not a measurement: .+ -->")
+
+_DEFINITION = re.compile(r'^\[([^\]]+)\]: +\S*evidence/([\w.-]+)\.json "(measured: [^"]+)"$', re.MULTILINE)
+_INLINE = re.compile(r'\[([^\]]*)\](\(\S*evidence/([\w.-]+)\.json "(measured: [^"]+)"\))')
+_KEYS = ("case", "phase", "format", "kernel", "baseline", "over")
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A number as it is printed, and where it comes from."""
+
+    text: str
+    provenance: str
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What is wrong on a line of a page."""
+
+    line: int
+    message: str
+
+    def __str__(self) -> str:
+        return f"line {self.line}: {self.message}"
+
+
+def resolve(record_name: str, title: str, records: Mapping[str, Record]) -> Measured:
+    """The number that a link's title asks of a record; EvidenceError where there is none, or it counts no longer.
+
+    Example:
+        >>> from kernel_pytorch.evidence import evidence_directory, named_evidence
+        >>> title = "measured: lowest time; kernel=torch; format=float32"
+        >>> resolve("rms_norm.amd-epyc", title, named_evidence(evidence_directory())).text.endswith(" ms")
+        True
+    """
+    record = records.get(record_name)
+    if not isinstance(record, Benchmark):
+        known = sorted(name for name, known in records.items() if isinstance(known, Benchmark))
+        raise EvidenceError(f"no benchmark record {record_name!r}; there are {', '.join(known)}")
+    wanted, *conditions = title.removeprefix(PREFIX).split("; ")
+    chosen: dict[str, str] = {}
+    for condition in conditions:
+        key, equals, value = condition.partition("=")
+        if key not in _KEYS or not equals:
+            raise EvidenceError(f"{condition!r} in {title!r}: the keys are {', '.join(_KEYS)}")
+        chosen[key] = value
+    if wanted == "copy":
+        return Measured(f"{gigabytes(record.copy_bandwidth)} GB/s", provenance(record))
+    extreme, _, quantity = wanted.rpartition(" ")
+    if quantity not in _SHOWN or extreme not in ("", "lowest", "highest"):
+        raise EvidenceError(f"{wanted!r} in {title!r}: quantities are {', '.join(_SHOWN)}, copy")
+    rows = [row for row in record.measurements if _matches(row, chosen)]
+    if quantity == "memory":
+        rows = [row for row in rows if row.peak_bytes is not None]
+    if not rows or (len(rows) > 1 and not extreme):
+        found = "; ".join(f"{row.case}, {row.phase}, {row.format}, {row.subject}" for row in rows[:4])
+        raise EvidenceError(f"{title!r} matches {len(rows)} measurements of {record_name}: {found or 'none'}")
+    for row in rows:
+        for name, what in stale_kernels(record, row).items():
+            raise EvidenceError(f"kernel {name!r} of {record_name} {what}; record it anew: {record.command}")
+    values = [_value(quantity, record, row, chosen.get("over", "")) for row in rows]
+    return Measured(_SHOWN[quantity](min(values) if extreme == "lowest" else max(values)), provenance(record))
+
+
+def _matches(row: Measurement, chosen: Mapping[str, str]) -> bool:
+    kind, _, name = row.subject.partition(":")
+    wanted_kind = "baseline" if "baseline" in chosen else "kernel"
+    facts = {"case": row.case, "phase": row.phase, "format": row.format, wanted_kind: name}
+    return kind == wanted_kind and all(_like(facts[key], value) for key, value in chosen.items() if key in facts)
+
+
+def _like(value: str, pattern: str) -> bool:
+    return fnmatchcase(value, pattern.replace("[", "[[]").replace("?", "[?]"))
+
+
+def _speedup(record: Benchmark, row: Measurement, over: str) -> float:
+    rivals = [
+        rival.seconds.median
+        for rival in record.measurements
+        if (rival.case, rival.phase, rival.format) == (row.case, row.phase, row.format)
+        and rival.subject.startswith("baseline:")
+        and _like(rival.subject.removeprefix("baseline:"), over or "*")
+    ]
+    if not rivals:
+        raise EvidenceError(f"no baseline {over or '*'!r} beside {row.case!r}, {row.phase}")
+    return min(rivals) / row.seconds.median
+
+
+def _value(quantity: str, record: Benchmark, row: Measurement, over: str) -> float:
+    if quantity == "speedup":
+        return _speedup(record, row, over)
+    if quantity == "memory":
+        return float(row.peak_bytes or 0)
+    if quantity in ("error", "noise"):
+        if row.error is None or not row.budget:
+            raise EvidenceError(f"no error is recorded for {row.case!r}, {row.phase}")
+        if quantity == "error":
+            return row.error / row.budget
+        return -20 * math.log10(row.error) if row.error else math.inf
+    seconds = row.seconds.median
+    return {"time": seconds, "rate": row.flops / seconds, "bandwidth": row.traffic_bytes / seconds}[quantity]
+
+
+def duration(seconds: float) -> str:
+    for unit, scale in (("s", 1.0), ("ms", 1e3), ("µs", 1e6)):
+        if seconds * scale >= 1:
+            return f"{seconds * scale:.3g} {unit}"
+    return f"{seconds * 1e9:.3g} ns"
+
+
+def gigabytes(rate: float) -> str:
+    return f"{rate / 1e9:,.0f}" if rate >= 1e11 else f"{rate / 1e9:.3g}"
+
+
+_SHOWN: dict[str, Callable[[float], str]] = {
+    "time": duration,
+    "speedup": lambda gain: f"{gain:.2f}x",
+    "rate": lambda rate: f"{rate / 1e12:.0f} TFLOP/s",
+    "bandwidth": lambda rate: f"{gigabytes(rate)} GB/s",
+    "memory": lambda size: f"{size / 2**30:.1f} GiB",
+    "error": lambda share: f"{share:.0%}",
+    "noise": lambda decibels: f"{decibels:.1f} dB",
+}
+
+
+def provenance(record: Benchmark) -> str:
+    """Where a record's numbers come from, in a line."""
+    versions = ", ".join(
+        f"{name} {record.versions[name]}" for name in ("torch", "triton") if name in record.versions
+    )
+    return (
+        f"{record.device.name}, {versions}, commit {record.commit[:10]}, {record.recorded[:10]}: {record.command}"
+    )
+
+
+def stale_kernels(record: Record, row: Measurement | None = None) -> dict[str, str]:
+    """The kernels that a record, or a row of it, is about and whose source is another now: what became of each."""
+    kernels = [kernel for owner in backends() for kernel in owner.kernels]
+    names = {source_name(record.op, kernel) for kernel in kernels}
+    now = {(source_name(record.op, kernel), kernel.source_digest) for kernel in kernels}
+    about = [
+        name for name in record.sources if row is not None and row.subject.partition(":")[2].startswith(name)
+    ] or list(record.sources)  # a row of a whole program is about all of them
+    return {
+        name: "has changed since" if name in names else "is no longer in the table"
+        for name in about
+        if (name, record.sources[name]) not in now
+    }
+
+
+def check(text: str, page: Path, records: Mapping[str, Record]) -> Iterator[Problem]:
+    """What is wrong with the numbers of a page in Markdown."""
+    for line, tokens in _paragraphs(text):
+        prose, backed = "", False
+        inside: Token | None = None
+        shown = ""
+        for token in tokens:
+            title = str(token.attrGet("title") or "")
+            if token.type == "link_open" and title.startswith(PREFIX):
+                inside, shown = token, ""
+            elif token.type == "link_close" and inside is not None:
+                found = _check_link(inside, shown, page, records)
+                if found:
+                    yield Problem(line, found)
+                inside, backed, prose = None, True, prose + " "
+            elif token.type in ("text", "softbreak"):
+                content = token.content or " "
+                shown, prose = (shown + content, prose) if inside is not None else (shown, prose + content)
+        if any(ALLOWED.search(token.content) for token in tokens if token.type == "html_inline"):
+            continue
+        bare = CLAIM.search(prose)
+        word = WORDS.search(prose)
+        if bare:
+            yield Problem(line, f"{bare[0]!r} has no record: link it to one, see CONTRIBUTING.md")
+        elif word and not backed:
+            yield Problem(line, f"{word[0]!r} without a measured number in the same paragraph")
+
+
+def _check_link(link: Token, shown: str, page: Path, records: Mapping[str, Record]) -> str:
+    target = PurePosixPath(str(link.attrGet("href")))
+    if target.suffix != ".json" or not (page.parent / target).is_file():
+        return f"no record at {target}"
+    try:
+        right = resolve(target.stem, str(link.attrGet("title")), records).text
+    except EvidenceError as error:
+        return str(error)
+    if shown != right:
+        return f"{shown!r} is {right!r} in the record: run 'python -m tools.website --write'"
+    return ""
+
+
+def _paragraphs(text: str) -> Iterator[tuple[int, list[Token]]]:
+    """The blocks of prose with their first lines; the cells of a table's row are one."""
+    rows: dict[int, list[Token]] = {}
+    for token in MarkdownIt("commonmark").enable("table").parse(text):
+        if token.type == "inline" and token.map is not None:
+            cells = rows.setdefault(token.map[0] + 1, [])
+            cells += [*(token.children or ()), Token("softbreak", "", 0)]
+    yield from rows.items()
+
+
+def refresh(text: str, records: Mapping[str, Record]) -> str:
+    """The page with every measured number as its record has it now; those without a record stay."""
+
+    def right(record: str, title: str, there: str) -> str:
+        try:
+            return resolve(record, title, records).text
+        except EvidenceError:
+            return there
+
+    for label, record, title in _DEFINITION.findall(text):
+        link = re.compile(rf"\[([^\]]*)\]\[{re.escape(label)}\]")
+        text = link.sub(lambda found: f"[{right(record, title, found[1])}][{label}]", text)  # noqa: B023 - used here
+    return _INLINE.sub(lambda found: f"[{right(found[3], found[4], found[1])}]{found[2]}", text)

@@ -1,0 +1,158 @@
+"""The Sphinx extension behind the site: what the pages mean beyond their Markdown.
+
+- A link whose title begins with ``measured:`` becomes a number with its provenance; the page's numbers are checked.
+- Pictures in SVG become part of the page, so that they follow its theme.
+- A link to a folder of the checkout becomes its text: the site has no such page. A link that shows the name of a
+  file shows the title of its page.
+- The navigation is made from ``site_map`` in conf.py; pages that it leaves out fail the build.
+"""
+
+from __future__ import annotations
+
+import html
+import re
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+from docutils import nodes
+from sphinx import addnodes
+from sphinx.application import Sphinx
+from sphinx.transforms import SphinxTransform
+from sphinx.util import logging
+from sphinx.writers.html5 import HTML5Translator
+
+from kernel_pytorch.evidence import Benchmark, EvidenceError, named_evidence
+from tools.website.measured import PREFIX, check, resolve
+from tools.website.pages import hand_written
+
+__all__ = ["setup"]
+
+_LOG = logging.getLogger(__name__)
+
+
+class MeasuredNumber(nodes.inline):  # type: ignore[misc]
+    """A number; ``provenance`` is shown beside it."""
+
+
+def _visit_measured(translator: HTML5Translator, node: MeasuredNumber) -> None:
+    translator.body.append(f'<span class="measured" data-provenance="{html.escape(node["provenance"])}">')
+
+
+def _depart_measured(translator: HTML5Translator, _: MeasuredNumber) -> None:
+    translator.body.append("</span>")
+
+
+class PagesOfACheckout(SphinxTransform):
+    """Replaces what only a checkout can show by what a site can."""
+
+    default_priority = 100  # before Sphinx collects downloads and images
+
+    def apply(self, **_: Any) -> None:
+        for link in list(self.document.findall(addnodes.download_reference)):
+            if str(link.get("reftitle", "")).startswith(PREFIX):
+                self.measured(link)
+        for link in list(self.document.findall(addnodes.pending_xref)):
+            if link.get("refdomain") is None and self.there(link["reftarget"]).is_dir():
+                link.replace_self(nodes.inline("", "", *link.children, classes=["folder"]))
+            elif link.get("refdomain") == "doc" and link.astext().endswith(".md"):
+                link["refexplicit"] = False  # MyST then takes the title of what it leads to
+                link[0].clear()
+        for image in list(self.document.findall(nodes.image)):
+            path = self.there(image["uri"])
+            if path.suffix == ".svg" and path.is_file():
+                self.env.note_dependency(str(path))
+                image.replace_self(
+                    nodes.raw("", _inlined(path.read_text("utf-8"), image.get("alt", "")), format="html")
+                )
+
+    def there(self, target: str) -> Path:
+        return (Path(self.env.doc2path(self.env.docname)).parent / target.partition("#")[0]).resolve()
+
+    def measured(self, link: addnodes.download_reference) -> None:
+        path = self.there(link["reftarget"])
+        self.env.note_dependency(str(path))
+        records = _records(self.env.srcdir)
+        try:
+            provenance = resolve(path.stem, link["reftitle"], records).provenance
+        except EvidenceError as error:
+            _LOG.warning("%s", error, location=link)
+            return
+        record = records[path.stem]
+        assert isinstance(record, Benchmark)  # resolve knows no other
+        heading = f"{path.stem.partition('.')[0]} on {record.device.name}"
+        target = addnodes.pending_xref(
+            "",
+            *link.children,
+            refdomain="doc",
+            reftarget="BENCHMARKS",
+            reftargetid=re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-"),
+            refdoc=self.env.docname,
+            reftype="myst",
+            refexplicit=True,
+        )
+        link.replace_self(MeasuredNumber("", "", target, provenance=provenance))
+
+
+def _records(root: Any) -> dict[str, Any]:
+    return {**named_evidence(Path(root) / "benchmarks" / "evidence")}
+
+
+def _inlined(svg: str, alt: str) -> str:
+    """A picture as part of a page: the page's own styles, and the alternative text as its name."""
+    svg = re.sub(r"<style>.*?</style>|<title>.*?</title>|<!--.*?-->", "", svg, flags=re.DOTALL)
+    return svg.replace("<svg ", f'<svg aria-label="{html.escape(alt)}" ', 1)
+
+
+def _on_source(app: Sphinx, docname: str, source: list[str]) -> None:
+    page = Path(app.env.doc2path(docname))
+    if page in hand_written(Path(app.srcdir)):
+        for problem in check(source[0], page, _records(app.srcdir)):
+            _LOG.warning("%s", problem.message, location=(docname, problem.line))
+    for caption, entries in _navigation(app, docname).items():
+        options = f":caption: {caption}\n" if caption else ""
+        source[0] += "\n```{toctree}\n:hidden:\n" + options + "\n" + "\n".join(entries) + "\n```\n"
+
+
+def _navigation(app: Sphinx, docname: str) -> dict[str, list[str]]:
+    """The tables of contents that a page carries: the site's on the first page, a backend's on its overview."""
+    known = sorted(app.env.found_docs)
+    if docname == app.config.root_doc:
+        return {
+            caption: [
+                f"/{found}"
+                for pattern in patterns
+                for found in known
+                if found != docname and _match(found, pattern)
+            ]
+            for caption, patterns in app.config.site_map.items()
+        }
+    if docname.startswith("docs/backends/") and docname.endswith("-overview"):
+        folder = docname.rpartition("/")[0] + "/"
+        below = [f"/{found}" for found in known if found.startswith(folder) and found != docname]
+        return {"": below} if below else {}
+    return {}
+
+
+def _match(docname: str, pattern: str) -> bool:
+    return docname.count("/") == pattern.count("/") and fnmatchcase(docname, pattern)
+
+
+def _on_finish(app: Sphinx, exception: Exception | None) -> None:
+    if exception is None and app.builder.format == "html":
+        first = app.builder.get_target_uri(app.config.root_doc)
+        page = (
+            f'<!doctype html><html lang="en"><title>{app.config.html_title}</title>'
+            f'<link rel="icon" href="_static/favicon.svg"><meta http-equiv="refresh" content="0; url={first}">'
+            f'<a href="{first}">{app.config.html_title}</a></html>\n'
+        )
+        (Path(app.outdir) / "index.html").write_text(page, encoding="utf-8")
+
+
+def setup(app: Sphinx) -> dict[str, bool]:
+    app.add_config_value("site_map", {}, "env", types=[dict])
+    app.add_node(MeasuredNumber, html=(_visit_measured, _depart_measured))
+    app.add_transform(PagesOfACheckout)
+    app.connect("source-read", _on_source)
+    app.connect("build-finished", _on_finish)
+    return {"parallel_read_safe": True, "parallel_write_safe": True}
