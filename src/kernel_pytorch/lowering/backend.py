@@ -13,7 +13,6 @@ from executorch.exir.backend.backend_details import BackendDetails, PreprocessRe
 from executorch.exir.backend.compile_spec_schema import CompileSpec
 from torch.export import ExportedProgram
 
-from kernel_pytorch._compat.symbolic import ValueRanges
 from kernel_pytorch.lowering.constants import Constants
 from kernel_pytorch.lowering.emitter import Emitter
 from kernel_pytorch.lowering.payload import ALIGNMENT, Payload
