@@ -3,6 +3,7 @@
 __version__ = "0.1.0"
 
 import importlib
+from typing import TYPE_CHECKING
 
 from kernel_pytorch import masks
 from kernel_pytorch.hardware_abstraction.device import Device
@@ -15,6 +16,11 @@ from kernel_pytorch.ops.attention.everywhere import attention_everywhere
 from kernel_pytorch.ops.attention.hugging_face import register_with_transformers
 from kernel_pytorch.ops.rms_norm import rms_norm
 from kernel_pytorch.ops.rope import rope
+
+if TYPE_CHECKING:  # what __getattr__ imports when it is first used
+    from kernel_pytorch import context_parallel, fp8
+    from kernel_pytorch.lowering import TextGenerator, load, lower
+    from kernel_pytorch.optimization import apply, optimize
 
 register_with_transformers()
 

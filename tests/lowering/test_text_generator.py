@@ -1,6 +1,7 @@
 """kp.TextGenerator: the tokens of Hugging Face's own generation, chats, windows, cached programs, the commands."""
 
 import io
+import os
 import shutil
 from pathlib import Path
 
@@ -18,14 +19,7 @@ from kernel_pytorch.testing.checkpoints import tiny_checkpoint
 PROMPT = "once upon a time there was a lazy dog that kept the memory of a conversation"
 
 
-@pytest.fixture(scope="module")
-def programs(tmp_path_factory) -> Path:
-    return tmp_path_factory.mktemp("programs")
-
-
-@pytest.fixture(autouse=True)
-def _own_programs(programs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("KERNEL_PYTORCH_PROGRAMS", str(programs))
+PROGRAMS = Path(os.environ["KERNEL_PYTORCH_PROGRAMS"])  # the run's own, set by conftest.py
 
 
 @pytest.fixture(scope="module")
@@ -61,19 +55,19 @@ def test_other_models(kind: str, sizes: dict[str, int], tmp_path: Path) -> None:
     assert found.tokens == wanted(folder, PROMPT, len(found.tokens))
 
 
-def test_a_program_is_lowered_once_for_each_content(llama: Path, programs: Path) -> None:
+def test_a_program_is_lowered_once_for_each_content(llama: Path) -> None:
     steps: list[str] = []
     kp.TextGenerator.from_pretrained(llama)
     kp.TextGenerator.from_pretrained(llama, tell=steps.append)
     assert steps == ["looking for a lowered program"]
     plain = checkpoint.TextProgram()
-    digest = checkpoint.content_digest(llama, plain, programs)
-    assert digest == checkpoint.content_digest(llama, plain, programs)
-    assert digest != checkpoint.content_digest(llama, checkpoint.TextProgram(window=8), programs)
+    digest = checkpoint.content_digest(llama, plain, PROGRAMS)
+    assert digest == checkpoint.content_digest(llama, plain, PROGRAMS)
+    assert digest != checkpoint.content_digest(llama, checkpoint.TextProgram(window=8), PROGRAMS)
     config = llama / "config.json"
     before = config.read_text()
     config.write_text(before + " ")
-    assert digest != checkpoint.content_digest(llama, plain, programs)
+    assert digest != checkpoint.content_digest(llama, plain, PROGRAMS)
     config.write_text(before)
 
 

@@ -29,6 +29,7 @@ SECONDS = {
     "tests/testing/test_cross_compile.py[fp8_cast]": 20,
     "tests/testing/test_cross_compile.py[fp8_rms_norm]": 20,
     "tests/testing/test_cross_compile.py[fp8_swiglu]": 20,
+    "tests/optimization/test_architectures.py": 60,
     "tests/lowering/test_kv_cache.py": 60,
     "tests/fp8/test_fp8_cast.py": 55,
     "tests/distributed/test_context_parallel.py": 50,

@@ -79,12 +79,16 @@ def doctor(
         show(report, support=support)
 
 
-@app.command(epilog="Example:  [bold]kernel-pytorch tour[/bold]")
-def tour() -> None:
-    """A guided first minute: what is here, and one op's way from its definition to a measured kernel."""
+@app.command(epilog="Example:  [bold]kernel-pytorch tour --out report.html[/bold]")
+def tour(
+    out: Annotated[Path, typer.Option(help="Where to write the page with the charts.")] = Path("report.html"),
+) -> None:
+    """Show each part once on this machine: attention, optimisation, FP8, ranks, text generation."""
     from kernel_pytorch.cli.tour import run
+    from kernel_pytorch.lowering.quiet import quiet_libraries
 
-    run()
+    with quiet_libraries():
+        run(out)
 
 
 @app.command(

@@ -18,7 +18,7 @@ from torch.nn import functional
 from torch.utils._python_dispatch import _disable_current_modes
 
 from kernel_pytorch.fp8.checkpoint import reset_layer_state
-from kernel_pytorch.fp8.gathered_weight import GatheredWeight
+from kernel_pytorch.fp8.fsdp import GatheredWeight, plain_weight, restore
 from kernel_pytorch.fp8.kept_cast import Kept
 from kernel_pytorch.fp8.linear import (
     COUNTS_SHAPE,
@@ -75,8 +75,8 @@ class Float8Linear(nn.Linear):
     """Whether no other layer of the model was converted with it."""
     fp8_fallback: str | None
     """Why the layer computes in its own precision from now on, or None."""
-    fp8_gather: Any
-    """How FSDP2 gathers the weight: a ``Shard`` of ``gathering``, or why in its own precision; None if unasked."""
+    fp8_gather: bool | str | None
+    """True if FSDP2 all-gathers the weight in FP8, or the reason why it does not; None if not asked for."""
     fp8_forward_counts: torch.Tensor
     fp8_history: torch.Tensor
     fp8_gradient_counts: torch.Tensor
@@ -144,7 +144,7 @@ class Float8Linear(nn.Linear):
 
         Where x is not the layer's own input but that of the module around it, only what they have in common counts.
         """
-        if self.fp8_fallback is not None and not isinstance(self.weight, GatheredWeight):
+        if self.fp8_fallback is not None:
             return None
         if is_compiling():
             return self._new_call_for(x, own)
@@ -242,7 +242,9 @@ class Float8Linear(nn.Linear):
                 return functional.linear(x, weight, bias)
         call = self._call_for(x, True)
         if call is None:
-            return functional.linear(x, self.weight, self.bias)
+            weight = self.weight
+            weight = weight.dequantize() if isinstance(weight, GatheredWeight) else weight
+            return functional.linear(x, weight, self.bias)
         recipe, products = call
         if products.y_in_8 and not is_compiling():
             meet(x, self, recipe, products.forward_format, products.needs_dw and products.dw_in_8)
@@ -289,6 +291,7 @@ class Float8Linear(nn.Linear):
         """Moving or converting a model moves counts and state along, and leaves their formats alone."""
         kept = {name: self._buffers[name] for name in BUFFERS}
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        restore(self)
         device = self.weight.device
         for name, fresh in _new_buffers(device).items():
             before = kept[name]
@@ -298,7 +301,7 @@ class Float8Linear(nn.Linear):
         return self
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: kept for name, kept in self.__dict__.items() if name not in _FOUND_OUT} | {"fp8_gather": None}
+        return {name: kept for name, kept in self.__dict__.items() if name not in _FOUND_OUT}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__({name: nothing() for name, nothing in _FOUND_OUT.items()} | state)  # type: ignore[no-untyped-call]
@@ -309,8 +312,15 @@ class Float8Linear(nn.Linear):
 
     # Checkpoints.
 
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        name = prefix + "weight"
+        if name in destination and not keep_vars:
+            destination[name] = plain_weight(destination[name])
+
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
         super()._load_from_state_dict(state_dict, prefix, *rest)
+        restore(self)
         self._forget()  # the weight may be another, of another format
         if self.fp8_history.is_meta and not self.weight.is_meta:  # assigned to a model without memory
             self._buffers.update(_new_buffers(self.weight.device))

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from kernel_pytorch.fp8.gathered_weight import GatheredWeight
+from kernel_pytorch.fp8.fsdp import GatheredWeight
 from kernel_pytorch.fp8.in_graph import kept_unchecked, revision
 from kernel_pytorch.fp8.kept_cast import NAMES, Kept, transposed_codes
 from kernel_pytorch.fp8.kept_swiglu import (

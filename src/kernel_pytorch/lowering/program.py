@@ -19,6 +19,7 @@ from kernel_pytorch._compat.structures import pytree
 from kernel_pytorch.fp8.monitor import layers_of
 from kernel_pytorch.lowering.checksum import add_checksum
 from kernel_pytorch.lowering.definitions import with_definitions
+from kernel_pytorch.lowering.measured import fastest
 from kernel_pytorch.lowering.recipes import find_recipe
 from kernel_pytorch.lowering.refusals import refuse_without_kernels
 from kernel_pytorch.lowering.report import Report, joined, report_of
@@ -127,6 +128,7 @@ def lower(
     dynamic_shapes: Any = None,
     options: Any = None,
     metadata: Mapping[str, Any] | None = None,
+    measure: bool = False,
     tell: Callable[[str], None] | None = None,
 ) -> LoweredProgram:
     """Lower a model to a ``.pte`` that runs on ExecuTorch, with our kernels for what XNNPACK leaves behind.
@@ -143,6 +145,8 @@ def lower(
             everything it can when left out.
         metadata: values that the program returns from methods without inputs, by the method's name, as ExecuTorch's
             runners read them: ``{"get_max_seq_len": 128}``.
+        measure: lower the model with our delegate, with it for attention and norms alone, and without it; time all on
+            the example inputs here, and keep the fastest. ``report.measured`` has the times.
         tell: gets a line for each step.
 
     Returns:
@@ -179,15 +183,26 @@ def lower(
     unknown = [name for name in shapes if name not in given] if isinstance(shapes, Mapping) else [shapes]
     if not given or unknown:
         raise ValueError(f"inputs has the methods {list(given)}, dynamic_shapes has {unknown}: name each in inputs")
-    if chosen is not None:
-        tell(f"quantizing the model: {chosen.name}")
-        exported, eager = target.quantize(chosen, model, given, shapes)
-        return lower_exported(exported, eager, given, options=options, metadata=metadata, tell=tell, target=target)
-    tell("exporting the model")
-    with torch.no_grad():
-        exported = {n: torch.export.export(model, own, dynamic_shapes=shapes.get(n)) for n, own in given.items()}
-    eager = dict.fromkeys(given, model)
-    return lower_exported(exported, eager, given, options=options, metadata=metadata, tell=tell, target=target)
+
+    def make(own_options: Any) -> LoweredProgram:
+        if chosen is not None:
+            tell(f"quantizing the model: {chosen.name}")
+            exported, eager = target.quantize(chosen, model, given, shapes)
+        else:
+            tell("exporting the model")
+            with torch.no_grad():
+                exported = {
+                    name: torch.export.export(model, own, dynamic_shapes=shapes.get(name))
+                    for name, own in given.items()
+                }
+            eager = dict.fromkeys(given, model)
+        return lower_exported(
+            exported, eager, given, options=own_options, metadata=metadata, tell=tell, target=target
+        )
+
+    if measure:
+        return fastest(make, {f"{target.delegate} as asked": options, **target.alternatives}, tell)
+    return make(options)
 
 
 class _RowMajorShapes(ConstraintBasedSymShapeEvalPass):  # type: ignore[misc]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +60,8 @@ class Lowering:
     """What that CMake project calls itself: ``libNAME_backend``, ``NAME_runner``, ``NAME::backend``."""
     probes: tuple[Probe, ...]
     """A small model for each operator, from which the table of operators is found out."""
+    alternatives: Mapping[str, Any] = field(default_factory=dict)
+    """Other options by a name for the report: the ways that ``measure=True`` compares with the default one."""
     probe_options: Any = None
     """The options to probe with, where not the default ones."""
     bundled: str = "Not part of ExecuTorch's pre-built libraries, on any platform: build it from source."
@@ -114,6 +116,12 @@ CPU = Lowering(
     sources=SOURCES,
     native_name="kernel_pytorch",
     probes=PROBES,
+    alternatives={
+        "attention, norms and softmax in our delegate": PartitionerOptions(linears=False, activations=False),
+        "XNNPACK alone": PartitionerOptions(
+            attention=False, linears=False, norms=False, softmax=False, activations=False, glue=False
+        ),
+    },
     probe_options=PartitionerOptions(glue_alone=True),
 )
 

@@ -1,6 +1,7 @@
 """The delegate's attention in C++, in eager mode, on torch's own threads.
 
-The backward is that of cpu-flash for full and causal masks, and that of the tiled kernel for all others.
+The backward is that of cpu-flash for full and causal masks and for small calls, and that of the tiled kernel for
+all others.
 
 A call becomes a payload of one op over the tensors where they are, strides and all, which is kept for the next call
 of its shapes and mask.
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
     from kernel_pytorch.masks import Mask
 
 __all__ = ["backward", "forward"]
+
+_SMALL_PAIRS = 1 << 14
 
 
 class _Tables:
@@ -106,8 +109,27 @@ def backward(
     scale: float,
     wanted: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    dense = mask.is_full or (mask.is_causal and q.shape[2] == k.shape[2])
     # What cpu-flash refuses: gradients of lse, empty tensors, two head dimensions, scales of 0 and below.
-    served = not lse_flows(wanted) and q.shape[3] == v.shape[3] and q.numel() and k.numel() and scale >= 1e-30
-    run = cpu_flash_kernel.backward if dense and served else tiled_kernel.backward
-    return run(device, dout, dlse, q, k, v, out, lse, mask, scale, wanted)
+    if lse_flows(wanted) or q.shape[3] != v.shape[3] or scale < 1e-30 or not (q.numel() and k.numel()):
+        return tiled_kernel.backward(device, dout, dlse, q, k, v, out, lse, mask, scale, wanted)
+    if mask.is_full or (mask.is_causal and q.shape[2] == k.shape[2]):
+        return cpu_flash_kernel.backward(device, dout, dlse, q, k, v, out, lse, mask, scale, wanted)
+    addends = _small_addends(mask, q.shape[2], k.shape[2], lse.dtype)
+    if addends is None:
+        return tiled_kernel.backward(device, dout, dlse, q, k, v, out, lse, mask, scale, wanted)
+    return cpu_flash_kernel.masked_backward(dout, q, k, v, out, lse, scale, addends)
+
+
+@lru_cache(maxsize=64)
+def _small_addends(mask: Mask, q_len: int, kv_len: int, dtype: torch.dtype) -> torch.Tensor | None:
+    """0 where a pair attends and -inf where not, for calls so small that skipping tiles gains nothing.
+
+    None for larger calls, and for masks under which some query attends to nothing.
+    """
+    if q_len * kv_len > _SMALL_PAIRS:
+        return None
+    keep = mask.dense(q_len, kv_len)
+    if keep.numel() > 16 * _SMALL_PAIRS or not bool(keep.any(dim=-1).all()):
+        return None
+    with torch.inference_mode(False):
+        return torch.zeros(keep.shape, dtype=dtype).masked_fill_(~keep, -torch.inf)
