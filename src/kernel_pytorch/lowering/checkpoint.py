@@ -10,7 +10,6 @@ import hashlib
 import importlib.metadata
 import json
 import os
-import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -20,6 +19,7 @@ import platformdirs
 import torch
 
 import kernel_pytorch
+from kernel_pytorch.lowering.checksum import write_whole
 
 if TYPE_CHECKING:
     from kernel_pytorch.lowering.program import LoweredProgram
@@ -178,7 +178,7 @@ def content_digest(folder: Path, how: TextProgram, programs: Path) -> str:
     found = {path.name: _file_digest(path, known) for path in files if path.is_file()}
     fresh = dict(found.values())
     if not fresh.items() <= known.items():
-        _write(index, json.dumps({**known, **fresh}, indent=0).encode())
+        write_whole(index, json.dumps({**known, **fresh}, indent=0).encode())
     versions = {name: importlib.metadata.version(name) for name in _VERSIONS}
     versions["kernel-pytorch"] = kernel_pytorch.__version__
     whole = {"files": {name: digest for name, (_, digest) in found.items()}, "how": asdict(how), **versions}
@@ -189,26 +189,14 @@ def content_digest(folder: Path, how: TextProgram, programs: Path) -> str:
     return hashlib.sha256(json.dumps(whole, sort_keys=True).encode()).hexdigest()[:24]
 
 
-def _write(path: Path, data: bytes) -> None:
-    """Write a file whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=".writing-")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(data)
-        Path(name).replace(path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
-
-
 def cached_program(folder: Path, how: TextProgram, tell: Callable[[str], None] | None = None) -> Path:
     """The ``.pte`` of a checkpoint folder, lowered now where the cache has none of the same content."""
     config_of(folder)
     tell = tell or (lambda text: None)
     programs = _programs_folder()
+    programs.mkdir(parents=True, exist_ok=True)
     tell("looking for a lowered program")
     path = programs / f"{content_digest(folder, how, programs)}.pte"
     if not path.is_file():
-        _write(path, lower_checkpoint(folder, how, tell).buffer)
+        write_whole(path, lower_checkpoint(folder, how, tell).buffer)
     return path

@@ -17,7 +17,7 @@ from torch.export import ExportedProgram
 
 from kernel_pytorch._compat.structures import pytree
 from kernel_pytorch.fp8.monitor import layers_of
-from kernel_pytorch.lowering.checksum import add_checksum
+from kernel_pytorch.lowering.checksum import add_checksum, write_whole
 from kernel_pytorch.lowering.definitions import with_definitions
 from kernel_pytorch.lowering.measured import fastest
 from kernel_pytorch.lowering.recipes import find_recipe
@@ -79,8 +79,8 @@ class LoweredProgram:
     """An example of each method's inputs."""
 
     def save(self, path: str | Path) -> None:
-        """Write the ``.pte``."""
-        Path(path).write_bytes(self.buffer)
+        """Write the ``.pte``, whole or not at all; programs loaded from an earlier file there go on with it."""
+        write_whole(Path(path), self.buffer)
 
     def load(self) -> LoadedProgram:
         """The program, ready to run here."""

@@ -6,6 +6,7 @@ Ours is ``CPU``. A third party's ``Backend`` names its own as ``lowering="packag
 from __future__ import annotations
 
 import importlib
+import mmap
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -144,7 +145,7 @@ def lowering_of(name: str) -> Lowering:
     return lowering_from(path)
 
 
-def register_delegates(program: bytes) -> None:
+def register_delegates(program: bytes | mmap.mmap) -> None:
     """Register the third parties' delegates that a program names."""
     for record in backends():
         if record.lowering is None or record.name == "cpu":
@@ -154,5 +155,5 @@ def register_delegates(program: bytes) -> None:
         except Exception as error:  # a plug-in may fail in any way; programs without it still run
             warnings.warn(f"backend {record.name!r} cannot be used: {error}", stacklevel=2)
             continue
-        if target.delegate.encode() in program:
+        if program.find(target.delegate.encode()) >= 0:
             target.register()
