@@ -19,7 +19,7 @@ from torch.nn import functional
 import kernel_pytorch as kp
 from fp8_models import block, every_recipe, is_fused, linear, lossy, random, results, same, sqnr, train
 from kernel_pytorch.fp8 import monitor as monitor_module
-from kernel_pytorch.fp8.layer import BUFFERS, Float8Linear
+from kernel_pytorch.fp8.module import BUFFERS, Float8Linear
 from kernel_pytorch.fp8.recipe import PRODUCTS, RECIPES, Recipe
 from kernel_pytorch.testing import pretend
 
@@ -214,9 +214,7 @@ def test_the_report_says_why_a_class_is_left_alone(make: Callable[[], nn.Module]
 def test_a_reason_is_given_once_for_all_layers_that_have_it() -> None:
     model = LoRALinear(8, 8)
     model.rest = nn.Sequential(*(LoRALinear(8, 8) for _ in range(4)), nn.Linear(8, 8), nn.MultiheadAttention(8, 2))
-    with pytest.warns(
-        UserWarning, match=r"only 10% of its .*; the model itself, rest\.0-3 \(LoRAL"
-    ):
+    with pytest.warns(UserWarning, match=r"only 10% of its .*; the model itself, rest\.0-3 \(LoRAL"):
         kp.fp8.convert(model, "tensorwise")
     subclasses, attention = kp.fp8.report(model).remarks
     assert subclasses.startswith("not covered: the model itself, rest.0-3 (LoRALinear is a ")

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from kernel_pytorch.fp8.kept_cast import Kept
+from kernel_pytorch.fp8.scaled_tensor import ScaledTensor
 
 __all__ = ["GatheredWeight"]
 
@@ -43,12 +43,12 @@ class GatheredWeight(torch.Tensor):
         made.codes, made.inverse_scale = codes, inverse
         return made
 
-    def cast(self) -> Kept:
-        """As ``cast_of_weight`` gives it, but for the transposed copy, in whose place the codes stand once more.
+    def cast(self) -> ScaledTensor:
+        """As ``quantize_layer_weight`` returns it, but with data in place of the transposed data.
 
         Only the backward needs that, and makes it then: FSDP2 frees the codes in between.
         """
-        return Kept(self.codes, self.codes, self.inverse_scale, self.inverse_scale)
+        return ScaledTensor(self.codes, self.codes, self.inverse_scale, self.inverse_scale)
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 

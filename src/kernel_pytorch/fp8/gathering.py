@@ -18,11 +18,11 @@ from torch import nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from kernel_pytorch.fp8.autograd import formats_on
 from kernel_pytorch.fp8.gathered_weight import GatheredWeight
-from kernel_pytorch.fp8.kept_cast import weight_scale_is_power_of_two
-from kernel_pytorch.fp8.layer import Float8Linear
-from kernel_pytorch.fp8.linear import formats_on
+from kernel_pytorch.fp8.module import Float8Linear
 from kernel_pytorch.fp8.monitor import layers_of
+from kernel_pytorch.fp8.quantize import weight_power_of_two
 from kernel_pytorch.hardware_abstraction.formats import FORMATS
 from kernel_pytorch.ops.fp8_cast.part import amax_of_part, cast_of_part, inverses_from
 
@@ -139,7 +139,7 @@ class Shard:
         """The format of the codes on a device, and whether the scale is a power of two."""
         recipe = self.recipe
         number_format, _ = formats_on(where.type, where.index, recipe.gradient_format)
-        return number_format, weight_scale_is_power_of_two(recipe.weight, recipe.power_of_two)
+        return number_format, weight_power_of_two(recipe.weight, recipe.power_of_two)
 
     # What FSDP2 calls.
 
