@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 from dataclasses import replace
 from typing import Any
@@ -16,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import kernel_pytorch as kp
-from kernel_pytorch.fp8.gathered_weight import GatheredWeight
+from kernel_pytorch.fp8.fsdp import GatheredWeight, ShardedWeight
 from ranks import Ranks
 from sharded_models import MLP, Case, batch, layers_of, local, mesh_of, optimizer_of, same, sharded, step, unsharded
 
@@ -148,15 +149,13 @@ class Traffic(TorchDispatchMode):
 
 
 def traffic(group: Any, case: Case, gathered: bool) -> tuple[list[int], list[int], int]:
-    """Bytes of the all-gathers and of the all-reduces of one step after the first, and how many numbers there are."""
+    """Bytes of the all-gathers and of the all-reduces of one step after the first, and the number of elements."""
     torch.manual_seed(0)
     model: Any = nn.Sequential(*(MLP(24, 40) for _ in range(3)))
-    kp.fp8.convert(model, case.recipe, monitor=None)
+    kp.fp8.convert(model, case.recipe, monitor=None, fsdp_all_gather=gathered)
     policy = MixedPrecisionPolicy(torch.bfloat16 if case.mixed else None)
     for part in (*model, model):
         fully_shard(part, mesh=mesh_of(group), mp_policy=policy, reshard_after_forward=case.reshard)
-    if gathered:
-        kp.fp8.gather(model)
     optimizer = optimizer_of(model)
     step(group, model, optimizer, case, 0)
     with Traffic() as sent:
@@ -165,16 +164,16 @@ def traffic(group: Any, case: Case, gathered: bool) -> tuple[list[int], list[int
 
 
 @pytest.mark.parametrize(("ranks", "mixed", "reshard"), [(2, True, True), (2, False, False), (4, True, False)])
-def test_a_gathered_number_is_a_byte(pool: Ranks, ranks: int, mixed: bool, reshard: bool) -> None:
+def test_a_gathered_element_is_a_byte(pool: Ranks, ranks: int, mixed: bool, reshard: bool) -> None:
     case = Case(mixed=mixed, reshard=reshard)
     for found, plain in zip(
         pool.run(traffic, ranks, case, True), pool.run(traffic, ranks, case, False), strict=True
     ):
-        gathered, reduced, numbers = found
+        gathered, reduced, elements = found
         passes = 2 if reshard else 1  # the forward's, and the backward's
-        assert sum(gathered) == passes * numbers
-        assert sum(plain[0]) == passes * numbers * (2 if mixed else 4)
-        assert reduced == [4 * 2 * 9]  # once: for each of the layers, a magnitude and whether it fell back
+        assert sum(gathered) == passes * elements
+        assert sum(plain[0]) == passes * elements * (2 if mixed else 4)
+        assert reduced == [4] * 9 * passes  # the amax of each of nine weights
         assert plain[1] == []
 
 
@@ -315,6 +314,15 @@ def test_a_step_between_forward_and_backward(pool: Ranks) -> None:
 # What others see
 
 
+def optimizer_state(model: nn.Module) -> list[Any]:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, weight_decay=0.0)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad()
+    return [value for state in optimizer.state.values() for value in state.values()]
+
+
 def checkpoints(group: Any, folder: str) -> None:
     model, plain = train_the_same(group, Case("delayed"))
     assert [type(value) for value in model.state_dict().values()] == [
@@ -322,8 +330,9 @@ def checkpoints(group: Any, folder: str) -> None:
     ]
     for layer in layers_of(model):
         assert type(layer.weight) is nn.Parameter or type(layer.weight) is DTensor
-        assert type(layer.weight._local_tensor) is torch.Tensor
-        assert not layer.weight._local_tensor.__dict__
+        assert type(layer.weight._local_tensor) is ShardedWeight
+    for value in (*model.state_dict().values(), *optimizer_state(model)):
+        assert type(value._local_tensor if isinstance(value, DTensor) else value) is torch.Tensor
     same(list(map(local, model.state_dict().values())), list(map(local, plain.state_dict().values())))
     buffer = io.BytesIO()
     torch.save({name: local(value) for name, value in model.state_dict().items()}, buffer)
@@ -371,21 +380,36 @@ def test_reading_a_gathered_weight_is_an_error_with_a_remedy(pool: Ranks) -> Non
     for message in pool.run(reading, 2):
         assert "shape [40, 24]" in message
         assert "full_tensor()" in message
-        assert "kp.fp8.gather(model, layers=...)" in message
+        assert "convert without fsdp_all_gather" in message
+
+
+def test_reverting_before_sharding_restores_the_weights() -> None:
+    model = unsharded(Case())
+    weights = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    kp.fp8.revert(model)
+    kp.fp8.convert(model, "tensorwise", fsdp_all_gather=True)
+    assert all(type(layer.weight.data) is ShardedWeight for layer in layers_of(model))
+    assert all(type(value) is torch.Tensor for value in model.state_dict().values())
+    x = torch.randn(6, 24)
+    found = model(x)  # also where it is not sharded
+    found.sum().backward()
+    assert torch.equal(copy.deepcopy(model)(x), found)
+    kp.fp8.revert(model)
+    for name, parameter in model.named_parameters():
+        assert type(parameter) is nn.Parameter
+        assert type(parameter.data) is torch.Tensor
+        assert torch.equal(parameter, weights[name])
+    assert torch.equal(kp.fp8.convert(model, "tensorwise")(x), found)
 
 
 def reverting(group: Any) -> None:
-    model, plain = train_the_same(group, Case())
-    model[1].unshard(async_op=True)
-    for each in (model, plain):
-        kp.fp8.revert(each)
-    assert not layers_of(model)
-    found, wanted = (step(group, each, optimizer_of(each), Case(), 5) for each in (model, plain))
-    same(found, wanted)
+    kp.fp8.revert(sharded(group, Case()))
 
 
-def test_reverting_gathers_as_before(pool: Ranks) -> None:
-    pool.run(reverting, 2)
+def test_reverting_after_sharding_is_an_error_with_a_remedy(pool: Ranks) -> None:
+    for kind, message in pool.outcomes(reverting, 1):
+        assert kind == "error"
+        assert "use kp.fp8.revert(model) before fully_shard" in message
 
 
 # Layers that stay as they are
@@ -408,70 +432,62 @@ class Tied(nn.Module):
         return self.head(self.inner(self.embedding(x)))
 
 
-def refusals(group: Any) -> list[str]:
-    """Notes on a layer, for each way in which it cannot be."""
-    found = []
+def test_what_cannot_be_gathered_in_fp8_says_why() -> None:
     mine = replace(kp.fp8.RECIPES["tensorwise"], name="mine", high_precision=("dx",))
-    for recipe in ("auto", "rowwise", "blockwise", mine):
-        model: Any = fully_shard(kp.fp8.convert(nn.Sequential(nn.Linear(16, 16)), recipe), mesh=mesh_of(group))
-        found.append(notes(kp.fp8.gather(model))["0"])
-        model(torch.randn(4, 16)).sum().backward()
-    for arguments in ({"reshard_after_forward": 2}, {"offload_policy": CPUOffloadPolicy(pin_memory=False)}):
-        model = kp.fp8.convert(nn.Sequential(nn.Linear(16, 16)), "tensorwise")
-        fully_shard(model, mesh=mesh_of(group), **arguments)
-        found.append(notes(kp.fp8.gather(model))["0"])
-        model(torch.randn(4, 16)).sum().backward()
-    return found
+    found = {}
+    for recipe in ("auto", "rowwise", "blockwise", mine, "delayed"):
+        model = kp.fp8.convert(nn.Sequential(nn.Linear(16, 16)), recipe, fsdp_all_gather=True)
+        found[str(recipe)] = notes(model)["0"]
+    assert found == {
+        "auto": "all-gathered in fp32: auto decides with each input which GEMMs are in FP8",
+        "rowwise": "all-gathered in fp32: its weight has a scale for each row",
+        "blockwise": "all-gathered in fp32: its weight has a scale for each square",
+        "mine": "all-gathered in fp32: dx in high precision",
+        "delayed": "all-gathered in FP8",
+    }
+    tied = kp.fp8.convert(Tied(), "tensorwise", fsdp_all_gather=True)
+    assert notes(tied) == {
+        "inner": "all-gathered in FP8", "head": "all-gathered in fp32: other modules share its weight"
+    }  # fmt: skip
 
 
-def refused(group: Any) -> list[dict[str, str]]:
-    model: Any = kp.fp8.convert(nn.Sequential(*(nn.Linear(16, 16) for _ in range(3))), "delayed")
-    fully_shard(model[0], mesh=mesh_of(group))
-    fully_shard(model[1], mesh=mesh_of(group))
-    kp.fp8.gather(model, layers=lambda name, _: name != "1")
-    model(torch.randn(4, 16)).sum().backward()
-    tied = fully_shard(kp.fp8.convert(Tied(), "tensorwise"), mesh=mesh_of(group))
-    kp.fp8.gather(tied)(torch.tensor([[1, 2]])).sum().backward()
-    return [notes(model), notes(tied)]
+def offloaded(group: Any) -> None:
+    found = []
+    for gathered in (True, False):
+        model: Any = kp.fp8.convert(nn.Sequential(nn.Linear(16, 16)), "tensorwise", fsdp_all_gather=gathered)
+        with torch.no_grad():
+            model[0].weight.copy_(torch.linspace(-1, 1, 256).view(16, 16))
+            model[0].bias.zero_()
+        fully_shard(model, mesh=mesh_of(group), offload_policy=CPUOffloadPolicy(pin_memory=False))
+        y = model(torch.linspace(-2, 2, 64).view(4, 16))
+        y.sum().backward()
+        found.append([y.detach(), local(model[0].weight.grad)])
+    same(*found)
 
 
-def test_what_cannot_be_gathered_in_8_bits_says_why(pool: Ranks) -> None:
-    own = "all-gathered in fp32: "
-    for found in pool.run(refusals, 4):
-        assert found == [
-            own + "auto decides with each input what is in 8 bits",
-            own + "its weight has a scale for each row",
-            own + "its weight has a scale for each square",
-            own + "dx in high precision",
-            own + "reshard_after_forward is a number",
-            own + "its weight is offloaded to the CPU",
-        ]
-    for found, tied in pool.run(refused, 2):
-        assert found == {"0": "all-gathered in FP8", "1": own + "left out", "2": own + "FSDP2 has not sharded it"}
-        assert tied == {"inner": "all-gathered in FP8", "head": own + "other modules share its weight"}
+def test_offloaded_weights(pool: Ranks) -> None:
+    pool.run(offloaded, 2)
 
 
-def test_wrong_models_are_named_with_a_remedy() -> None:
-    with pytest.raises(ValueError, match=r"model: .* kp\.fp8\.convert\(model\) first"):
-        kp.fp8.gather(nn.Linear(4, 4))
-    with pytest.raises(ValueError, match=r"model: .* fully_shard\(model\) first"):
-        kp.fp8.gather(kp.fp8.convert(nn.Sequential(nn.Linear(4, 4)), "tensorwise"))
+def falling_back(group: Any) -> None:
+    """A layer that falls back on one rank computes with the dequantized weight there; other ranks go on in FP8."""
+    model = sharded(group, Case(fuse=False))
+    optimizer = optimizer_of(model)
+    step(group, model, optimizer, Case(), 0)
+    if dist.get_rank(group) == 1:
+        model[0].last.fp8_fallback = "the test says so"
+    before = [layer.fp8_gradient_counts.clone() for layer in layers_of(model)]
+    found = step(group, model, optimizer, Case(), 1)
+    assert all(bool(value.isfinite().all()) for value in found)
+    quantized = [
+        not torch.equal(layer.fp8_gradient_counts, counts)
+        for layer, counts in zip(layers_of(model), before, strict=True)
+    ]
+    assert quantized.count(False) == (dist.get_rank(group) == 1)
 
 
-def falling_back(group: Any) -> dict[str, str]:
-    """A layer falls back on one rank alone: one forward later than it would, with the same numbers on all."""
-    model, plain = (sharded(group, Case(), gathered=gathered) for gathered in (True, False))
-    optimizers = [optimizer_of(each) for each in (model, plain)]
-    for number in range(4):
-        for fell, each in ((1, model), (2, plain)):
-            if number == fell and dist.get_rank(group) == 1:
-                each[0].last.fp8_fallback = "the test says so"
-        found, wanted = (
-            step(group, each, optimizer, Case(), number)
-            for each, optimizer in zip((model, plain), optimizers, strict=True)
-        )
-        same(found, wanted)
-    return notes(model)
+def test_a_fallback_on_one_rank(pool: Ranks) -> None:
+    pool.run(falling_back, 2)
 
 
 def another_recipe(group: Any) -> None:
@@ -485,11 +501,4 @@ def another_recipe(group: Any) -> None:
 def test_another_recipe_is_an_error_with_a_remedy(pool: Ranks) -> None:
     for kind, message in pool.outcomes(another_recipe, 1):
         assert kind == "error"
-        assert "recipe rowwise now and had tensorwise" in message
-        assert "call kp.fp8.gather(model) again" in message
-
-
-def test_a_fallback_on_one_rank(pool: Ranks) -> None:
-    for found in pool.run(falling_back, 2):
-        assert found.pop("0.last") == "all-gathered in fp32: it fell back"
-        assert set(found.values()) == {"all-gathered in FP8"}
+        assert "has the recipe rowwise now: its weight has a scale for each row; use a recipe with" in message

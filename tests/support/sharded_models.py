@@ -82,11 +82,11 @@ def mesh_of(group: Any, replicas: int = 1, device: str = "cpu") -> DeviceMesh:
     return DeviceMesh.from_group(group, device, mesh=torch.arange(ranks))
 
 
-def unsharded(case: Case) -> nn.Sequential:
+def unsharded(case: Case, *, gathered: bool = False) -> nn.Sequential:
     torch.manual_seed(case.seed)
     model = nn.Sequential(*(Block(case.checkpointed) for _ in range(2))).to(case.device, case.dtype)
     model[0].first.weight.requires_grad_(not case.frozen)
-    kp.fp8.convert(model, case.recipe, fuse_swiglu=case.fuse, monitor=None)
+    kp.fp8.convert(model, case.recipe, fuse_swiglu=case.fuse, monitor=None, fsdp_all_gather=gathered)
     return model
 
 
@@ -95,7 +95,7 @@ def by_columns(parameter: nn.Parameter) -> Shard | None:
 
 
 def sharded(group: Any, case: Case, *, gathered: bool = True) -> Any:
-    model = unsharded(case)
+    model = unsharded(case, gathered=gathered)
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if case.mixed else MixedPrecisionPolicy()
     parts = [module for module in model.modules() if isinstance(module, Float8Linear) and case.each_layer]
     for block in model if case.compiled else ():
@@ -109,7 +109,7 @@ def sharded(group: Any, case: Case, *, gathered: bool = True) -> Any:
             mp_policy=policy,
             shard_placement_fn=by_columns if case.columns else None,
         )
-    return kp.fp8.gather(model) if gathered else model
+    return model
 
 
 def batch(group: Any, number: int, case: Case = PLAIN) -> torch.Tensor:

@@ -8,7 +8,6 @@ from __future__ import annotations
 from kernel_pytorch.fp8.autograd import fp8_linear as linear
 from kernel_pytorch.fp8.checkpoint import load_state_dict, state_dict
 from kernel_pytorch.fp8.conversion import convert, revert
-from kernel_pytorch.fp8.gathering import gather
 from kernel_pytorch.fp8.monitor import CastStats
 from kernel_pytorch.fp8.ranks import synchronize
 from kernel_pytorch.fp8.recipe import RECIPES, Recipe
@@ -26,7 +25,6 @@ __all__ = [
     "Report",
     "accumulate",
     "convert",
-    "gather",
     "linear",
     "load_state_dict",
     "report",

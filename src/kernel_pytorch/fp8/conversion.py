@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -10,9 +11,9 @@ import torch
 from torch import nn
 
 from kernel_pytorch.fp8.coverage import NOT_SELECTED, by_reason, sharded_already, subclass_weight, uncovered
+from kernel_pytorch.fp8.fsdp import unwrap, wrap
 from kernel_pytorch.fp8.fusion.rms_norm import fuse_norms, unfuse_norms
 from kernel_pytorch.fp8.fusion.swiglu import fuse, unfuse
-from kernel_pytorch.fp8.gathering import stop_gathering
 from kernel_pytorch.fp8.module import BUFFERS, Float8Linear
 from kernel_pytorch.fp8.monitor import layers_of, unwatch, watch
 from kernel_pytorch.fp8.recipe import RECIPES, Recipe, recipe_named
@@ -32,6 +33,7 @@ def convert(
     fuse_swiglu: bool = True,
     fuse_norm: bool = True,
     monitor: int | None = 50,
+    fsdp_all_gather: bool = False,
 ) -> nn.Module:
     """Convert the linear layers of a model to FP8 training, in place.
 
@@ -53,6 +55,8 @@ def convert(
         fuse_norm: let an RMSNorm write its output also in FP8 for the layers that follow. Needs a recipe with
             tensorwise scaling.
         monitor: evaluate the quantization statistics every so many training steps; None for never.
+        fsdp_all_gather: let FSDP2 all-gather the weights in FP8, half the bytes of bfloat16. Needs a recipe with
+            tensorwise weight scaling, and ``fully_shard`` afterwards; the weights become new Parameters.
 
     Returns:
         The model.
@@ -70,7 +74,11 @@ def convert(
         raise TypeError(f"layers={layers!r}: expected a function of a layer's name and the layer, or None")
     if monitor is not None and (not isinstance(monitor, int) or isinstance(monitor, bool) or monitor < 1):
         raise ValueError(f"monitor={monitor!r}: use a number of steps, or None")
-    for name, flag in (("fuse_swiglu", fuse_swiglu), ("fuse_norm", fuse_norm)):
+    for name, flag in (
+        ("fuse_swiglu", fuse_swiglu),
+        ("fuse_norm", fuse_norm),
+        ("fsdp_all_gather", fsdp_all_gather),
+    ):
         if not isinstance(flag, bool):
             raise TypeError(f"{name}={flag!r}: use True or False")
     auto = recipe == "auto"
@@ -78,8 +86,11 @@ def convert(
         raise ValueError(f"recipe={recipe!r}: use a Recipe, auto, or one of {', '.join(RECIPES)}")
     chosen = recipe_named(AUTO if auto else recipe)
     selected = _selected(model, layers)
+    uses = Counter(id(p) for module in model.modules() for p in module._parameters.values())
     for linear in selected.values():
-        Float8Linear.made_from(linear, chosen, auto, len(selected) == 1)
+        layer = Float8Linear.made_from(linear, chosen, auto, len(selected) == 1)
+        if fsdp_all_gather:
+            wrap(layer, shared=uses[id(layer.weight)] > 1)
     if fuse_swiglu:
         fuse(model)
     if fuse_norm:
@@ -110,16 +121,18 @@ def revert(model: nn.Module) -> nn.Module:
         'Linear'
     """
     check_module(model)
+    converted = layers_of(model).values()
+    for layer in converted:
+        unwrap(layer)
     unwatch(model)
     unfuse(model)
-    stop_gathering(model)
     unfuse_norms(model)
     ignored = [name for name in getattr(model, _IGNORED_BY_DDP, []) if not name.endswith(tuple(BUFFERS))]
     if ignored:
         setattr(model, _IGNORED_BY_DDP, ignored)
     elif hasattr(model, _IGNORED_BY_DDP):
         delattr(model, _IGNORED_BY_DDP)
-    for layer in layers_of(model).values():
+    for layer in converted:
         layer.plain()
     return model
 

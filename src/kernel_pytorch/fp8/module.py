@@ -32,8 +32,8 @@ from kernel_pytorch.fp8.autograd import (
 )
 from kernel_pytorch.fp8.autotune import Measured, call_of, can_measure, may_gain, measured_for, rounded
 from kernel_pytorch.fp8.checkpoint import reset_layer_state
+from kernel_pytorch.fp8.fsdp import GatheredWeight, plain_weight, restore
 from kernel_pytorch.fp8.fusion.matching import request_cast
-from kernel_pytorch.fp8.gathered_weight import GatheredWeight
 from kernel_pytorch.fp8.recipe import Recipe, recipe_of
 from kernel_pytorch.fp8.scaled_tensor import ScaledTensor
 from kernel_pytorch.fp8.transforms import refuse, refuse_transforms, transforms_active
@@ -95,8 +95,8 @@ class Float8Linear(nn.Linear):
     """Whether it is the only converted layer of the model."""
     fp8_fallback: str | None
     """Why the layer has fallen back to its own dtype, or None."""
-    fp8_gather: Any
-    """How FSDP2 gathers the weight: a ``Shard`` of ``gathering``, or why in its own precision; None if unasked."""
+    fp8_gather: bool | str | None
+    """True if FSDP2 all-gathers the weight in FP8, or the reason why it does not; None if not asked for."""
     fp8_forward_counts: torch.Tensor
     fp8_history: torch.Tensor
     fp8_gradient_counts: torch.Tensor
@@ -164,7 +164,7 @@ class Float8Linear(nn.Linear):
         Args:
             own: whether x is the layer's own input, not that of the SwiGLU around it.
         """
-        if self.fp8_fallback is not None and not isinstance(self.weight, GatheredWeight):
+        if self.fp8_fallback is not None:
             return None
         if is_compiling():
             return self._new_call_for(x, own)
@@ -262,7 +262,9 @@ class Float8Linear(nn.Linear):
                 return functional.linear(x, weight, bias)
         call = self._call_for(x, True)
         if call is None:
-            return functional.linear(x, self.weight, self.bias)
+            weight = self.weight
+            weight = weight.dequantize() if isinstance(weight, GatheredWeight) else weight
+            return functional.linear(x, weight, self.bias)
         recipe, gemms = call
         if gemms.y_fp8 and not is_compiling():
             request_cast(x, self, recipe, gemms.forward_format, gemms.needs_dw and gemms.dw_fp8)
@@ -309,6 +311,7 @@ class Float8Linear(nn.Linear):
         """Move the buffers with the weight and keep their dtypes."""
         kept = {name: self._buffers[name] for name in BUFFERS}
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        restore(self)
         device = self.weight.device
         for name, fresh in _new_buffers(device).items():
             before = kept[name]
@@ -318,7 +321,7 @@ class Float8Linear(nn.Linear):
         return self
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: kept for name, kept in self.__dict__.items() if name not in _CACHES} | {"fp8_gather": None}
+        return {name: kept for name, kept in self.__dict__.items() if name not in _CACHES}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__({name: nothing() for name, nothing in _CACHES.items()} | state)  # type: ignore[no-untyped-call]
@@ -329,8 +332,15 @@ class Float8Linear(nn.Linear):
 
     # Checkpoints.
 
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        name = prefix + "weight"
+        if name in destination and not keep_vars:
+            destination[name] = plain_weight(destination[name])
+
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
         super()._load_from_state_dict(state_dict, prefix, *rest)
+        restore(self)
         self._clear_caches()  # the weight may be another, of another format
         if self.fp8_history.is_meta and not self.weight.is_meta:  # assigned to a model without buffers
             self._buffers.update(_new_buffers(self.weight.device))

@@ -18,7 +18,6 @@ from kernel_pytorch.fp8.conversion import check_module
 from kernel_pytorch.fp8.coverage import by_reason, group_names, uncovered
 from kernel_pytorch.fp8.fusion.rms_norm import norms_in
 from kernel_pytorch.fp8.fusion.swiglu import fused_in
-from kernel_pytorch.fp8.gathering import Shard
 from kernel_pytorch.fp8.module import Float8Linear
 from kernel_pytorch.fp8.monitor import CastStats, cast_stats, layers_of
 from kernel_pytorch.fp8.quantize import output_accumulation
@@ -298,12 +297,9 @@ def _layer_report(name: str, layer: Float8Linear, fused: str | None, norm: str |
         notes.append(f"fell back: {layer.fp8_fallback}")
     if fused is not None:
         notes.append(f"part of the fused SwiGLU {fused!r}" if fused else "part of a fused SwiGLU")
-    if isinstance(layer.fp8_gather, Shard):
-        notes.append(
-            "all-gathered in FP8" if layer.fp8_gather.in_8_bits else f"all-gathered in {dtype}: it fell back"
-        )
-    elif layer.fp8_gather is not None:
-        notes.append(f"all-gathered in {dtype}: {layer.fp8_gather}")
+    if layer.fp8_gather is not None:
+        reason = layer.fp8_gather
+        notes.append("all-gathered in FP8" if reason is True else f"all-gathered in {dtype}: {reason}")
     if norm is not None:
         notes.append(f"its input is quantized by the norm {norm!r}")
     measured = layer.fp8_measured() if layer.fp8_auto else ()

@@ -26,6 +26,7 @@ from kernel_pytorch.fp8.autograd import (
     quantize_layer_weight,
     refuse_double_backward,
 )
+from kernel_pytorch.fp8.fsdp import GatheredWeight
 from kernel_pytorch.fp8.fusion.matching import SETTINGS, module_settings, request_cast, unchanged
 from kernel_pytorch.fp8.fusion.swiglu_ops import (
     MLPBuffers,
@@ -35,7 +36,6 @@ from kernel_pytorch.fp8.fusion.swiglu_ops import (
     swiglu_backward,
     swiglu_forward,
 )
-from kernel_pytorch.fp8.gathered_weight import GatheredWeight
 from kernel_pytorch.fp8.module import Float8Linear
 from kernel_pytorch.fp8.quantize import NAMES, transpose_data
 from kernel_pytorch.fp8.recipe import Recipe
