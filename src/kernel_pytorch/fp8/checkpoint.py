@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from kernel_pytorch.fp8.linear import STATE_SHAPE
+from kernel_pytorch.fp8.autograd import STATE_SHAPE
 
 if TYPE_CHECKING:
-    from kernel_pytorch.fp8.layer import Float8Linear
+    from kernel_pytorch.fp8.module import Float8Linear
 
 __all__ = ["layer_state", "load_state_dict", "reset_layer_state", "restore_layer_state", "state_dict"]
 
