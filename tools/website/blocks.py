@@ -69,9 +69,8 @@ def page_gaps(text: str, executed: set[int], languages: frozenset[str] = OTHER_L
     ]
     for found in _SKIPS.finditer(text):
         line = text.count("\n", 0, found.start()) + 1
-        gaps.append(
-            f"line {line}: {found[1]!r} passes over blocks in silence; write 'skip: next if(not has_...)' or 'skip: next \"REASON\"'"
-        )
+        remedy = """write 'skip: next if(not has_...)' or 'skip: next "REASON"'"""
+        gaps.append(f"line {line}: {found[1]!r} passes over blocks in silence; {remedy}")
     for fence in fences(text):
         run = any(fence.first <= line <= fence.last for line in executed)
         if not run and fence.language not in languages:
