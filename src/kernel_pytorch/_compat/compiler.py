@@ -15,6 +15,7 @@ __all__ = [
     "constant_in_graph",
     "flex_attention_operator",
     "index_by_tensors",
+    "proxies_of",
 ]
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -83,3 +84,14 @@ def index_by_tensors() -> contextlib.AbstractContextManager[Any]:
     )
     entered: contextlib.AbstractContextManager[Any] = mode()
     return entered
+
+
+def proxies_of(tensor: Any) -> list[Any]:
+    """The nodes of the graph that is being traced which stand for a tensor; none outside of tracing."""
+    proxies = private(
+        "torch.fx.experimental.proxy_tensor._get_proxies",
+        test=callable,
+        without="torch.compile refuses tensors that a backward and a later forward write to",
+        otherwise=lambda _: (),
+    )
+    return list(proxies(tensor))

@@ -7,7 +7,18 @@ from torch.autograd import forward_ad
 
 from kernel_pytorch._compat.private import private
 
-__all__ = ["dispatch_mode_count", "forward_ad_active", "is_legacy_batched", "jit_tracing", "transform_active"]
+__all__ = [
+    "backward_running",
+    "dispatch_mode_count",
+    "fake_mode_active",
+    "forward_ad_active",
+    "is_batched",
+    "is_legacy_batched",
+    "jit_tracing",
+    "transform_active",
+    "transform_name",
+    "transforms_active",
+]
 
 _SLOWER = "every eager call goes through torch's dispatcher, which is slower and gives the same results"
 
@@ -42,6 +53,52 @@ private(
     test=lambda level: isinstance(level, int),
     without="forward-mode derivatives cannot be refused by name",
 )
+
+
+transforms_active = private(
+    "torch._C._are_functorch_transforms_active",
+    test=lambda f: f() in (True, False),
+    without="every call is checked for transforms in Python",
+    otherwise=lambda: _interpreter() is not None,
+)
+"""Whether a transform of ``torch.func`` is active, also those that a graph is compiled for."""
+
+is_batched = private(
+    "torch._C._functorch.is_batchedtensor",
+    test=lambda f: f(torch.empty(0)) is False,
+    without="tensors inside vmap are not refused by name",
+    otherwise=lambda _: False,
+)
+"""Whether a tensor is a batch of ``torch.func.vmap``."""
+
+_graph_task = private(
+    "torch._C._current_graph_task_id",
+    test=lambda f: isinstance(f(), int),
+    without="a forward that activation checkpointing repeats is counted twice",
+    otherwise=lambda: -1,
+)
+
+_dispatch_mode = private(
+    "torch._C._get_dispatch_mode",
+    test=lambda f: f(torch._C._TorchDispatchModeKey.FAKE) is None or dispatch_mode_count() > 0,
+    without="shapes are taken for tensors without memory, and nothing is measured",
+    otherwise=lambda _: True,
+)
+
+
+def backward_running() -> bool:
+    """Whether autograd is running a backward on this thread."""
+    return _graph_task() != -1
+
+
+def fake_mode_active() -> bool:
+    """Whether tensors are fake on this thread: shapes without memory."""
+    return _dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+
+
+def transform_name() -> str:
+    """The innermost active transform of ``torch.func``, as ``"Vmap"`` or ``"Grad"``."""
+    return str(_interpreter().key().name)
 
 
 def transform_active() -> bool:
