@@ -17,6 +17,8 @@ from sybil.parsers.myst import PythonCodeBlockParser
 from tools.website import __main__ as command
 from tools.website import measured, pages
 from tools.website.blocks import OTHER_LANGUAGES, fences, page_gaps
+from tools.website.measured import duration
+from tools.website.reference import _signature
 
 from kernel_pytorch.evidence import (
     Benchmark,
@@ -84,6 +86,13 @@ def test_check_fails_with_a_difference_and_write_repairs(
     (tmp_path / "API.md").write_text("edited by hand")
     assert command.main(["--check"]) == 1
     assert "-edited by hand" in capsys.readouterr().out
+
+
+def test_a_signature_names_functions_and_shows_no_address() -> None:
+    def outer(run: object = duration, by: int = 2) -> None:
+        """Nothing."""
+
+    assert _signature("outer", outer) == ["```text", "outer(run: object = duration, by: int = 2) -> None", "```"]
 
 
 def measurement(subject: str, median: float, **facts: float) -> Measurement:

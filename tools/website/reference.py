@@ -143,8 +143,12 @@ def _signature(name: str, function: Callable[..., Any]) -> list[str]:
     def bare(annotation: Any) -> Any:
         return _Bare(annotation) if isinstance(annotation, str) else annotation
 
+    def named(default: Any) -> Any:
+        """A function by its name: its repr holds an address."""
+        return _Bare(default.__name__) if inspect.isroutine(default) else default
+
     parameters = [
-        parameter.replace(annotation=bare(parameter.annotation))
+        parameter.replace(annotation=bare(parameter.annotation), default=named(parameter.default))
         for parameter in signature.parameters.values()
         if parameter.name not in ("self", "cls")
     ]
