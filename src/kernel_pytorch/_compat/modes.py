@@ -88,7 +88,7 @@ _dispatch_mode = private(
 
 def backward_running() -> bool:
     """Whether autograd is running a backward on this thread."""
-    return _graph_task() != -1
+    return bool(_graph_task() != -1)
 
 
 def fake_mode_active() -> bool:
