@@ -169,6 +169,7 @@ MASKS = {
     "two expressions": (0, 0, 0, 0),
     "negative window": (-1, 0, 2, 2),
     "a part of another": (0, 0, 1, 2, 9, 2),
+    "dilated, which is not in the runtime": (2, 3, 0, 12, 3),
     "documents without lengths": (0, 0, 1, 5, 2),
     "documents beyond the code": (0, 0, 1, 2**62, 3, 5, 3),
     "blocks of nothing": (1, 1, 1, 1, 0, 6, 5),

@@ -22,7 +22,11 @@ ENUMS = {
     },
     "DType": {str(dtype).removeprefix("torch."): value for dtype, value in payload.DTYPES.items()},
     "Target": payload.TARGETS,
-    "MaskNode": {name: getattr(mask_code, name) for name in mask_code.__all__ if name.isupper()},
+    "MaskNode": {
+        name: getattr(mask_code, name)
+        for name in mask_code.__all__
+        if name.isupper() and isinstance(getattr(mask_code, name), int)
+    },
 }
 
 
@@ -69,6 +73,13 @@ def test_enumerators_are_equal(name: str) -> None:
     if "count" in theirs:
         assert theirs.pop("count") == len(ours)
     assert theirs == ours
+
+
+def test_the_runtime_refuses_the_masks_that_it_does_not_read() -> None:
+    source = (SOURCES / "core" / "mask.cpp").read_text()
+    refused = re.findall(r"kind != MaskNode::(k\w+)", source)
+    names = {value: name for name, value in ENUMS["MaskNode"].items()}
+    assert sorted(map(plain, refused)) == sorted(plain(names[kind]) for kind in mask_code.NOT_IN_RUNTIME)
 
 
 def test_every_op_code_is_registered_once() -> None:

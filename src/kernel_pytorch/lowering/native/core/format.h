@@ -78,6 +78,9 @@ enum class MaskNode : int64_t {
   kAnd,
   kOr,
   kPart,
+  kIntervals,
+  kPadding,
+  kDilated,
   kCount
 };
 

@@ -12,9 +12,15 @@ constexpr int kMaxDepth = 64;
 constexpr int64_t kMaxRanges = int64_t{1} << 24;
 constexpr int64_t kFar = int64_t{1} << 40;  // larger than every position; sums with positions do not overflow
 
+// masks/code.py lists the others as NOT_IN_RUNTIME.
+bool is_supported(MaskNode kind) {
+  return kind != MaskNode::kPart && kind != MaskNode::kIntervals && kind != MaskNode::kPadding &&
+         kind != MaskNode::kDilated;
+}
+
 int child_count(MaskNode kind) {
   if (kind == MaskNode::kAnd || kind == MaskNode::kOr) return 2;
-  return kind == MaskNode::kDocuments || kind == MaskNode::kPart ? 1 : 0;
+  return kind == MaskNode::kDocuments ? 1 : 0;
 }
 
 int64_t put(KeyRange* out, int64_t begin, int64_t end, int64_t length) {
@@ -63,8 +69,9 @@ bool Mask::read(const int64_t* code, size_t size, Reason& reason) {
     if (!format::is_one_of<MaskNode>(kind) || count < 0 || static_cast<uint64_t>(count) > end - 2) {
       return reason.set("the mask's code has an unknown node");
     }
-    if (static_cast<MaskNode>(kind) == MaskNode::kPart) {
-      return reason.set("the mask is the shard of another for one rank; such masks cannot be lowered");
+    if (!is_supported(static_cast<MaskNode>(kind))) {
+      return reason.set("the mask has a node of kind %lld, which the runtime does not support",
+                        static_cast<long long>(kind));
     }
     end -= 2 + static_cast<size_t>(count);
     pieces.push_back({end, static_cast<MaskNode>(kind), count});
