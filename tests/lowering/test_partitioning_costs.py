@@ -1,9 +1,10 @@
 """Never slower than XNNPACK alone: activations stay with convolutions, and measure=True keeps the fastest program."""
 
+import pytest
 import torch
 
 import kernel_pytorch as kp
-from kernel_pytorch.lowering import measured
+from kernel_pytorch.lowering import PartitionerOptions, measured
 
 OURS = "KernelPyTorchBackend"
 
@@ -44,3 +45,19 @@ def test_the_fastest_way_is_kept(monkeypatch) -> None:
         assert bool(program.report.ours) == (best != "XNNPACK alone")
         assert program.compare()[0].snr > 100
         assert f"kept: {best}, 1000.000 ms" in str(program.report)
+
+
+class Attends(torch.nn.Module):
+    def forward(self, q: torch.Tensor) -> torch.Tensor:
+        return kp.attention(q, q, q, kp.masks.causal())
+
+
+def test_a_way_that_cannot_be_lowered_is_left_out() -> None:
+    q = torch.randn(1, 2, 8, 4)
+    with pytest.raises(
+        ValueError, match=r"no kernel for \(kernel_pytorch::attention: no rule for this operator\)"
+    ):
+        kp.lower(Attends().eval(), (q,), options=PartitionerOptions(attention=False))
+    program = kp.lower(Attends().eval(), (q,), measure=True)
+    assert "XNNPACK alone" not in dict(program.report.measured)
+    assert len(program.report.ours) == 1

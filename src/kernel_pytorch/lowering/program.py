@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -248,7 +249,17 @@ def lower_exported(
         for name, own in partitioners.items()
     ]
     tell("planning memory and writing the program")
-    finished = edge.to_executorch(ExecutorchBackendConfig(sym_shape_eval_pass=_RowMajorShapes()))
+    try:
+        finished = edge.to_executorch(ExecutorchBackendConfig(sym_shape_eval_pass=_RowMajorShapes()))
+    except RuntimeError as error:
+        text = str(error)
+        if "Missing out variants" not in text:
+            raise
+        left = {refusal.operator: refusal.reason for report in reports for refusal in report.left}
+        why = "; ".join(f"{name}: {left.get(name, 'no rule')}" for name in sorted(re.findall(r"\w+::\w+", text)))
+        raise ValueError(
+            f"operators are left that ExecuTorch has no kernel for ({why}): let a backend take them"
+        ) from error
     buffer = add_checksum(bytes(finished.buffer))
     planned = sum(sum(plan.non_const_buffer_sizes) for plan in finished.executorch_program.execution_plan)
     return LoweredProgram(buffer, joined(reports, program_bytes=len(buffer), planned_bytes=planned), eager, inputs)
