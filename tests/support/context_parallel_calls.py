@@ -44,7 +44,7 @@ class Case:
         return replace(self, schedule="ring") if refused else self
 
     def context(self, group: Any, **options: Any) -> Context:
-        mask = self.placed_for or built(self.shape.expression)
+        mask = built(self.shape.expression) if self.placed_for is None else self.placed_for
         made = {"placement": self.style, "schedule": self.schedule, "timeout": 60.0, **options}
         return Context(group, self.shape.q_len, mask, **made)
 
