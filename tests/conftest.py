@@ -85,7 +85,7 @@ def own_monitors() -> None:
 @pytest.fixture
 def products(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     """The shape of every 8-bit product that a layer on its own computes."""
-    linear_module = sys.modules["kernel_pytorch.fp8.linear"]  # the package has a function of that name
+    autograd = sys.modules["kernel_pytorch.fp8.autograd"]
     from kernel_pytorch.ops import fp8_matmul as matmul_module
 
     seen: list[tuple[int, ...]] = []
@@ -94,14 +94,14 @@ def products(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
         seen.append((a.shape[0], a.shape[1], b.shape[0]))
         return matmul_module.fp8_matmul(a, b, *rest[:4])
 
-    monkeypatch.setattr(linear_module, "product", watched)
+    monkeypatch.setattr(autograd, "scaled_matmul", watched)
     return seen
 
 
 @pytest.fixture
 def fused_calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """One entry for each time that the fused SwiGLU has run."""
-    from kernel_pytorch.fp8 import swiglu as swiglu_module
+    from kernel_pytorch.fp8.fusion import swiglu as swiglu_module
 
     calls: list[int] = []
     run = swiglu_module.fp8_swiglu_mlp
@@ -117,17 +117,17 @@ def fused_calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 @pytest.fixture
 def input_casts(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     """The shapes of the inputs that layers have to cast themselves."""
-    linear_module = sys.modules["kernel_pytorch.fp8.linear"]  # the package has a function of that name
+    autograd = sys.modules["kernel_pytorch.fp8.autograd"]
 
     seen: list[tuple[int, ...]] = []
-    cast = linear_module.kept_cast
+    cast = autograd.quantize
 
     def watched(x: torch.Tensor, *rest: Any) -> Any:
-        if rest[5] == 0 and torch._C._current_graph_task_id() == -1:  # neither a weight nor a gradient
+        if rest[2] == 0 and torch._C._current_graph_task_id() == -1:  # neither a weight nor a gradient
             seen.append(tuple(x.shape))
         return cast(x, *rest)
 
-    monkeypatch.setattr(linear_module, "kept_cast", watched)
+    monkeypatch.setattr(autograd, "quantize", watched)
     return seen
 
 

@@ -18,9 +18,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import kernel_pytorch as kp
 from fp8_models import block, linear, pretend_measured, random, results, same, sqnr, train
-from kernel_pytorch.fp8 import layer as layer_module
-from kernel_pytorch.fp8 import plan as plan_module
-from kernel_pytorch.fp8.plan import Measured, measured_choice, rounded
+from kernel_pytorch.fp8 import autotune as autotune
+from kernel_pytorch.fp8 import module as fp8_module
+from kernel_pytorch.fp8.autotune import Measured, measured_choice, rounded
 from kernel_pytorch.fp8.recipe import PRODUCTS, RECIPES
 from kernel_pytorch.hardware_abstraction import choice_cache
 
@@ -62,7 +62,7 @@ def test_auto_computes_what_was_measured_to_be_faster(
     assert len(asked) == 1  # a size that was seen is not asked about again
     kind, _, rows, shape, dtype, weight_dtype, bias, recipe, needs_dx, needs_dw, waits = asked[0]
     assert (kind, rows, shape, bias, needs_dx, needs_dw) == ("cpu", 48, (24, 40), True, True, True)
-    assert waits == plan_module.ALONE  # no other layer is there
+    assert waits == autotune.ALONE  # no other layer is there
     assert (dtype, weight_dtype, recipe) == (torch.float32, torch.float32, RECIPES["delayed"])
 
 
@@ -179,10 +179,8 @@ def test_weights_of_another_format_are_measured_anew(monkeypatch: pytest.MonkeyP
 
 def test_tensors_without_memory_decide_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
-    monkeypatch.setattr(layer_module, "may_gain", lambda _: True)
-    monkeypatch.setattr(
-        plan_module, "measured_choice", lambda *key: asked.append(key) or Measured(64, (((), 1.0),))
-    )
+    monkeypatch.setattr(fp8_module, "may_gain", lambda _: True)
+    monkeypatch.setattr(autotune, "measured_choice", lambda *key: asked.append(key) or Measured(64, (((), 1.0),)))
     with FakeTensorMode():
         fake = kp.fp8.convert(linear())
         assert fake(torch.empty(64, 40, requires_grad=True)).shape == (64, 24)
@@ -327,8 +325,8 @@ def fabricated(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
         asked.append(key)
         return Measured(key[1], tuple(SECONDS.items()))
 
-    monkeypatch.setattr(plan_module, "_kept", {})
-    monkeypatch.setattr(plan_module, "_measure", measure)
+    monkeypatch.setattr(autotune, "_kept", {})
+    monkeypatch.setattr(autotune, "_measure", measure)
     return asked
 
 
@@ -345,7 +343,7 @@ def test_a_shape_is_measured_once(fabricated: list[tuple[Any, ...]]) -> None:
 def test_a_process_that_comes_later_measures_nothing_again(fabricated: list[tuple[Any, ...]]) -> None:
     call = (torch.device("cpu"), 64, (24, 40), torch.float32, torch.bfloat16, True, RECIPES["delayed"])
     first = measured_choice(*call)
-    plan_module._kept.clear()
+    autotune._kept.clear()
     assert measured_choice(*call) == first
     assert len(fabricated) == 1
     measured_choice(*call, waits=1.3)
@@ -357,7 +355,7 @@ def test_a_measurement_that_cannot_be_read_is_made_again(fabricated: list[tuple[
     first = measured_choice(*call)
     (kept,) = choice_cache.directory().iterdir()
     kept.write_text("{}")
-    plan_module._kept.clear()
+    autotune._kept.clear()
     with pytest.warns(choice_cache.ChoiceCacheWarning, match="is corrupt"):
         assert measured_choice(*call) == first
     assert len(fabricated) == 2
@@ -370,15 +368,15 @@ def test_a_layer_that_is_alone_may_wait_longer_for_the_cpu(
     monkeypatch: pytest.MonkeyPatch, issuing: float, alone: tuple[str, ...], compiled: tuple[str, ...]
 ) -> None:
     """A choice that is faster by itself is not taken where it would be slower by waiting for the CPU."""
-    monkeypatch.setattr(plan_module, "_kept", {})
-    monkeypatch.setattr(plan_module, "_repeats", lambda *_: 1)
-    monkeypatch.setattr(plan_module, "_seconds", lambda run, *_: 10.0 - len(run.args[0]))  # the more in 8 bits
+    monkeypatch.setattr(autotune, "_kept", {})
+    monkeypatch.setattr(autotune, "_repeats", lambda *_: 1)
+    monkeypatch.setattr(autotune, "_seconds", lambda run, *_: 10.0 - len(run.args[0]))  # the more in 8 bits
     monkeypatch.setattr(torch.random, "fork_rng", lambda **_: contextlib.nullcontext())
-    monkeypatch.setattr(plan_module, "_issuing", lambda *_: issuing)
+    monkeypatch.setattr(autotune, "_issuing", lambda *_: issuing)
     call = (torch.device("cpu"), 64, (24, 40), torch.float32, torch.float32, True, RECIPES["tensorwise"])
     assert measured_choice(*call).best == PRODUCTS
-    assert measured_choice(*call, waits=plan_module.ALONE).best == alone
-    assert measured_choice(*call, waits=plan_module.ALONE * plan_module.COMPILED).best == compiled
+    assert measured_choice(*call, waits=autotune.ALONE).best == alone
+    assert measured_choice(*call, waits=autotune.ALONE * autotune.COMPILED).best == compiled
 
 
 def test_the_report_has_what_was_measured(fabricated: list[tuple[Any, ...]]) -> None:
@@ -400,13 +398,13 @@ def test_the_report_of_a_layer_whose_input_needs_no_gradient(
     fabricated: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As the first layer of a model: what was measured without dx is its own, also beside another of its shape."""
-    monkeypatch.setattr(layer_module, "may_gain", lambda _: True)
+    monkeypatch.setattr(fp8_module, "may_gain", lambda _: True)
     monkeypatch.setattr(
-        plan_module, "_measured_products", lambda kind, _, *call: measured_choice(torch.device(kind), *call).best
+        autotune, "_measured_products", lambda kind, _, *call: measured_choice(torch.device(kind), *call).best
     )
-    measure = plan_module._measure
+    measure = autotune._measure
     monkeypatch.setattr(
-        plan_module,
+        autotune,
         "_measure",
         lambda *key: measure(*key) if key[7] else Measured(key[1], (((), 10.0), (("y", "dW"), 5.0))),
     )
@@ -434,10 +432,10 @@ def test_measuring_times_every_choice_that_a_recipe_allows(
 ) -> None:
     """On a processor, which has nothing to gain: only that each choice runs and is timed."""
     monkeypatch.setattr(torch.random, "fork_rng", lambda **_: contextlib.nullcontext())  # it takes accelerators
-    monkeypatch.setattr(plan_module, "_SECONDS_A_ROUND", 1e-6)
+    monkeypatch.setattr(autotune, "_SECONDS_A_ROUND", 1e-6)
     recipe = RECIPES["delayed-high-wgrad"]
     call = (torch.device("cpu"), 4, (8, 16), torch.float32, torch.float32, True, recipe, needs_dx, needs_dw)
-    measured = plan_module._measure(*call, waits=1.0 if needs_dx else 0.0)
+    measured = autotune._measure(*call, waits=1.0 if needs_dx else 0.0)
     assert {choice for choice, _ in measured.seconds} == choices
     assert all(seconds > 0 for _, seconds in measured.seconds)
     assert measured.rows == 4

@@ -19,7 +19,7 @@ from torch.nn import functional
 import kernel_pytorch as kp
 from fp8_models import block, every_recipe, is_fused, linear, lossy, random, results, same, sqnr, train
 from kernel_pytorch.fp8 import monitor as monitor_module
-from kernel_pytorch.fp8.layer import BUFFERS, Float8Linear
+from kernel_pytorch.fp8.module import BUFFERS, Float8Linear
 from kernel_pytorch.fp8.recipe import PRODUCTS, RECIPES, Recipe
 from kernel_pytorch.testing import pretend
 

@@ -15,13 +15,13 @@ from torch.utils.checkpoint import checkpoint
 
 from fp8_models import random
 from fp8_products import casts, fresh, leaves, step, within_budget, y_sums
-from kernel_pytorch.fp8.linear import COUNTS_SHAPE, STATE_SHAPE, fp8_linear
+from kernel_pytorch.fp8.autograd import COUNTS_SHAPE, STATE_SHAPE, fp8_linear
 from kernel_pytorch.fp8.recipe import PRODUCTS, RECIPES, Recipe, recipe_named, recipe_of
 from kernel_pytorch.ops import fp8_matmul as matmul_module
 from kernel_pytorch.ops.fp8_cast import fp8_cast
 from kernel_pytorch.testing import interpreting, pretend
 
-linear_module = sys.modules["kernel_pytorch.fp8.linear"]  # the package has a function of that name
+autograd = sys.modules["kernel_pytorch.fp8.autograd"]  # the package has a function of that name
 every_recipe = pytest.mark.parametrize("recipe", RECIPES.values(), ids=str)
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 SHAPES = [(7, 37, 11), (130, 257, 129), (1, 1, 1), (5, 128, 1), (3, 1, 200), (64, 256, 128)]
@@ -171,7 +171,7 @@ def products(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
         seen.append((a.shape[0], a.shape[1], b.shape[0], rest[3]))
         return matmul_module.fp8_matmul(a, b, *rest[:4])
 
-    monkeypatch.setattr(linear_module, "product", watched)
+    monkeypatch.setattr(autograd, "product", watched)
     return seen
 
 

@@ -13,8 +13,8 @@ from torch.nn import functional
 import kernel_pytorch as kp
 from fp8_models import prepared_on_cpu, random, same, sqnr
 from fp8_norm_models import Block, Llama, both_recipes, caster_of, everything, is_cast, model, pair, train
-from kernel_pytorch.fp8 import norm as norm_module
-from kernel_pytorch.fp8.offer import Caster
+from kernel_pytorch.fp8.fusion import rms_norm as norm_module
+from kernel_pytorch.fp8.fusion.matching import CastingNorm
 from kernel_pytorch.ops.rms_norm.definition import RMS_NORM
 from kernel_pytorch.testing.devices import interpreting, pretend
 
@@ -131,7 +131,7 @@ def test_training_has_the_same_bits_with_the_cast_and_without(
     for cast in (True, False):
         net = kp.fp8.convert(model(norm=norm), recipe)
         if not cast:
-            monkeypatch.setattr(Caster, "wish", lambda *_: None)
+            monkeypatch.setattr(CastingNorm, "request", lambda *_: None)
         losses = train(net, range(6), lambda n: 100.0 if n == 3 else 1.0)
         found.append((losses, everything(net)))
     assert found[0][0] == found[1][0]
@@ -349,7 +349,7 @@ def test_on_a_device_training_has_the_same_bits_with_the_cast_and_without(
         torch.manual_seed(0)
         net = kp.fp8.convert(Wide().to(where, torch.bfloat16), recipe, monitor=None)
         if not cast:
-            monkeypatch.setattr(Caster, "wish", lambda *_: None)
+            monkeypatch.setattr(CastingNorm, "request", lambda *_: None)
         optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
         outputs = []
         for number in range(5):

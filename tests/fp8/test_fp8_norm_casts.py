@@ -14,9 +14,9 @@ import kernel_pytorch as kp
 from fp8_models import pretend_measured, random, same, sqnr
 from fp8_norm_models import both_recipes, caster_of, everything, is_cast, model, pair, train
 from kernel_pytorch.fp8 import monitor as monitor_module
-from kernel_pytorch.fp8 import norm as norm_module
-from kernel_pytorch.fp8.layer import Float8Linear
-from kernel_pytorch.fp8.offer import MARK, Caster
+from kernel_pytorch.fp8.fusion import rms_norm as norm_module
+from kernel_pytorch.fp8.fusion.matching import MARK, CastingNorm
+from kernel_pytorch.fp8.module import Float8Linear
 from kernel_pytorch.fp8.recipe import PRODUCTS, RECIPES
 
 pytestmark = pytest.mark.usefixtures("one_thread", "own_monitors")
@@ -153,7 +153,7 @@ def test_micro_batches(recipe: str, input_casts: list[tuple[int, ...]], monkeypa
     net = kp.fp8.convert(model(), recipe)
     losses = train(net, range(3), batches=4)
     assert len(input_casts) == 12 * 2 + 3
-    monkeypatch.setattr(Caster, "wish", lambda *_: None)
+    monkeypatch.setattr(CastingNorm, "request", lambda *_: None)
     other = kp.fp8.convert(model(), recipe)
     assert train(other, range(3), batches=4) == losses
     same(everything(net), everything(other))

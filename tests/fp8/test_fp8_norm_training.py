@@ -18,8 +18,8 @@ from torch.utils.checkpoint import checkpoint
 import kernel_pytorch as kp
 from fp8_models import random, same, sqnr
 from fp8_norm_models import Llama, both_recipes, caster_of, everything, model, train
-from kernel_pytorch.fp8 import norm as norm_module
-from kernel_pytorch.fp8.offer import Caster
+from kernel_pytorch.fp8.fusion import rms_norm as norm_module
+from kernel_pytorch.fp8.fusion.matching import CastingNorm
 
 pytestmark = pytest.mark.usefixtures("one_thread", "own_monitors")
 
@@ -35,7 +35,7 @@ def test_activation_checkpointing(recipe: str, reentrant: bool, monkeypatch: pyt
     for cast in (True, False):
         net = kp.fp8.convert(model(checkpointing=reentrant), recipe)
         if not cast:
-            monkeypatch.setattr(Caster, "wish", lambda *_: None)
+            monkeypatch.setattr(CastingNorm, "request", lambda *_: None)
         found.append((train(net, range(5), lambda n: 30.0 if n == 3 else 1.0), everything(net)))
     assert found[0][0] == found[1][0]
     same(found[0][1], found[1][1])

@@ -14,7 +14,7 @@ from torch.nn import functional
 
 import kernel_pytorch as kp
 from kernel_pytorch.fp8.coverage import group_names
-from kernel_pytorch.fp8.layer import Float8Linear
+from kernel_pytorch.fp8.module import Float8Linear
 
 pytestmark = pytest.mark.usefixtures("one_thread", "own_monitors")
 

@@ -15,9 +15,9 @@ from torch.nn import functional
 
 import kernel_pytorch as kp
 from fp8_models import SwiGLU, block, is_fused, random, results, same, sqnr
-from kernel_pytorch.fp8 import kept_swiglu as kept_swiglu_module
-from kernel_pytorch.fp8 import swiglu as swiglu_module
-from kernel_pytorch.fp8.layer import Float8Linear
+from kernel_pytorch.fp8.fusion import swiglu as swiglu_module
+from kernel_pytorch.fp8.fusion import swiglu_ops as swiglu_ops
+from kernel_pytorch.fp8.module import Float8Linear
 
 pytestmark = pytest.mark.usefixtures("one_thread", "own_monitors")
 fused_recipes = pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "delayed-e4m3"])
@@ -204,8 +204,8 @@ def test_fused_products_are_added_up_as_the_recipe_says(
             seen.append((a.dtype, rest[3]))
         return product(a, b, *rest)
 
-    product = kept_swiglu_module.product
-    monkeypatch.setattr(kept_swiglu_module, "product", watched)
+    product = swiglu_ops.scaled_matmul
+    monkeypatch.setattr(swiglu_ops, "scaled_matmul", watched)
     model = kp.fp8.convert(SwiGLU(64, 96), recipe)
     run = torch.compile(model, fullgraph=True, backend="aot_eager") if compiled else model
     run(random(40, 64).requires_grad_()).sum().backward()

@@ -15,8 +15,8 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import kernel_pytorch as kp
 from fp8_models import SwiGLU
-from kernel_pytorch.fp8 import kept_swiglu
-from kernel_pytorch.fp8.kept_cast import transposed_codes
+from kernel_pytorch.fp8.fusion import swiglu_ops
+from kernel_pytorch.fp8.quantize import transpose_data
 from kernel_pytorch.hardware_abstraction.formats import FORMATS
 from kernel_pytorch.hardware_abstraction.registry import device_of
 from kernel_pytorch.ops.fp8_swiglu import HiddenGradients, fp8_swiglu_grad
@@ -188,7 +188,7 @@ def test_codes_are_turned_to_the_byte(shape: tuple[int, int]) -> None:
         turned = PreparedTurn(shape)(given)
     assert turned.dtype == given.dtype
     assert torch.equal(codes(turned), drawn.t())
-    assert torch.equal(codes(transposed_codes(given)), drawn.t())
+    assert torch.equal(codes(transpose_data(given)), drawn.t())
 
 
 # A whole module.
@@ -197,8 +197,8 @@ def test_codes_are_turned_to_the_byte(shape: tuple[int, int]) -> None:
 @pytest.fixture
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """What is small enough for a test counts as large."""
-    monkeypatch.setattr(kept_swiglu, "_LARGE", 1)
-    monkeypatch.setattr(kept_swiglu, "_PART_ROWS", PART)
+    monkeypatch.setattr(swiglu_ops, "_LARGE", 1)
+    monkeypatch.setattr(swiglu_ops, "_CHUNK_ROWS", PART)
     return monkeypatch
 
 
@@ -222,19 +222,19 @@ def trained(recipe: str, compiled: bool, rows: int = ROWS) -> list[torch.Tensor]
 def test_a_module_in_parts_trains_as_one_at_once(recipe: str, small_parts: pytest.MonkeyPatch) -> None:
     """On a GPU the first step is rounded once more: there is no history yet."""
     served = []
-    original = kept_swiglu._hidden_gradients_in_parts
+    original = swiglu_ops._hidden_gradients_in_chunks
 
     def watched(*arguments: Any) -> Any:
         found = original(*arguments)
         served.append(found is not None)
         return found
 
-    small_parts.setattr(kept_swiglu, "_hidden_gradients_in_parts", watched)
+    small_parts.setattr(swiglu_ops, "_hidden_gradients_in_chunks", watched)
     parted = [trained(recipe, compiled) for compiled in (False, True)]
     for eager, compiled in zip(*parted, strict=True):
         assert torch.equal(eager, compiled)
     assert served == [HERE == "cuda"] * 6
-    small_parts.setattr(kept_swiglu, "_LARGE", 1 << 60)
+    small_parts.setattr(swiglu_ops, "_LARGE", 1 << 60)
     whole = trained(recipe, False)
     for found, wanted in zip(parted[0], whole, strict=True):
         if HERE == "cpu":
@@ -245,11 +245,11 @@ def test_a_module_in_parts_trains_as_one_at_once(recipe: str, small_parts: pytes
 
 def test_only_what_has_a_history_and_is_large_is_made_in_parts() -> None:
     large, small = (torch.empty(rows, 16384, device="meta") for rows in (8192, 8191))
-    assert kept_swiglu.in_parts(large, torch.zeros(16))
-    assert not kept_swiglu.in_parts(large, None)
-    assert not kept_swiglu.in_parts(small, torch.zeros(16))
-    few = torch.empty(kept_swiglu._PART_ROWS, 1 << 20, device="meta")
-    assert not kept_swiglu.in_parts(few, torch.zeros(16))
+    assert swiglu_ops.in_row_chunks(large, torch.zeros(16))
+    assert not swiglu_ops.in_row_chunks(large, None)
+    assert not swiglu_ops.in_row_chunks(small, torch.zeros(16))
+    few = torch.empty(swiglu_ops._CHUNK_ROWS, 1 << 20, device="meta")
+    assert not swiglu_ops.in_row_chunks(few, torch.zeros(16))
 
 
 @pytest.mark.usefixtures("small_parts")
@@ -287,7 +287,7 @@ def test_rows_that_only_the_numbers_tell_are_compiled() -> None:
 def test_parts_take_less_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     peaks = []
     for large in (1 << 60, 1):
-        monkeypatch.setattr(kept_swiglu, "_LARGE", large)
+        monkeypatch.setattr(swiglu_ops, "_LARGE", large)
         torch._dynamo.reset()
         model = kp.fp8.convert(SwiGLU(512, 2048).to(HERE, torch.bfloat16), "delayed")
         run = torch.compile(model, fullgraph=True)
@@ -309,18 +309,18 @@ from kernel_pytorch.ops.fp8_rms_norm.triton_cast import PreparedNormCast
 from kernel_pytorch.ops.fp8_swiglu import GRAD_KERNEL_TRITON
 from kernel_pytorch.ops.fp8_swiglu.triton_parts import PreparedParts
 from kernel_pytorch.ops.triton_launch import Place
-from kernel_pytorch.fp8.kept_swiglu import _PART_ROWS
+from kernel_pytorch.fp8.fusion.swiglu_ops import _CHUNK_ROWS
 from kernel_pytorch.testing.cross_compile import _caught_launches, _compile
 
 def empty(*shape, dtype=torch.float32):
     return torch.empty(shape, dtype=dtype, device="meta")
 
 for name in ("nvidia/h200", "amd/mi300x"):
-    gate = empty(2 * _PART_ROWS, 14336, dtype=torch.bfloat16)
+    gate = empty(2 * _CHUNK_ROWS, 14336, dtype=torch.bfloat16)
     counts, history = Place(empty(2, 2, 4, dtype=torch.int64), torch.int64), Place(empty(16), torch.float32)
     with _caught_launches() as launches:
         cast = PreparedParts(
-            CATALOGUE[name], gate.shape, gate.stride(), gate.stride(), "e5m2", "e4m3fn", True, 16, False, _PART_ROWS
+            CATALOGUE[name], gate.shape, gate.stride(), gate.stride(), "e5m2", "e4m3fn", True, 16, False, _CHUNK_ROWS
         )
         cast(lambda first, last: gate[first:last], gate, gate, empty(), counts, counts, history, history)
         PreparedTurn((4096, 14336))(empty(4096, 14336, dtype=torch.float8_e5m2))

@@ -14,8 +14,8 @@ from torch.func import functional_call
 
 import kernel_pytorch as kp
 from fp8_models import block, is_fused, random, same
-from kernel_pytorch.fp8 import plan as plan_module
-from kernel_pytorch.fp8.linear import COUNTS_SHAPE, fp8_linear
+from kernel_pytorch.fp8 import autotune as autotune
+from kernel_pytorch.fp8.autograd import COUNTS_SHAPE, fp8_linear
 from kernel_pytorch.fp8.monitor import layers_of
 from kernel_pytorch.fp8.recipe import RECIPES
 
@@ -166,7 +166,8 @@ def test_a_transform_inside_what_is_compiled(of: str, fullgraph: bool) -> None:
 def test_scripting_is_refused_by_name(how: str) -> None:
     model = kp.fp8.convert(block(), how)
     with pytest.raises(
-        NotImplementedError, match=f"^torch.jit.script of .* FP8 linear layer: use torch.compile, {re.escape(REMEDY)}"
+        NotImplementedError,
+        match=f"^torch.jit.script of .* FP8 linear layer: use torch.compile, {re.escape(REMEDY)}",
     ):
         torch.jit.script(model)
     torch.jit.script(kp.fp8.revert(model))
@@ -211,7 +212,7 @@ def test_a_batched_backward_of_what_nobody_counts() -> None:
 def test_nothing_is_timed_inside_a_transform() -> None:
     def timed(x: torch.Tensor) -> torch.Tensor:
         recipe = RECIPES["delayed"]
-        plan_module.measured_choice(torch.device("cpu"), 4, (16, 24), torch.float32, torch.float32, False, recipe)
+        autotune.measured_choice(torch.device("cpu"), 4, (16, 24), torch.float32, torch.float32, False, recipe)
         return x
 
     with pytest.raises(NotImplementedError, match=r"torch.func.vmap of"):

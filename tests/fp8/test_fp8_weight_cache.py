@@ -13,10 +13,10 @@ from torch.utils.checkpoint import checkpoint
 
 import kernel_pytorch as kp
 from fp8_models import block, linear, random, results, same, sqnr
-from kernel_pytorch.fp8.in_graph import revision
-from kernel_pytorch.fp8.kept_cast import cast_weight
-from kernel_pytorch.fp8.layer import Float8Linear
+from kernel_pytorch.fp8.module import Float8Linear
 from kernel_pytorch.fp8.monitor import layers_of
+from kernel_pytorch.fp8.operators import revision
+from kernel_pytorch.fp8.quantize import WEIGHT, quantize_eager, weight_spec
 from kernel_pytorch.ops.fp8_cast import fp8_cast
 
 pytestmark = pytest.mark.usefixtures("one_thread", "own_monitors")
@@ -193,7 +193,11 @@ def test_graphs_name_the_code_behind_what_is_in_them() -> None:
     torch.compile(model, backend=keep, fullgraph=True)(random(32, 24))
     (graph,) = graphs
     functions = [node for node in graph.graph.nodes if getattr(node.target, "__module__", "").startswith("kernel_")]
-    assert {node.target.__name__ for node in functions} >= {"_whole", "_cast_in_graph", "norm_of"}
+    assert {node.target.__name__ for node in functions} >= {
+        "linear_in_graph",
+        "swiglu_in_graph",
+        "rms_norm_in_graph",
+    }
     assert all(node.args[0] == revision() for node in functions)
 
 
@@ -239,7 +243,7 @@ def test_the_scale_of_the_last_cast_is_tried_and_makes_no_difference(
         for size in (1.0, 1.0, 1.01, 5.0, 1e-3, 0.0, 1.0):
             weight = torch.randn(320, 176, device="cuda", dtype=torch.bfloat16) * size
             before = counts.clone()
-            cast = cast_weight(weight, "e4m3fn", "tensor", True, False, counts)
+            cast = quantize_eager(weight, weight_spec("e4m3fn", "tensor", True, False), counts, WEIGHT)
             wanted = fp8_cast(weight, "e4m3fn", transposed=True, power_of_two=True)
             assert cast.direct
             for found, name in ((cast.data, "data"), (cast.data_t, "data_t")):

@@ -21,7 +21,7 @@ import kernel_pytorch as kp
 from kernel_pytorch import benchmarking, cli
 from kernel_pytorch.cli import parity as parity_command
 from kernel_pytorch.evidence import Benchmark, EvidenceError, read_record
-from kernel_pytorch.fp8.linear import fp8_linear
+from kernel_pytorch.fp8.autograd import fp8_linear
 from kernel_pytorch.fp8.monitor import layers_of
 from kernel_pytorch.hardware_abstraction.device import Rates
 from kernel_pytorch.parity import model as parity_model

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import nn
 
-from kernel_pytorch.fp8 import layer as layer_module
-from kernel_pytorch.fp8 import plan as plan_module
-from kernel_pytorch.fp8 import swiglu as swiglu_module
+from kernel_pytorch.fp8 import autotune as autotune
+from kernel_pytorch.fp8 import module as fp8_module
+from kernel_pytorch.fp8.fusion import swiglu as swiglu_module
 from kernel_pytorch.fp8.recipe import RECIPES
 from kernel_pytorch.hardware_abstraction import dispatch
 
@@ -128,5 +128,5 @@ def lossy(seed: int = 0) -> torch.Tensor:
 
 def pretend_measured(monkeypatch: pytest.MonkeyPatch, choice: Callable[..., tuple[str, ...]]) -> None:
     """Let ``auto`` choose these products, on a processor too."""
-    monkeypatch.setattr(plan_module, "_measured_products", choice)
-    monkeypatch.setattr(layer_module, "may_gain", lambda _: True)
+    monkeypatch.setattr(autotune, "_measured_products", choice)
+    monkeypatch.setattr(fp8_module, "may_gain", lambda _: True)

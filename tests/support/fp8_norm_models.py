@@ -12,8 +12,8 @@ from torch.utils.checkpoint import checkpoint
 
 from fp8_models import SwiGLU, random
 from kernel_pytorch.fp8 import monitor as monitor_module
-from kernel_pytorch.fp8 import norm as norm_module
-from kernel_pytorch.fp8.offer import Caster
+from kernel_pytorch.fp8.fusion import rms_norm as norm_module
+from kernel_pytorch.fp8.fusion.matching import CastingNorm
 
 both_recipes = pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
 
@@ -101,9 +101,9 @@ def everything(net: nn.Module) -> dict[str, torch.Tensor]:
     return found
 
 
-def caster_of(module: nn.Module) -> Caster:
+def caster_of(module: nn.Module) -> CastingNorm:
     caster = getattr(module, norm_module._CASTER)
-    assert isinstance(caster, Caster)
+    assert isinstance(caster, CastingNorm)
     return caster
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from fp8_models import random
-from kernel_pytorch.fp8.linear import STATE_SHAPE, fp8_linear
+from kernel_pytorch.fp8.autograd import STATE_SHAPE, fp8_linear
 from kernel_pytorch.fp8.recipe import Recipe, recipe_named
 from kernel_pytorch.ops.fp8_cast import Cast, fp8_cast
 from kernel_pytorch.ops.fp8_matmul.definition import FP8_MATMUL

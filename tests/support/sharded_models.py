@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.utils.checkpoint import checkpoint
 
 import kernel_pytorch as kp
-from kernel_pytorch.fp8.layer import Float8Linear
+from kernel_pytorch.fp8.module import Float8Linear
 
 
 class MLP(nn.Module):

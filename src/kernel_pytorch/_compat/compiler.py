@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 import contextlib
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 from kernel_pytorch._compat.private import private
 
-__all__ = ["compile_counts", "compile_limits", "compile_supported", "flex_attention_operator", "index_by_tensors"]
+__all__ = [
+    "compile_counts",
+    "compile_limits",
+    "compile_supported",
+    "constant_in_graph",
+    "flex_attention_operator",
+    "index_by_tensors",
+]
+
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def compile_counts() -> tuple[int, int]:
@@ -30,6 +40,15 @@ def compile_supported() -> bool:
         otherwise=lambda: True,
     )
     return bool(supported())
+
+
+def constant_in_graph(function: Function) -> Function:
+    """Mark a function as ``torch.compiler.assume_constant_result`` does, which imports ``torch._dynamo``.
+
+    Checked with torch 2.11 to 2.13. Where torch reads another mark, torch.compile traces into the function.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
 
 
 def compile_limits(**limits: int) -> contextlib.AbstractContextManager[Any]:

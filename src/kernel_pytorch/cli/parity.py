@@ -22,7 +22,7 @@ from torch import nn
 from kernel_pytorch import benchmarking
 from kernel_pytorch.cli.bench import present_device
 from kernel_pytorch.evidence import EvidenceError, Measurement, clean_commit, evidence_directory, write_record
-from kernel_pytorch.fp8.plan import may_gain
+from kernel_pytorch.fp8.autotune import may_gain
 from kernel_pytorch.hardware_abstraction.device import Device
 from kernel_pytorch.parity import report as parity_report
 from kernel_pytorch.parity import training as parity

@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from kernel_pytorch.fp8.linear import STATE_SHAPE
+from kernel_pytorch.fp8.autograd import STATE_SHAPE
 
 if TYPE_CHECKING:
-    from kernel_pytorch.fp8.layer import Float8Linear
+    from kernel_pytorch.fp8.module import Float8Linear
 
 __all__ = [
     "layer_state",

@@ -12,11 +12,11 @@ from torch import nn
 
 from kernel_pytorch.fp8.coverage import NOT_SELECTED, by_reason, sharded_already, subclass_weight, uncovered
 from kernel_pytorch.fp8.fsdp import unwrap, wrap
-from kernel_pytorch.fp8.layer import BUFFERS, Float8Linear
+from kernel_pytorch.fp8.fusion.rms_norm import fuse_norms, unfuse_norms
+from kernel_pytorch.fp8.fusion.swiglu import fuse, unfuse
+from kernel_pytorch.fp8.module import BUFFERS, Float8Linear
 from kernel_pytorch.fp8.monitor import layers_of, unwatch, watch
-from kernel_pytorch.fp8.norm import fuse_norms, unfuse_norms
 from kernel_pytorch.fp8.recipe import RECIPES, Recipe, recipe_named
-from kernel_pytorch.fp8.swiglu import fuse, unfuse
 
 __all__ = ["check_module", "convert", "revert"]
 

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.utils.parametrize import is_parametrized
 
-from kernel_pytorch.fp8.layer import Float8Linear
+from kernel_pytorch.fp8.module import Float8Linear
 
 __all__ = [
     "NOT_SELECTED",

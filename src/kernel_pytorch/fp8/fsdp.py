@@ -16,9 +16,10 @@ from torch import nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.utils import _pytree as pytree
 
-from kernel_pytorch.fp8.kept_cast import Kept, weight_scale_is_power_of_two
-from kernel_pytorch.fp8.linear import formats_on
+from kernel_pytorch.fp8.autograd import formats_on
+from kernel_pytorch.fp8.quantize import weight_power_of_two
 from kernel_pytorch.fp8.recipe import Recipe
+from kernel_pytorch.fp8.scaled_tensor import ScaledTensor
 from kernel_pytorch.hardware_abstraction.formats import FORMATS
 from kernel_pytorch.ops.fp8_cast.part import amax_of_part, cast_of_part, inverses_from
 
@@ -99,7 +100,7 @@ class ShardedWeight(torch.Tensor):
         if mesh.size() > 1:
             dist.all_reduce(amax, dist.ReduceOp.MAX, mesh.get_group())
         number_format, _ = formats_on(shard.device.type, shard.device.index, recipe.gradient_format)
-        power_of_two = weight_scale_is_power_of_two(recipe.weight, recipe.power_of_two)
+        power_of_two = weight_power_of_two(recipe.weight, recipe.power_of_two)
         data = cast_of_part(shard, amax, number_format, power_of_two, module.fp8_forward_counts, 1)
         sent = data.view(torch.uint8)
         if shard.shape[1] == outer_size[1]:  # FSDP2 pads shards of rows to the size of the first
@@ -145,10 +146,10 @@ class GatheredWeight(torch.Tensor):
         made.data_fp8, made.inverse_scale = data, inverse
         return made
 
-    def cast(self) -> Kept:
+    def cast(self) -> ScaledTensor:
         """Return the quantized weight. The data stands in for its transpose, which the backward makes itself:
         FSDP2 frees the data between forward and backward."""
-        return Kept(self.data_fp8, self.data_fp8, self.inverse_scale, self.inverse_scale)
+        return ScaledTensor(self.data_fp8, self.data_fp8, self.inverse_scale, self.inverse_scale)
 
     def dequantize(self) -> torch.Tensor:
         """Return the weight in the layer's dtype, differentiable; for layers that have fallen back."""

@@ -16,7 +16,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from kernel_pytorch.fp8.layer import Float8Linear
+from kernel_pytorch.fp8.module import Float8Linear
 
 __all__ = ["CastStats", "Monitor", "cast_stats", "layers_of", "monitor_of", "unwatch", "watch"]
 

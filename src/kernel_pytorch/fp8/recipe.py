@@ -40,7 +40,7 @@ class Recipe:
     where Q of a transposed matrix has groups along ITS rows. A product named in ``high_precision`` is that of the
     matrices as they are. y is added up by the matrix units alone (``fast``). With scales of blocks it is as dW always
     is: sums of 128 products are added up in float32 (``promoted``). dx is added up by ``dx_sums``; see
-    ``fp8_matmul``. Products of one sign, as tokens that agree have in dW, would lose most by ``fast``.
+    ``fp8_matmul``. GemmSpec of one sign, as tokens that agree have in dW, would lose most by ``fast``.
 
     With ``delayed``, the scales of x and dy come from the largest magnitudes of the last 16 steps with a factor 2 of
     headroom, so that one pass over a tensor is enough; a tensor that has outgrown them is cast again with a scale of

@@ -12,17 +12,17 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from kernel_pytorch.fp8.autograd import COUNTS_SHAPE
+from kernel_pytorch.fp8.autotune import Measured, may_gain
 from kernel_pytorch.fp8.conversion import check_module
 from kernel_pytorch.fp8.coverage import by_reason, group_names, uncovered
-from kernel_pytorch.fp8.kept_cast import sums_of_y
-from kernel_pytorch.fp8.layer import Float8Linear
-from kernel_pytorch.fp8.linear import COUNTS_SHAPE
+from kernel_pytorch.fp8.fusion.rms_norm import norms_in
+from kernel_pytorch.fp8.fusion.swiglu import fused_in
+from kernel_pytorch.fp8.module import Float8Linear
 from kernel_pytorch.fp8.monitor import CastStats, cast_stats, layers_of
-from kernel_pytorch.fp8.norm import norms_in
-from kernel_pytorch.fp8.plan import Measured, may_gain
+from kernel_pytorch.fp8.quantize import output_accumulation
 from kernel_pytorch.fp8.recipe import PRODUCTS
 from kernel_pytorch.fp8.report_page import page
-from kernel_pytorch.fp8.swiglu import fused_in
 from kernel_pytorch.hardware_abstraction.dispatch import explain
 from kernel_pytorch.hardware_abstraction.formats import FORMATS
 from kernel_pytorch.hardware_abstraction.registry import device_of
@@ -254,7 +254,7 @@ def _without_matrix_units(layer: Float8Linear) -> dict[str, str]:
     forward, gradient = how.forward_format, how.gradient_format
     # Rows of both operands, length of the reduction, granularities, formats, accumulation.
     products = {
-        "y": ((m, n), k, (recipe.input, recipe.weight), (forward, forward), sums_of_y(recipe.input)),
+        "y": ((m, n), k, (recipe.input, recipe.weight), (forward, forward), output_accumulation(recipe.input)),
         "dx": ((m, k), n, (recipe.gradient, recipe.weight), (gradient, forward), recipe.dx_sums),
         "dW": ((n, k), m, (recipe.gradient, recipe.input), (gradient, forward), "promoted"),
     }

@@ -10,6 +10,8 @@ from typing import NoReturn
 import torch
 from torch.autograd import forward_ad
 
+from kernel_pytorch._compat.compiler import constant_in_graph
+
 __all__ = [
     "compiled_transforms_active",
     "refuse",
@@ -43,13 +45,13 @@ def refuse_transforms(*tensors: torch.Tensor | None) -> None:
         refuse("a forward-mode derivative (torch.autograd.forward_ad)", _BACKWARD)
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@constant_in_graph
 def refuse_compiled_transforms() -> None:
     """``refuse_transforms`` for calls that torch.compile traces; their gradients would be zero."""
     refuse_transforms()
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@constant_in_graph
 def compiled_transforms_active() -> bool:
     """Return whether a transform or forward-mode derivative is active, for calls that torch.compile traces."""
     return transforms_active() or forward_ad._current_level >= 0

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from kernel_pytorch.fp8.kept_cast import Kept
+from kernel_pytorch.fp8.scaled_tensor import ScaledTensor
 
 __all__ = ["WeightCache", "accumulate"]
 
@@ -18,7 +18,7 @@ class _Entry(NamedTuple):
     weight: torch.Tensor
     version: int
     kind: tuple[object, ...]
-    cast: Kept
+    cast: ScaledTensor
 
 
 class WeightCache:
@@ -28,7 +28,7 @@ class WeightCache:
         self.name = name
         self._entry: _Entry | None = None
 
-    def get(self, weight: torch.Tensor, kind: tuple[object, ...], transposed: bool) -> Kept | None:
+    def get(self, weight: torch.Tensor, kind: tuple[object, ...], transposed: bool) -> ScaledTensor | None:
         """Return the cached quantized weight, or None if there is none of this weight, kind and layout.
 
         Args:
@@ -51,7 +51,7 @@ class WeightCache:
             return None
         return entry.cast
 
-    def put(self, weight: torch.Tensor, kind: tuple[object, ...], cast: Kept) -> None:
+    def put(self, weight: torch.Tensor, kind: tuple[object, ...], cast: ScaledTensor) -> None:
         """Cache a quantized weight. Inference tensors have no version to compare, so they are not cached."""
         if not weight.is_inference():
             self._entry = _Entry(weight, weight._version, kind, cast)
@@ -78,7 +78,7 @@ def accumulate(model: nn.Module) -> Iterator[None]:
         ...         model(batch).sum().backward()
         >>> optimizer.step()
     """
-    from kernel_pytorch.fp8.layer import Float8Linear
+    from kernel_pytorch.fp8.module import Float8Linear
 
     layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, Float8Linear)}
     outer = {name: layer.weight_cache for name, layer in layers.items()}

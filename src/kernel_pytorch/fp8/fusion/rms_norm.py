@@ -1,8 +1,8 @@
-"""RMSNorm whose result goes to layers in 8 bits: y and its casts out of one pass, under the modules a model has.
+"""RMSNorm that also quantizes its output for the FP8 layer behind it, in one pass.
 
-A module is taken for an RMSNorm if it is an ``nn.RMSNorm`` over the last dimension, or has a weight alone and gives
-the same as the formula. Whether its result is cast, and how, the layer behind says: ``offer`` has how they meet, and
-``traced_norm`` how they do inside torch.compile.
+A module is fused if it is an ``nn.RMSNorm`` over the last dimension, or has only a weight and computes the same
+function. The layer behind says whether and how the output is quantized: ``matching`` has how in eager mode,
+``compiled`` inside torch.compile.
 """
 
 from __future__ import annotations
@@ -15,14 +15,20 @@ import torch
 from torch import nn
 from torch.autograd import forward_ad
 
-from kernel_pytorch.fp8.in_graph import revision
-from kernel_pytorch.fp8.kept_cast import NAMES, Kept
-from kernel_pytorch.fp8.layer import Float8Linear
-from kernel_pytorch.fp8.linear import recomputing
-from kernel_pytorch.fp8.offer import Caster, Wish, input_key
+from kernel_pytorch._compat.compiler import constant_in_graph
+from kernel_pytorch.fp8.autograd import recomputing
+from kernel_pytorch.fp8.fusion.matching import (
+    SETTINGS,
+    CastingNorm,
+    CastRequest,
+    input_key,
+    module_settings,
+    unchanged,
+)
+from kernel_pytorch.fp8.module import Float8Linear
+from kernel_pytorch.fp8.quantize import NAMES
 from kernel_pytorch.fp8.recipe import Recipe
-from kernel_pytorch.fp8.settings import SETTINGS, settings_of, unchanged
-from kernel_pytorch.fp8.traced_norm import norm_of
+from kernel_pytorch.fp8.scaled_tensor import ScaledTensor
 from kernel_pytorch.fp8.transforms import compiled_transforms_active
 from kernel_pytorch.hardware_abstraction import dispatch
 from kernel_pytorch.ops.fp8_rms_norm import fp8_rms_norm
@@ -52,7 +58,7 @@ def fuse_norms(model: nn.Module, recipe: Recipe, auto: bool) -> list[str]:
         # Only a history has a scale before all of a norm is there, and auto leaves norms as they are at first.
         caster = _caster(module, auto, recipe.delayed and not auto)
         if caster is not None and caster.width in widths:
-            setattr(module, SETTINGS, settings_of(module, caster.eps))
+            setattr(module, SETTINGS, module_settings(module, caster.eps))
             setattr(module, _CASTER, caster)
             module.forward = partial(_forward, module)
             found.append(name)
@@ -75,11 +81,11 @@ def norms_in(model: nn.Module) -> dict[str, nn.Module | None]:
     }
 
 
-def _caster(module: nn.Module, auto: bool, traced: bool) -> Caster | None:
+def _caster(module: nn.Module, auto: bool, traced: bool) -> CastingNorm | None:
     """How a module computes that is an RMSNorm; None for any other."""
     if type(module) is nn.RMSNorm:
         one = len(module.normalized_shape) == 1
-        return Caster(module.normalized_shape[0], "eps", True, auto, traced) if one else None
+        return CastingNorm(module.normalized_shape[0], "eps", True, auto, traced) if one else None
     names = [name for name, _ in module.named_parameters()]
     nothing_else = next(module.children(), None) is None and next(module.buffers(), None) is None
     weight = module._parameters.get("weight")
@@ -88,7 +94,7 @@ def _caster(module: nn.Module, auto: bool, traced: bool) -> Caster | None:
     width = weight.shape[0]
     for name, eps in vars(module).items():
         if type(eps) is float and 0 < eps < 1 and _computes(module, width, eps):
-            return Caster(width, name, False, auto, traced)
+            return CastingNorm(width, name, False, auto, traced)
     return None
 
 
@@ -125,7 +131,7 @@ def _default_eps(dtype: torch.dtype) -> float:
     return min(known, key=lambda eps: abs(found - 2.0**-12 / math.sqrt(2.0**-24 + eps)))
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@constant_in_graph
 def _constant_default_eps(dtype: torch.dtype) -> float:
     """The same, which a compiler does not look into."""
     return _default_eps(dtype)
@@ -138,7 +144,7 @@ def _forward(module: Any, *others: Any, **named: Any) -> Any:
     """The forward of a fused norm: by our op where that is the same function, else its own."""
     if torch.compiler.is_compiling():
         return _traced(module, *others, **named)
-    caster: Caster = getattr(module, _CASTER)
+    caster: CastingNorm = getattr(module, _CASTER)
     again = recomputing()
     given = (*others, *named.values())
     x = given[0] if len(given) == 1 else None
@@ -161,28 +167,30 @@ def _forward(module: Any, *others: Any, **named: Any) -> Any:
     eps = _default_eps(x.dtype) if eps is None else float(eps)
     if not recording:
         return _norm(x, weight, eps, None)[0]
-    wish = caster.wish(x, again)
-    casts: list[Kept | None] = []
-    y = _Norm.apply(x, weight, eps, wish, casts)  # type: ignore[no-untyped-call]
+    request = caster.request(x, again)
+    casts: list[ScaledTensor | None] = []
+    y = _Norm.apply(x, weight, eps, request, casts)  # type: ignore[no-untyped-call]
     (cast,) = casts
-    if wish is not None and cast is not None:
-        y._fp8_cast = (input_key(y, wish.recipe, wish.transposed), cast)  # type: ignore[attr-defined]
-    caster.mark(y, again, wish)
+    if request is not None and cast is not None:
+        y._fp8_cast = (input_key(y, request.recipe, request.transposed), cast)  # type: ignore[attr-defined]
+    caster.mark(y, again, request)
     return y
 
 
 def _traced(module: Any, *others: Any, **named: Any) -> Any:
     """Inside torch.compile: ``traced_norm``, where it is the same function and the layers behind it could gain."""
-    caster: Caster = getattr(module, _CASTER)
+    caster: CastingNorm = getattr(module, _CASTER)
     given, weight = (*others, *named.values()), module.weight
     known = len(given) == 1 and caster.traced and unchanged(getattr(module, SETTINGS))
     if not known or compiled_transforms_active() or not _is_the_norm_of(caster, given[0], weight):
         return type(module).forward(module, *others, **named)
+    from kernel_pytorch.fp8.fusion.compiled import revision, rms_norm_in_graph
+
     x, eps = given[0], getattr(module, caster.eps)
-    return norm_of(revision(), x, weight, _constant_default_eps(x.dtype) if eps is None else float(eps))
+    return rms_norm_in_graph(revision(), x, weight, _constant_default_eps(x.dtype) if eps is None else float(eps))
 
 
-def _takes(caster: Caster, x: Any, weight: torch.Tensor | None) -> bool:
+def _takes(caster: CastingNorm, x: Any, weight: torch.Tensor | None) -> bool:
     """Whether our op computes what the module would."""
     if not _is_the_norm_of(caster, x, weight):
         return False
@@ -190,7 +198,7 @@ def _takes(caster: Caster, x: Any, weight: torch.Tensor | None) -> bool:
     return torch._C._functorch.peek_interpreter_stack() is None and forward_ad._current_level < 0
 
 
-def _is_the_norm_of(caster: Caster, x: Any, weight: torch.Tensor | None) -> bool:
+def _is_the_norm_of(caster: CastingNorm, x: Any, weight: torch.Tensor | None) -> bool:
     """Whether the module computes what the formula gives in x's dtype."""
     if type(x) not in _PLAIN or x.dtype not in NAMES or x.ndim == 0 or x.shape[-1] != caster.width or x.is_meta:
         return False
@@ -205,8 +213,8 @@ def _is_the_norm_of(caster: Caster, x: Any, weight: torch.Tensor | None) -> bool
 
 
 def _norm(
-    x: torch.Tensor, weight: torch.Tensor | None, eps: float, wish: Wish | None
-) -> tuple[torch.Tensor, torch.Tensor, Kept | None]:
+    x: torch.Tensor, weight: torch.Tensor | None, eps: float, request: CastRequest | None
+) -> tuple[torch.Tensor, torch.Tensor, ScaledTensor | None]:
     """y and rstd, and the cast that is wished for, with what it lost added to the counts of the layer behind.
 
     Where no gradient is recorded.
@@ -214,10 +222,14 @@ def _norm(
     x_RH = x if x.ndim == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
     weight_H = weight if weight is None or weight.is_contiguous() else weight.contiguous()
     number_format, transposed, power_of_two, counts, history = None, False, False, None, None
-    layer = None if wish is None else wish.layer()
-    if wish is not None and layer is not None:
-        number_format, transposed, power_of_two = wish.number_format, wish.transposed, wish.recipe.power_of_two
-        counts, history, _, _ = layer.fp8_memory(wish.recipe)
+    layer = None if request is None else request.layer()
+    if request is not None and layer is not None:
+        number_format, transposed, power_of_two = (
+            request.number_format,
+            request.transposed,
+            request.recipe.power_of_two,
+        )
+        counts, history, _, _ = layer.fp8_buffers(request.recipe)
     length = 0 if history is None else history.shape[0]
     spec = NormSpec(x_RH.shape, x_RH.stride(), eps, number_format, transposed, length, power_of_two)
     run = dispatch.prepared(FP8_RMS_NORM, spec, x)
@@ -234,7 +246,7 @@ def _norm(
             history.copy_(found.next_history)
     cast = None
     if number_format is not None:
-        cast = Kept(data, data_t, inverse, inverse if transposed else inverse.new_empty(0), run is not None)
+        cast = ScaledTensor(data, data_t, inverse, inverse if transposed else inverse.new_empty(0), run is not None)
     if x.ndim != 2:  # no view, so that whoever is given y may change it in place
         y = torch.ops.aten._unsafe_view.default(y, x.shape)
     return y, rstd, cast
@@ -249,10 +261,10 @@ class _Norm(torch.autograd.Function):
         x: torch.Tensor,
         weight: torch.Tensor | None,
         eps: float,
-        wish: Wish | None,
-        casts: list[Kept | None],
+        request: CastRequest | None,
+        casts: list[ScaledTensor | None],
     ) -> torch.Tensor:
-        y, rstd, cast = _norm(x, weight, eps, wish)
+        y, rstd, cast = _norm(x, weight, eps, request)
         casts.append(cast)
         ctx.save_for_backward(x, weight, rstd)
         ctx.policy = dispatch.effective_policy("rms_norm", None)

@@ -1,8 +1,8 @@
-"""The linear function in 8 bits, forward and backward, by a recipe: three casts and three products.
+"""The FP8 linear function, forward and backward: three quantized operands and three GEMMs.
 
-Shapes: M rows (all leading dimensions of x), K inputs, N outputs. Saved for the backward is what it needs and no
-more: the 8-bit transposed copy of x for dW, of the weight for dx (x and the weight themselves where a product is
-computed in high precision); nothing for a gradient that nobody asked for.
+Shapes: M rows (all leading dimensions of x), K inputs, N outputs. The backward saves the transposed quantized x for
+dW and the transposed quantized weight for dx, or x and the weight themselves where that GEMM is in high precision,
+and nothing for a gradient that is not needed. ``compiled`` is the same for torch.compile.
 """
 
 from __future__ import annotations
@@ -12,17 +12,21 @@ from typing import Any, NamedTuple
 
 import torch
 
-from kernel_pytorch.fp8.kept_cast import (
+from kernel_pytorch._compat.compiler import constant_in_graph
+from kernel_pytorch.fp8.fusion.matching import input_key
+from kernel_pytorch.fp8.quantize import (
+    INPUT,
     NAMES,
-    Kept,
-    cast_weight,
-    kept_cast,
-    product,
-    sums_of_y,
-    transposed_codes,
+    WEIGHT,
+    QuantizeSpec,
+    output_accumulation,
+    quantize,
+    scaled_matmul,
+    transpose_data,
+    weight_spec,
 )
-from kernel_pytorch.fp8.offer import input_key
 from kernel_pytorch.fp8.recipe import Recipe, recipe_named
+from kernel_pytorch.fp8.scaled_tensor import ScaledTensor
 from kernel_pytorch.fp8.transforms import refuse_compiled_transforms, refuse_transforms
 from kernel_pytorch.hardware_abstraction.formats import E4M3FN, E5M2, FormatPair, for_device
 from kernel_pytorch.hardware_abstraction.registry import device_of
@@ -32,22 +36,21 @@ from kernel_pytorch.ops.fp8_cast.definition import HISTORY
 __all__ = [
     "COUNTS_SHAPE",
     "STATE_SHAPE",
-    "Memory",
-    "Products",
-    "backward_products",
-    "cast_of_gradient",
-    "cast_of_input",
-    "cast_of_weight",
+    "Buffers",
+    "GemmSpec",
+    "backward_gemms",
+    "quantize_input",
+    "quantize_layer_weight",
     "check_linear",
     "checked_linear",
     "formats_on",
-    "forward_products",
+    "forward_gemms",
     "fp8_linear",
-    "products_for",
-    "products_of",
+    "gemm_spec_for",
+    "gemm_spec_of",
     "recomputing",
-    "refuse_second",
-    "working_dtype",
+    "refuse_double_backward",
+    "compute_dtype",
 ]
 
 COUNTS_SHAPE = (3, 2, 4)
@@ -64,9 +67,9 @@ def fp8_linear(
     *,
     counts: torch.Tensor | None = None,
     state: torch.Tensor | None = None,
-    weight_cast: Kept | None = None,
+    quantized_weight: ScaledTensor | None = None,
 ) -> torch.Tensor:
-    """``torch.nn.functional.linear`` with its three matrix products in 8 bits; ``Recipe`` has the equations.
+    """``torch.nn.functional.linear`` with its three matrix gemms in 8 bits; ``Recipe`` has the equations.
 
     What is not finite in x, in the weight or in a gradient is NaN in every number that it is part of.
 
@@ -80,7 +83,7 @@ def fp8_linear(
             later. What activation checkpointing computes twice is counted twice.
         state: float32 of shape ``STATE_SHAPE`` on x's device, zeros before the first call: what a delayed recipe
             remembers. It is brought up to date by this call and its backward.
-        weight_cast: the weight as ``cast_of_weight`` gives it, where it was cast before.
+        quantized_weight: the weight as ``quantize_layer_weight`` gives it, where it was cast before.
 
     Returns:
         (..., N) in x's format, or in that of ``torch.autocast``. Gradients flow to x, weight and bias.
@@ -101,15 +104,15 @@ def fp8_linear(
         refuse_transforms(x, weight, bias)  # first, for torch.jit.trace has errors of its own for shapes
     check_linear(x, weight, bias)
     _check_memory(x, chosen, counts, state)
-    memory = Memory()
+    buffers = Buffers()
     if counts is not None:
-        memory = memory._replace(counts=counts[:2], gradient_counts=counts[2:])
+        buffers = buffers._replace(counts=counts[:2], gradient_counts=counts[2:])
     if state is not None and chosen.delayed:
-        memory = memory._replace(history=state[0], gradient_history=state[1])
-    return checked_linear(x, weight, bias, chosen, products_of(x, weight, chosen), memory, weight_cast)
+        buffers = buffers._replace(history=state[0], gradient_history=state[1])
+    return checked_linear(x, weight, bias, chosen, gemm_spec_of(x, weight, chosen), buffers, quantized_weight)
 
 
-class Memory(NamedTuple):
+class Buffers(NamedTuple):
     """What the calls of a layer bring up to date: the forward two tensors, its backward two others.
 
     A compiler that finds one tensor changed by both copies it, twice a step.
@@ -123,8 +126,8 @@ class Memory(NamedTuple):
     gradient_history: torch.Tensor | None = None
 
 
-class Products(NamedTuple):
-    """What is the same for all calls of one kind: how the three products of a layer are computed, and which."""
+class GemmSpec(NamedTuple):
+    """How the three GEMMs of a layer are computed, and which: the same for all calls of one kind."""
 
     dtype: str
     forward_format: str
@@ -133,37 +136,47 @@ class Products(NamedTuple):
     gradient_granularity: str
     dx_sums: str
     power_of_two: bool
-    y_in_8: bool
-    dx_in_8: bool
-    dw_in_8: bool
+    y_fp8: bool
+    dx_fp8: bool
+    dw_fp8: bool
     needs_dx: bool
     needs_dw: bool
 
     @property
-    def all_in_8(self) -> bool:
-        """Whether all three are computed, in 8 bits."""
-        return self.y_in_8 and self.dx_in_8 and self.dw_in_8 and self.needs_dx and self.needs_dw
+    def x_transposed(self) -> bool:
+        """Whether the weight gradient GEMM reads the transposed quantized x."""
+        return self.needs_dw and self.dw_fp8
+
+    @property
+    def weight_transposed(self) -> bool:
+        """Whether the input gradient GEMM reads the transposed quantized weight."""
+        return self.needs_dx and self.dx_fp8
+
+    @property
+    def all_fp8(self) -> bool:
+        """Whether all three GEMMs are needed, and in FP8."""
+        return self.y_fp8 and self.dx_fp8 and self.dw_fp8 and self.needs_dx and self.needs_dw
 
 
-def products_of(x: torch.Tensor, weight: torch.Tensor, recipe: Recipe) -> Products:
+def gemm_spec_of(x: torch.Tensor, weight: torch.Tensor, recipe: Recipe) -> GemmSpec:
     """For calls with tensors such as these."""
     recording = torch.is_grad_enabled()
-    return products_for(
+    return gemm_spec_for(
         x.device.type,
         x.device.index,
-        working_dtype(x),
+        compute_dtype(x),
         recording and x.requires_grad,
         recording and weight.requires_grad,
         recipe,
     )
 
 
-def products_for(
+def gemm_spec_for(
     kind: str, index: int | None, dtype: torch.dtype, needs_dx: bool, needs_dw: bool, recipe: Recipe
-) -> Products:
+) -> GemmSpec:
     """For calls on this device that compute in this format."""
     forward_format, gradient_format = formats_on(kind, index, recipe.gradient_format)
-    return Products(
+    return GemmSpec(
         dtype=NAMES.get(dtype, str(dtype)),  # check_linear has an error for any other
         forward_format=forward_format,
         gradient_format=gradient_format,
@@ -171,9 +184,9 @@ def products_for(
         gradient_granularity=recipe.gradient,
         dx_sums=recipe.dx_sums,
         power_of_two=recipe.power_of_two,
-        y_in_8="y" not in recipe.high_precision,
-        dx_in_8="dx" not in recipe.high_precision,
-        dw_in_8="dW" not in recipe.high_precision,
+        y_fp8="y" not in recipe.high_precision,
+        dx_fp8="dx" not in recipe.high_precision,
+        dw_fp8="dW" not in recipe.high_precision,
         needs_dx=needs_dx,
         needs_dw=needs_dw,
     )
@@ -184,25 +197,27 @@ def checked_linear(
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     recipe: Recipe,
-    products: Products,
-    memory: Memory,
-    weight_cast: Kept | None,
+    gemms: GemmSpec,
+    buffers: Buffers,
+    quantized_weight: ScaledTensor | None,
 ) -> torch.Tensor:
     """``fp8_linear`` with arguments that were checked before."""
     if torch.compiler.is_compiling():
-        from kernel_pytorch.fp8.traced_linear import traced_linear
+        from kernel_pytorch.fp8.compiled import compiled_linear
 
-        return traced_linear(x, weight, bias, recipe, products, memory, weight_cast)
-    turned_x, turned_weight = products.needs_dw and products.dw_in_8, products.needs_dx and products.dx_in_8
+        return compiled_linear(x, weight, bias, recipe, gemms, buffers, quantized_weight)
     x_MK = x if x.ndim == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
-    x_cast = None
-    if products.y_in_8:
-        x_cast = cast_of_input(x, recipe, products.forward_format, transposed=turned_x, memory=memory)
-    if weight_cast is None and (products.y_in_8 or turned_weight):
-        weight_cast = cast_of_weight(
-            weight, recipe, products.forward_format, transposed=turned_weight, counts=memory.counts
-        )
-    y: torch.Tensor = _Linear.apply(x_MK, weight, bias, products, memory, x_cast, weight_cast)  # type: ignore[no-untyped-call]
+    x_quantized = None
+    if gemms.y_fp8:
+        transposed = gemms.needs_dw and gemms.dw_fp8
+        x_quantized = quantize_input(x, recipe, gemms.forward_format, transposed=transposed, buffers=buffers)
+    if quantized_weight is None:
+        transposed = gemms.needs_dx and gemms.dx_fp8
+        if gemms.y_fp8 or transposed:
+            quantized_weight = quantize_layer_weight(
+                weight, recipe, gemms.forward_format, transposed=transposed, counts=buffers.counts
+            )
+    y: torch.Tensor = _Linear.apply(x_MK, weight, bias, gemms, buffers, x_quantized, quantized_weight)  # type: ignore[no-untyped-call]
     return y if x.ndim == 2 else y.view(*x.shape[:-1], weight.shape[0])
 
 
@@ -254,7 +269,7 @@ def _check_memory(x: torch.Tensor, recipe: Recipe, counts: torch.Tensor | None, 
             raise ValueError(f"{name} is on {kept.device} and x on {x.device}: move one with .to()")
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@constant_in_graph
 def formats_on(kind: str, index: int | None, gradient_family: str) -> tuple[str, str]:
     """The names of the formats of x and weight, and of the gradient, for a device; a constant to torch.compile."""
     device = torch.device(kind) if index is None else torch.device(kind, index)
@@ -262,75 +277,52 @@ def formats_on(kind: str, index: int | None, gradient_family: str) -> tuple[str,
     return pair.e4m3.name, (pair.e4m3 if gradient_family == "e4m3" else pair.e5m2).name
 
 
-# Casts, counted and remembered.
+# Quantized operands, with their counts and histories.
 
 
-def cast_of_input(
+def quantize_input(
     x: torch.Tensor,
     recipe: Recipe,
     number_format: str,
     *,
     transposed: bool,
-    memory: Memory,
-) -> Kept:
-    """The input of a layer in 8 bits. Layers that are given the very same tensor share one cast.
-
-    It may be there already: a norm casts its output for the layers behind it.
-    """
+    buffers: Buffers,
+) -> ScaledTensor:
+    """Quantize the input of a layer, or return its quantized data if another layer or an RMSNorm has made it."""
     key = None
     if shareable(x):
         key = input_key(x, recipe, transposed)
         kept = getattr(x, "_fp8_cast", None)
         if kept is not None and kept[0] == key:
-            shared: Kept = kept[1]
+            shared: ScaledTensor = kept[1]
             return shared
-    cast = kept_cast(
-        x if x.ndim == 2 else x.detach().reshape(math.prod(x.shape[:-1]), x.shape[-1]),
-        number_format,
-        recipe.input,
-        transposed,
-        recipe.power_of_two,
-        memory.counts,
-        0,
-        memory.history,
-    )
+    x_MK = x if x.ndim == 2 else x.detach().reshape(math.prod(x.shape[:-1]), x.shape[-1])
+    spec = QuantizeSpec(number_format, recipe.input, transposed, recipe.power_of_two)
+    cast = quantize(x_MK, spec, buffers.counts, INPUT, buffers.history)
     if key:
         x._fp8_cast = (key, cast)  # type: ignore[attr-defined]  # lives as long as the tensor does
     return cast
 
 
 def shareable(x: torch.Tensor) -> bool:
-    """Whether a cast may be kept on the tensor: on what a graph has computed, and nobody else writes to.
+    """Return whether quantized data may be kept on the tensor: on results of autograd, which nobody writes to.
 
-    What is being compiled keeps it in ``traced_linear``.
+    Compiled code keeps it in ``compiled.linear_in_graph``.
     """
     return not torch.compiler.is_compiling() and x.grad_fn is not None and type(x) is torch.Tensor
 
 
-def cast_of_weight(
+def quantize_layer_weight(
     weight: torch.Tensor,
     recipe: Recipe,
     number_format: str,
     *,
     transposed: bool,
     counts: torch.Tensor | None = None,
-) -> Kept:
-    """A weight in 8 bits, with the transposed copy that dx needs."""
-    return cast_weight(weight, number_format, recipe.weight, transposed, recipe.power_of_two, counts, kept_cast)
-
-
-def cast_of_gradient(
-    dy_MN: torch.Tensor,
-    number_format: str,
-    granularity: str,
-    *,
-    transposed: bool,
-    power_of_two: bool,
-    counts: torch.Tensor | None,
-    history: torch.Tensor | None,
-) -> Kept:
-    """The gradient that reaches a layer in 8 bits."""
-    return kept_cast(dy_MN, number_format, granularity, transposed, power_of_two, counts, 0, history)
+) -> ScaledTensor:
+    """Quantize a weight, with the transposed data that dx needs if ``transposed``."""
+    spec = weight_spec(number_format, recipe.weight, transposed, recipe.power_of_two)
+    return quantize(weight, spec, counts, WEIGHT)
 
 
 def recomputing() -> bool:
@@ -338,44 +330,46 @@ def recomputing() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def working_dtype(x: torch.Tensor) -> torch.dtype:
+def compute_dtype(x: torch.Tensor) -> torch.dtype:
     """The format that a layer computes in, and gives: the input's, or that of ``torch.autocast``."""
     kind = "cuda" if x.is_cuda else x.device.type  # the former is asked for in less time
     mixed = kind != "meta" and torch.is_autocast_enabled(kind)
     return torch.get_autocast_dtype(kind) if mixed else x.dtype
 
 
-def forward_products(
-    products: Products,
+def forward_gemms(
+    gemms: GemmSpec,
     x_MK: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
-    x: Kept | None,
-    weight_cast: Kept | None,
+    x: ScaledTensor | None,
+    quantized_weight: ScaledTensor | None,
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """y, and what the backward needs."""
-    if products.y_in_8:
+    if gemms.y_fp8:
         assert x is not None
-        assert weight_cast is not None
-        sums = sums_of_y(products.input_granularity)
-        y = product(x.data, weight_cast.data, x.inverse, weight_cast.inverse, products.dtype, sums, x.direct)
+        assert quantized_weight is not None
+        sums = output_accumulation(gemms.input_granularity)
+        y = scaled_matmul(
+            x.data, quantized_weight.data, x.inverse, quantized_weight.inverse, gemms.dtype, sums, x.direct
+        )
     else:
-        compute = getattr(torch, products.dtype)
+        compute = getattr(torch, gemms.dtype)
         y = torch.mm(x_MK.to(compute), weight.to(compute).t())
     saved: list[torch.Tensor] = []
-    if products.needs_dx:
+    if gemms.needs_dx:
         saved += (
-            (weight_cast.data_t, weight_cast.inverse_t)
-            if products.dx_in_8 and weight_cast is not None
+            (quantized_weight.data_t, quantized_weight.inverse_t)
+            if gemms.dx_fp8 and quantized_weight is not None
             else (weight,)
         )
-    if products.needs_dw:
-        saved += (x.data_t, x.inverse_t) if products.dw_in_8 and x is not None else (x_MK,)
+    if gemms.needs_dw:
+        saved += (x.data_t, x.inverse_t) if gemms.dw_fp8 and x is not None else (x_MK,)
     return (y if bias is None else y.add_(bias)), saved
 
 
-def backward_products(
-    products: Products,
+def backward_gemms(
+    gemms: GemmSpec,
     dtypes: tuple[torch.dtype, torch.dtype, torch.dtype | None],
     saved: tuple[torch.Tensor, ...],
     dy_MN: torch.Tensor,
@@ -383,37 +377,30 @@ def backward_products(
     history: torch.Tensor | None,
 ) -> tuple[torch.Tensor | None, ...]:
     """dx, dweight, dbias; no dbias where its dtype is None."""
-    dx_in_8, dw_in_8 = products.needs_dx and products.dx_in_8, products.needs_dw and products.dw_in_8
+    dx_fp8, dw_fp8 = gemms.needs_dx and gemms.dx_fp8, gemms.needs_dw and gemms.dw_fp8
     x_dtype, weight_dtype, bias_dtype = dtypes
     left = list(saved)
     dx = dweight = dbias = None
     name = NAMES[dy_MN.dtype]
-    if dx_in_8 or dw_in_8:
-        dy = cast_of_gradient(
-            dy_MN,
-            products.gradient_format,
-            products.gradient_granularity,
-            transposed=dw_in_8,
-            power_of_two=products.power_of_two,
-            counts=counts,
-            history=history,
-        )
-    if dx_in_8:
+    if dx_fp8 or dw_fp8:
+        spec = QuantizeSpec(gemms.gradient_format, gemms.gradient_granularity, dw_fp8, gemms.power_of_two)
+        dy = quantize(dy_MN, spec, counts, INPUT, history)
+    if dx_fp8:
         weight_t, inverse_t = left.pop(0), left.pop(0)
-        dx = product(dy.data, weight_t, dy.inverse, inverse_t, name, products.dx_sums, dy.direct)
-    elif products.needs_dx:
+        dx = scaled_matmul(dy.data, weight_t, dy.inverse, inverse_t, name, gemms.dx_sums, dy.direct)
+    elif gemms.needs_dx:
         dx = torch.mm(dy_MN, left.pop(0).to(dy_MN.dtype))
-    if dw_in_8:
-        if products.y_in_8:
+    if dw_fp8:
+        if gemms.y_fp8:
             x_t, x_inverse_t = left
         else:  # the forward had no cast to save
             x = fp8_cast(
-                left[0], products.forward_format, products.input_granularity, transposed=True,
-                power_of_two=products.power_of_two,
+                left[0], gemms.forward_format, gemms.input_granularity, transposed=True,
+                power_of_two=gemms.power_of_two,
             )  # fmt: skip
             x_t, x_inverse_t = x.data_t, x.inverse_t
-        dweight = product(dy.data_t, x_t, dy.inverse_t, x_inverse_t, name, "promoted", dy.direct)
-    elif products.needs_dw:
+        dweight = scaled_matmul(dy.data_t, x_t, dy.inverse_t, x_inverse_t, name, "promoted", dy.direct)
+    elif gemms.needs_dw:
         dweight = torch.mm(dy_MN.t(), left[0].to(dy_MN.dtype))
     if dx is not None and x_dtype != dy_MN.dtype:
         dx = dx.to(x_dtype)
@@ -433,17 +420,17 @@ class _Linear(torch.autograd.Function):
         x_MK: torch.Tensor,
         weight: torch.Tensor,
         bias: torch.Tensor | None,
-        products: Products,
-        memory: Memory,
-        x: Kept | None,
-        weight_cast: Kept | None,
+        gemms: GemmSpec,
+        buffers: Buffers,
+        x: ScaledTensor | None,
+        quantized_weight: ScaledTensor | None,
     ) -> torch.Tensor:
-        y, saved = forward_products(products, x_MK, weight, bias, x, weight_cast)
+        y, saved = forward_gemms(gemms, x_MK, weight, bias, x, quantized_weight)
         ctx.save_for_backward(*saved)
-        ctx.products, ctx.counts, ctx.history = products, memory.gradient_counts, memory.gradient_history
+        ctx.gemms, ctx.counts, ctx.history = gemms, buffers.gradient_counts, buffers.gradient_history
         ctx.dtypes = (x_MK.dtype, weight.dtype, None if bias is None else bias.dtype)
-        in_8 = products.needs_dx and products.dx_in_8 and weight_cast is not None
-        ctx.to_turn = in_8 and weight_cast.data_t is weight_cast.data  # type: ignore[union-attr]
+        in_8 = gemms.needs_dx and gemms.dx_fp8 and quantized_weight is not None
+        ctx.transpose_weight = in_8 and quantized_weight.data_t is quantized_weight.data  # type: ignore[union-attr]
         return y
 
     @staticmethod
@@ -451,15 +438,15 @@ class _Linear(torch.autograd.Function):
         x_dtype, weight_dtype, bias_dtype = ctx.dtypes
         dtypes = (x_dtype, weight_dtype, bias_dtype if ctx.needs_input_grad[2] else None)
         saved = ctx.saved_tensors
-        if ctx.to_turn:
-            saved = (transposed_codes(saved[0]), *saved[1:])
-        gradients = backward_products(ctx.products, dtypes, saved, dy_MN, ctx.counts, ctx.history)
+        if ctx.transpose_weight:
+            saved = (transpose_data(saved[0]), *saved[1:])
+        gradients = backward_gemms(ctx.gemms, dtypes, saved, dy_MN, ctx.counts, ctx.history)
         if torch.is_grad_enabled():  # create_graph=True
-            gradients = tuple(refuse_second(gradient, dy_MN) for gradient in gradients)
+            gradients = tuple(refuse_double_backward(gradient, dy_MN) for gradient in gradients)
         return (*gradients, None, None, None, None)
 
 
-def refuse_second(gradient: torch.Tensor | None, dy_MN: torch.Tensor) -> torch.Tensor | None:
+def refuse_double_backward(gradient: torch.Tensor | None, dy_MN: torch.Tensor) -> torch.Tensor | None:
     """The gradient; differentiating it again is an error."""
     if gradient is None:
         return None

@@ -22,13 +22,14 @@ from typing import Any
 
 import torch
 
-from kernel_pytorch.fp8.linear import (
+from kernel_pytorch._compat.compiler import constant_in_graph
+from kernel_pytorch.fp8.autograd import (
     COUNTS_SHAPE,
     STATE_SHAPE,
-    Memory,
+    Buffers,
     checked_linear,
-    products_for,
-    products_of,
+    gemm_spec_for,
+    gemm_spec_of,
 )
 from kernel_pytorch.fp8.recipe import PRODUCTS, Recipe, recipe_of
 from kernel_pytorch.fp8.transforms import refuse_transforms
@@ -71,7 +72,7 @@ class Measured:
         return self.plain / dict(self.seconds)[self.best]
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@constant_in_graph
 def call_of(
     text: str,
     training: bool,
@@ -87,7 +88,7 @@ def call_of(
     needs_dx: bool,
     needs_dw: bool,
 ) -> tuple[Recipe, tuple[Any, ...]] | None:
-    """How a layer computes calls of one kind: recipe and ``Products``, None for plain arithmetic.
+    """How a layer computes calls of one kind: recipe and ``GemmSpec``, None for plain arithmetic.
 
     A constant to torch.compile, which takes no objects as arguments of such a function, and compares nothing of its
     result before the next call.
@@ -113,7 +114,7 @@ def call_of(
     refuse_transforms()
     if recipe.delayed and not training:  # what is only looked at must not change what training remembers
         recipe = replace(recipe, delayed=False)
-    return recipe, tuple(products_for(kind, index, dtype, needs_dx, needs_dw, recipe))
+    return recipe, tuple(gemm_spec_for(kind, index, dtype, needs_dx, needs_dw, recipe))
 
 
 def rounded(rows: int) -> int:
@@ -222,7 +223,7 @@ def _measure(
         shift = torch.zeros(n, device=device, dtype=weight_dtype) if bias else None
         dy = torch.randn(rows, n, device=device, dtype=dtype)
         zeros = partial(torch.zeros, device=device)
-        memory = Memory(
+        memory = Buffers(
             counts=zeros((2, *COUNTS_SHAPE[1:]), dtype=torch.int64),
             history=zeros(STATE_SHAPE[1:]) if recipe.delayed else None,
             gradient_counts=zeros((1, *COUNTS_SHAPE[1:]), dtype=torch.int64),
@@ -247,7 +248,7 @@ def _measure(
         calls = {}  # as a layer keeps them
         for choice in choices:
             chosen = replace(recipe, high_precision=tuple(p for p in PRODUCTS if p not in choice))
-            calls[choice] = (chosen, products_of(x, weight, chosen))
+            calls[choice] = (chosen, gemm_spec_of(x, weight, chosen))
         repeats = {choice: _repeats(partial(step, choice), device) for choice in choices}
         times: dict[tuple[str, ...], list[float]] = {choice: [] for choice in choices}
         for _ in range(_ROUNDS):

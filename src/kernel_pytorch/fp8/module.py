@@ -1,14 +1,16 @@
-"""A linear layer that trains in 8 bits: an ``nn.Linear`` in all but its arithmetic.
+"""``Float8Linear``: an ``nn.Linear`` whose GEMMs run in FP8.
 
-Weight and bias stay the Parameters they were, under their names. A layer adds small buffers that are not in its
-state dict: quantization counters and amax histories. ``checkpoint`` saves the histories.
+Weight and bias stay the same Parameters under the same names. The layer adds four small buffers that no state dict
+has: forward and gradient counts of saturated, underflowed and non-finite elements, and the amax histories of delayed
+scaling. ``forward`` chooses how calls of one kind are computed (``autotune`` with recipe auto), then calls
+``autograd.checked_linear``.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import is_grad_enabled, nn
@@ -17,23 +19,23 @@ from torch.compiler import is_compiling, is_dynamo_compiling
 from torch.nn import functional
 from torch.utils._python_dispatch import _disable_current_modes
 
-from kernel_pytorch.fp8.checkpoint import reset_layer_state
-from kernel_pytorch.fp8.fsdp import GatheredWeight, plain_weight, restore
-from kernel_pytorch.fp8.kept_cast import Kept
-from kernel_pytorch.fp8.linear import (
+from kernel_pytorch.fp8.autograd import (
     COUNTS_SHAPE,
     STATE_SHAPE,
-    Memory,
-    Products,
-    cast_of_weight,
+    Buffers,
+    GemmSpec,
     check_linear,
     checked_linear,
+    compute_dtype,
+    quantize_layer_weight,
     recomputing,
-    working_dtype,
 )
-from kernel_pytorch.fp8.offer import meet
-from kernel_pytorch.fp8.plan import Measured, call_of, can_measure, may_gain, measured_for, rounded
+from kernel_pytorch.fp8.autotune import Measured, call_of, can_measure, may_gain, measured_for, rounded
+from kernel_pytorch.fp8.checkpoint import reset_layer_state
+from kernel_pytorch.fp8.fsdp import GatheredWeight, plain_weight, restore
+from kernel_pytorch.fp8.fusion.matching import request_cast
 from kernel_pytorch.fp8.recipe import Recipe, recipe_of
+from kernel_pytorch.fp8.scaled_tensor import ScaledTensor
 from kernel_pytorch.fp8.transforms import refuse, refuse_transforms, transforms_active
 from kernel_pytorch.fp8.weight_cache import WeightCache
 
@@ -45,36 +47,54 @@ BUFFERS = {
     "fp8_gradient_counts": ((1, *COUNTS_SHAPE[1:]), torch.int64),
     "fp8_gradient_history": (STATE_SHAPE[1:], torch.float32),
 }
-"""What a layer adds: ``Memory`` has their meaning."""
-_FOUND_OUT: Mapping[str, Callable[[], Any]] = {
+"""Shapes and dtypes of the buffers, see ``autograd.Buffers``."""
+_CACHES: Mapping[str, Callable[[], Any]] = {
     "weight_cache": lambda: None,
     "_plain_numel": dict,
     "_plain_up_to": lambda: -1,
     "_narrow": bool,
     "_calls": dict,
 }
-"""What a layer learns from its calls, and what it knows before the first; copies and pickles learn it anew."""
+"""Per-instance caches and their initial values. Dropped by copy and pickle."""
 _SET = ("fp8_text", "fp8_auto", "fp8_alone", "fp8_fallback", "fp8_gather")
-"""What ``made_from`` sets besides."""
+"""Attributes that ``made_from`` sets besides."""
 
 
 def _new_buffers(device: torch.device) -> dict[str, torch.Tensor]:
-    """Those of a layer that has counted nothing and remembers nothing."""
+    """Return zeroed buffers."""
     with torch.inference_mode(False):
         return {name: torch.zeros(shape, dtype=dtype, device=device) for name, (shape, dtype) in BUFFERS.items()}
 
 
+class _CallKind(NamedTuple):
+    """What decides how a call is computed."""
+
+    own: bool
+    """Whether x is the layer's own input, not that of the SwiGLU around it."""
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+    x_requires_grad: bool
+    weight_requires_grad: bool
+    weight_dtype: torch.dtype
+    weight_device: torch.device
+    bias_dtype: torch.dtype | None
+    grad_enabled: bool
+    autocast_dtype: torch.dtype | None
+    training: bool
+
+
 class Float8Linear(nn.Linear):
-    """Made out of an ``nn.Linear`` in place by ``kp.fp8.convert``; see there."""
+    """An ``nn.Linear`` converted in place by ``kp.fp8.convert``; see there."""
 
     fp8_text: str
-    """That of the recipe, ``Recipe.text``: all that a compiled step compares of it."""
+    """``Recipe.text``: compiled code guards on this one string instead of nine fields."""
     fp8_auto: bool
-    """Whether each product is in 8 bits only where that was measured to be faster."""
+    """Whether each GEMM runs in FP8 only where that was measured to be faster."""
     fp8_alone: bool
-    """Whether no other layer of the model was converted with it."""
+    """Whether it is the only converted layer of the model."""
     fp8_fallback: str | None
-    """Why the layer computes in its own precision from now on, or None."""
+    """Why the layer has fallen back to its own dtype, or None."""
     fp8_gather: bool | str | None
     """True if FSDP2 all-gathers the weight in FP8, or the reason why it does not; None if not asked for."""
     fp8_forward_counts: torch.Tensor
@@ -84,65 +104,65 @@ class Float8Linear(nn.Linear):
     weight_cache: WeightCache | None
     """Set inside ``kp.fp8.accumulate``."""
     _plain_numel: dict[Any, int]
-    """Inputs of at most so many numbers are known to gain nothing, by ``_kind``."""
+    """Inputs of at most so many elements do not gain by FP8, by ``_kind``."""
     _plain_up_to: int
-    """The one of these for calls that need every gradient, if the weight is narrow: known by one comparison. (What
-    gains nothing in three products gains next to nothing in two.)"""
+    """The same for calls that need every gradient, if the weight is 16-bit: one comparison."""
     _narrow: bool
-    """Whether autocast would make little difference to what was measured."""
-    _calls: dict[tuple[Any, ...], tuple[Recipe, Products] | None]
+    """Whether the weight is 16-bit, so that autocast makes little difference to what was measured."""
+    _calls: dict[_CallKind, tuple[Recipe, GemmSpec] | None]
 
     @staticmethod
     def made_from(linear: nn.Linear, recipe: Recipe, auto: bool, alone: bool) -> Float8Linear:
-        """The same object, with another forward."""
+        """Convert the layer in place and return it."""
         linear.__class__ = Float8Linear
         layer: Any = linear
         layer.fp8_text, layer.fp8_auto, layer.fp8_fallback, layer.fp8_gather = recipe.text, auto, None, None
         layer.fp8_alone = alone
-        for name, nothing in _FOUND_OUT.items():
+        for name, nothing in _CACHES.items():
             setattr(layer, name, nothing())
         for name, buffer in _new_buffers(layer.weight.device).items():
             layer.register_buffer(name, buffer, False)
-        layer._forget()
+        layer._clear_caches()
         converted: Float8Linear = layer
         return converted
 
     def plain(self) -> nn.Linear:
-        """The same object as the ``nn.Linear`` that it was."""
+        """Turn the layer back into an ``nn.Linear`` in place and return it."""
         for name in BUFFERS:
             del self._buffers[name]
             self._non_persistent_buffers_set.discard(name)
-        for name in (*_SET, *_FOUND_OUT):
+        for name in (*_SET, *_CACHES):
             delattr(self, name)
         self.__class__ = nn.Linear  # type: ignore[assignment]
         return self
 
     @property
     def fp8_recipe(self) -> Recipe:
-        """What was asked for."""
+        """The recipe of the conversion."""
         return recipe_of(self.fp8_text)
 
     @fp8_recipe.setter
     def fp8_recipe(self, recipe: Recipe) -> None:
         self.fp8_text = recipe.text
-        self._forget()
+        self._clear_caches()
 
-    def _forget(self) -> None:
-        """What is known of calls, where that is not so any more."""
+    def _clear_caches(self) -> None:
+        """Drop the caches: the weight, its dtype or its device has changed."""
         self._calls.clear()
         self._plain_numel.clear()
         self._plain_up_to = -1
         self._narrow = self.weight.itemsize < 4
 
     def recipe_for(self, x: torch.Tensor) -> Recipe | None:
-        """The recipe of a call, with the products that are in 8 bits; None for plain arithmetic."""
+        """Return the recipe of a call, with the GEMMs that run in FP8; None if none does."""
         call = self._call_for(x, False)
         return None if call is None else call[0]
 
-    def _call_for(self, x: torch.Tensor, own: bool) -> tuple[Recipe, Products] | None:
-        """How calls with such inputs are computed, worked out and checked once; None for plain arithmetic.
+    def _call_for(self, x: torch.Tensor, own: bool) -> tuple[Recipe, GemmSpec] | None:
+        """Return how calls of this kind are computed, decided and checked once; None if not in FP8.
 
-        Where x is not the layer's own input but that of the module around it, only what they have in common counts.
+        Args:
+            own: whether x is the layer's own input, not that of the SwiGLU around it.
         """
         if self.fp8_fallback is not None:
             return None
@@ -150,7 +170,7 @@ class Float8Linear(nn.Linear):
             return self._new_call_for(x, own)
         weight, bias, kind = self.weight, self.bias, x.device.type
         mixed = torch.is_autocast_enabled(kind) if kind != "meta" else False
-        key = (
+        key = _CallKind(
             own,
             x.shape,
             x.dtype,
@@ -171,11 +191,11 @@ class Float8Linear(nn.Linear):
             if self.fp8_auto and (torch._C._is_tracing() or not can_measure(kind)):
                 return found  # sizes are no numbers, or nothing is known of their calls
             if self._narrow != (weight.itemsize < 4):
-                self._forget()
+                self._clear_caches()
             self._calls[key] = found
             recording = weight.requires_grad and is_grad_enabled()
             if found is None and self.fp8_auto and own and recording and kind != "meta":
-                # Fewer rows gain even less: from now on they cost one comparison.
+                # Fewer rows gain even less.
                 same = self._kind(x)
                 self._plain_numel[same] = max(self._plain_numel.get(same, -1), x.numel())
                 if self._narrow:
@@ -185,53 +205,53 @@ class Float8Linear(nn.Linear):
             refuse_transforms(x, weight, bias)
         return call
 
-    def _new_call_for(self, x: torch.Tensor, own: bool) -> tuple[Recipe, Products] | None:
+    def _new_call_for(self, x: torch.Tensor, own: bool) -> tuple[Recipe, GemmSpec] | None:
         weight, recording = self.weight, is_grad_enabled()
         if self.fp8_auto and not may_gain(x.device.type):
             return None
         rows = rounded(math.prod(x.shape[:-1])) if self.fp8_auto else 0
         call = call_of(
             self.fp8_text, self.training, rows, self.fp8_alone, is_compiling(), x.device.type,
-            x.device.index, working_dtype(x), tuple(weight.shape), weight.dtype, self.bias is not None,
+            x.device.index, compute_dtype(x), (weight.shape[0], weight.shape[1]), weight.dtype, self.bias is not None,
             recording and x.requires_grad, recording and weight.requires_grad,
         )  # fmt: skip
         if call is None:
             return None
         if own:
             check_linear(x, weight, self.bias)
-        recipe, products = call
-        return recipe, Products(*products)
+        recipe, gemms = call
+        return recipe, GemmSpec(*gemms)
 
     def fp8_gains_nothing(self, x: torch.Tensor) -> bool:
-        """Whether that is known already: what the eager calls cost that auto leaves as they were."""
+        """Return whether auto is known to leave such a call in the layer's dtype."""
         numel = x.numel()
         return numel <= self._plain_up_to or numel <= self._plain_for(x)
 
     def _plain_for(self, x: torch.Tensor) -> int:
-        """How many numbers an input such as x may have and be known to gain nothing; -1 where nothing is known."""
+        """Return up to how many elements inputs such as x are known not to gain; -1 if unknown."""
         known = self._plain_numel
         return known.get(self._kind(x), -1) if known else -1
 
     def _kind(self, x: torch.Tensor) -> Any:
-        """What else decides if a call gains, besides its rows; a call that is not recorded is like one that is."""
+        """Return what decides whether a call gains, besides its rows."""
         recorded = x.requires_grad or not is_grad_enabled()
-        return recorded if self._narrow else (working_dtype(x), recorded)
+        return recorded if self._narrow else (compute_dtype(x), recorded)
 
-    def fp8_last_call(self) -> tuple[torch.Size | None, tuple[Recipe, Products] | None]:
-        """The shape of the input at the last kind of eager call of the layer itself, and how it is computed."""
-        return next(((key[1], call) for key, call in reversed(self._calls.items()) if key[0]), (None, None))
+    def fp8_last_call(self) -> tuple[torch.Size | None, tuple[Recipe, GemmSpec] | None]:
+        """Return the input shape of the last new kind of eager call, and how it is computed."""
+        return next(((key.shape, call) for key, call in reversed(self._calls.items()) if key.own), (None, None))
 
     def fp8_measured(self) -> tuple[Measured, ...]:
-        """What auto has measured for calls such as this layer's in training, in the order of its rows."""
-        recording = {key[4] for key in self._calls if key[9]}  # whether inputs needed gradients, in eager mode
+        """Return what auto has measured for this layer in training, in the order of rows."""
+        recording = {key.x_requires_grad for key in self._calls if key.grad_enabled}
         needs_dx = (True, False) if len(recording) != 1 else (*recording,)
         found = (measured_for(self.weight, self.bias is not None, self.fp8_recipe, each) for each in needs_dx)
         return next(filter(None, found), ())
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if not is_dynamo_compiling():  # a graph must not depend on what follows
-            # ``fp8_gains_nothing`` without its call, and past nn.Module's search for names, which takes longer than
-            # what is asked here: no call may be slower than it was. Sizes that are symbols are not compared.
+            # ``fp8_gains_nothing`` inlined, and past nn.Module.__getattr__, which takes longer than the check: a
+            # layer that auto leaves alone must not be slower than nn.Linear. Symbolic sizes are not compared.
             numel = x.numel()
             if type(numel) is int and (numel <= self._plain_up_to or numel <= self._plain_for(x)):
                 own: Any = self._parameters
@@ -245,33 +265,33 @@ class Float8Linear(nn.Linear):
             weight = self.weight
             weight = weight.dequantize() if isinstance(weight, GatheredWeight) else weight
             return functional.linear(x, weight, self.bias)
-        recipe, products = call
-        if products.y_in_8 and not is_compiling():
-            meet(x, self, recipe, products.forward_format, products.needs_dw and products.dw_in_8)
-        cast = self.weight_cast(recipe, products.forward_format, products.needs_dx and products.dx_in_8)
-        return checked_linear(x, self.weight, self.bias, recipe, products, self.fp8_memory(recipe), cast)
+        recipe, gemms = call
+        if gemms.y_fp8 and not is_compiling():
+            request_cast(x, self, recipe, gemms.forward_format, gemms.needs_dw and gemms.dw_fp8)
+        cast = self.quantized_weight(recipe, gemms.forward_format, gemms.needs_dx and gemms.dx_fp8)
+        return checked_linear(x, self.weight, self.bias, recipe, gemms, self.fp8_buffers(recipe), cast)
 
-    def fp8_memory(self, recipe: Recipe) -> Memory:
-        """What a call brings up to date."""
+    def fp8_buffers(self, recipe: Recipe) -> Buffers:
+        """Return the buffers that a call updates."""
         counts, history = self.fp8_forward_counts, self.fp8_history if recipe.delayed else None
         if not is_compiling() and recomputing():
-            # It has been counted and remembered. Whoever watches operators must see the same ones both times.
+            # A recomputation must not count twice, and checkpointing compares the operators of both forwards.
             with _disable_current_modes():
                 counts, history = counts.clone(), None if history is None else history.clone()
         gradient_history = self.fp8_gradient_history if recipe.delayed else None
-        return Memory(counts, history, self.fp8_gradient_counts, gradient_history)
+        return Buffers(counts, history, self.fp8_gradient_counts, gradient_history)
 
     @property
     def fp8_counts(self) -> torch.Tensor:
-        """A copy, of shape ``COUNTS_SHAPE``."""
+        """A copy of all counts, of shape ``COUNTS_SHAPE``."""
         return torch.cat([self.fp8_forward_counts, self.fp8_gradient_counts])
 
     @property
     def fp8_state(self) -> torch.Tensor:
-        """A copy, of shape ``STATE_SHAPE``."""
+        """A copy of both amax histories, of shape ``STATE_SHAPE``."""
         return torch.stack([self.fp8_history, self.fp8_gradient_history])
 
-    def weight_cast(self, recipe: Recipe, number_format: str, transposed: bool) -> Kept | None:
+    def quantized_weight(self, recipe: Recipe, number_format: str, transposed: bool) -> ScaledTensor | None:
         """Return the quantized weight gathered by FSDP2 or cached by ``kp.fp8.accumulate``, or None."""
         weight = self.weight
         if isinstance(weight, GatheredWeight):
@@ -282,13 +302,13 @@ class Float8Linear(nn.Linear):
         kind = (number_format, recipe.weight, recipe.power_of_two)
         cast = cache.get(weight, kind, transposed)
         if cast is None:
-            counts = self.fp8_memory(recipe).counts
-            cast = cast_of_weight(weight, recipe, number_format, transposed=transposed, counts=counts)
+            counts = self.fp8_buffers(recipe).counts
+            cast = quantize_layer_weight(weight, recipe, number_format, transposed=transposed, counts=counts)
             cache.put(weight, kind, cast)
         return cast
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        """Moving or converting a model moves counts and state along, and leaves their formats alone."""
+        """Move the buffers with the weight and keep their dtypes."""
         kept = {name: self._buffers[name] for name in BUFFERS}
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         restore(self)
@@ -297,14 +317,14 @@ class Float8Linear(nn.Linear):
             before = kept[name]
             assert before is not None
             self._buffers[name] = fresh if before.is_meta or device.type == "meta" else before.to(device)
-        self._forget()  # on another device, or in another format, other calls gain
+        self._clear_caches()  # on another device, or in another format, other calls gain
         return self
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: kept for name, kept in self.__dict__.items() if name not in _FOUND_OUT}
+        return {name: kept for name, kept in self.__dict__.items() if name not in _CACHES}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__({name: nothing() for name, nothing in _FOUND_OUT.items()} | state)  # type: ignore[no-untyped-call]
+        super().__setstate__({name: nothing() for name, nothing in _CACHES.items()} | state)  # type: ignore[no-untyped-call]
 
     def __prepare_scriptable__(self) -> NoReturn:
         # What torch.jit.script asks a module first.
@@ -321,14 +341,14 @@ class Float8Linear(nn.Linear):
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
         super()._load_from_state_dict(state_dict, prefix, *rest)
         restore(self)
-        self._forget()  # the weight may be another, of another format
-        if self.fp8_history.is_meta and not self.weight.is_meta:  # assigned to a model without memory
+        self._clear_caches()  # the weight may be another, of another format
+        if self.fp8_history.is_meta and not self.weight.is_meta:  # assigned to a model without buffers
             self._buffers.update(_new_buffers(self.weight.device))
         if prefix + "weight" in state_dict:  # the histories of another weight do not apply
             reset_layer_state(self)
 
     def extra_repr(self) -> str:
-        products = "auto" if self.fp8_auto else ", ".join(self.fp8_recipe.low_precision)
+        gemms = "auto" if self.fp8_auto else ", ".join(self.fp8_recipe.low_precision)
         if self.fp8_fallback is not None:
-            products = "fell back to its own precision"
-        return f"{super().extra_repr()}, fp8={self.fp8_recipe} ({products})"
+            gemms = "fell back to its own precision"
+        return f"{super().extra_repr()}, fp8={self.fp8_recipe} ({gemms})"

@@ -1,9 +1,7 @@
-"""How a norm and the layers behind it find each other, in eager mode.
+"""Match RMSNorms with the FP8 layers that read them, in eager mode, and detect changed modules.
 
-A norm marks its output. The first layer that is given that very tensor, and would cast it, says so: it wishes for the
-cast, and the norm makes it in its next call, with the layer's own counts and history. What the layer then finds on
-the tensor is what it would have made. A wish lasts as long as it is granted to somebody: a cast that nobody took is
-not made again.
+A fused norm tags its output. The first layer that would quantize that tensor requests the cast, and the norm serves
+the request in its next call, with the layer's counts and history. A request ends when a served cast was not used.
 """
 
 from __future__ import annotations
@@ -12,10 +10,21 @@ import weakref
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
 from kernel_pytorch.fp8.recipe import Recipe
 
-__all__ = ["MARK", "Caster", "Offer", "Wish", "input_key", "meet"]
+__all__ = [
+    "MARK",
+    "SETTINGS",
+    "CastRequest",
+    "CastingNorm",
+    "NormOutput",
+    "input_key",
+    "module_settings",
+    "request_cast",
+    "unchanged",
+]
 
 MARK = "_fp8_offer"
 """The attribute of a norm's output that says which norm it is of."""
@@ -26,7 +35,7 @@ def input_key(x: torch.Tensor, recipe: Recipe, transposed: bool) -> tuple[Any, .
     return (x._version, recipe.input, recipe.power_of_two, recipe.delayed, transposed)
 
 
-class Wish(NamedTuple):
+class CastRequest(NamedTuple):
     """The cast that a layer would make of a norm's output."""
 
     layer: weakref.ref[Any]
@@ -37,18 +46,18 @@ class Wish(NamedTuple):
     """What it depends on that may be another at the next call."""
 
 
-class Offer:
+class NormOutput:
     """What a norm puts on its output."""
 
-    __slots__ = ("again", "caster", "met", "version", "wish")
+    __slots__ = ("again", "caster", "met", "request", "version")
 
-    def __init__(self, caster: Caster, again: bool, wish: Wish | None, version: int) -> None:
-        self.caster, self.again, self.wish, self.version = caster, again, wish, version
+    def __init__(self, caster: CastingNorm, again: bool, request: CastRequest | None, version: int) -> None:
+        self.caster, self.again, self.request, self.version = caster, again, request, version
         self.met = False
         """Whether a layer has been given the tensor and wants it in 8 bits."""
 
 
-class Caster:
+class CastingNorm:
     """Of one norm: how it computes, and for whom it casts. Copies and pickles find that out anew.
 
     Forwards that a backward repeats, of activation checkpointing, are kept apart from the others: the layer behind
@@ -63,8 +72,8 @@ class Caster:
         """The name of the module's attribute with eps."""
         self.rounds_to_input = rounds_to_input
         """Whether the result is in x's dtype also with a weight in float32."""
-        self._wishes: dict[bool, Wish] = {}
-        self._last: dict[bool, Offer] = {}
+        self._requests: dict[bool, CastRequest] = {}
+        self._last: dict[bool, NormOutput] = {}
         self._shared = False
         """Whether different layers come first in different calls: then nothing is cast for any."""
         self._met, self._used = False, not auto
@@ -75,7 +84,7 @@ class Caster:
         """Whether our op could not take a call: from then on, whether it can is known before a layer is met."""
 
     def __reduce__(self) -> Any:
-        return Caster, (self.width, self.eps, self.rounds_to_input, self.auto, self.traced)
+        return CastingNorm, (self.width, self.eps, self.rounds_to_input, self.auto, self.traced)
 
     def used(self) -> bool:
         """Whether the norm computes by our op; else it is as it was.
@@ -92,57 +101,57 @@ class Caster:
                 self._weight_version, self._used, self._met = version, self._met, False
         return self._used
 
-    def wish(self, x: torch.Tensor, again: bool) -> Wish | None:
+    def request(self, x: torch.Tensor, again: bool) -> CastRequest | None:
         """The cast to make of the result for x."""
-        wish, last = self._wishes.get(again), self._last.get(again)
-        if wish is None:
+        request, last = self._requests.get(again), self._last.get(again)
+        if request is None:
             return None
-        if last is not None and last.wish is not None and not last.met:
-            del self._wishes[again]
+        if last is not None and last.request is not None and not last.met:
+            del self._requests[again]
             return None
-        layer = wish.layer()
-        if layer is None or wish.conditions != self._conditions(layer, x):
+        layer = request.layer()
+        if layer is None or request.conditions != self._conditions(layer, x):
             return None
-        return wish
+        return request
 
-    def mark(self, y: torch.Tensor, again: bool, wish: Wish | None) -> None:
+    def mark(self, y: torch.Tensor, again: bool, request: CastRequest | None) -> None:
         """Let the layers behind know whose output it is."""
-        offer = self._last[again] = Offer(self, again, wish, y._version)
-        setattr(y, MARK, offer)
+        output = self._last[again] = NormOutput(self, again, request, y._version)
+        setattr(y, MARK, output)
 
-    def meet(
-        self, offer: Offer, y: torch.Tensor, layer: Any, recipe: Recipe, number_format: str, transposed: bool
+    def request_cast(
+        self, output: NormOutput, y: torch.Tensor, layer: Any, recipe: Recipe, number_format: str, transposed: bool
     ) -> None:
         """A layer, the first of those that are given y, wants it in 8 bits."""
         self._met = True
         if self.auto and (self._consumer is None or self._consumer() is None):
             self._consumer, self._weight_version = weakref.ref(layer), _version_of(layer.weight)
-        wish, unchanged = offer.wish, y._version == offer.version
+        request, unchanged = output.request, y._version == output.version
         wanted = (recipe, number_format, transposed)
-        granted = wish is not None and unchanged and wish.layer() is layer and wish[1:4] == wanted
-        if granted or self._shared:
+        served = request is not None and unchanged and request.layer() is layer and request[1:4] == wanted
+        if served or self._shared:
             return
         if recipe.input != "tensor" or not unchanged:
             # Other scales are not the norm's to make, and what was changed in place is not the norm's any more.
-            self._wishes.pop(offer.again, None)
+            self._requests.pop(output.again, None)
             return
-        known = wish or self._wishes.get(offer.again)
+        known = request or self._requests.get(output.again)
         other = None if known is None else known.layer()
         if other is not None and other is not layer:
             self._shared = True
-            self._wishes.clear()
+            self._requests.clear()
             y.__dict__.pop("_fp8_cast", None)  # by the other's history
             return
-        self._wishes[offer.again] = Wish(weakref.ref(layer), *wanted, self._conditions(layer, y))
+        self._requests[output.again] = CastRequest(weakref.ref(layer), *wanted, self._conditions(layer, y))
 
     def forget(self) -> None:
         """What a layer wished for that the norm cannot give."""
-        self._wishes.clear()
+        self._requests.clear()
 
     def layer(self) -> Any:
         """The layer that it casts for, or None."""
-        wish = self._wishes.get(False) or self._wishes.get(True)
-        return None if wish is None else wish.layer()
+        request = self._requests.get(False) or self._requests.get(True)
+        return None if request is None else request.layer()
 
     def _conditions(self, layer: Any, x: torch.Tensor) -> tuple[Any, ...]:
         found = (
@@ -160,9 +169,42 @@ def _version_of(weight: torch.Tensor) -> int:
     return 0 if weight.is_inference() else weight._version
 
 
-def meet(x: torch.Tensor, layer: Any, recipe: Recipe, number_format: str, transposed: bool) -> None:
+def request_cast(x: torch.Tensor, layer: Any, recipe: Recipe, number_format: str, transposed: bool) -> None:
     """A layer is about to take x in 8 bits: where that is a norm's output, the norm learns of it."""
-    offer: Offer | None = getattr(x, MARK, None)
-    if offer is not None and not offer.met:
-        offer.met = True
-        offer.caster.meet(offer, x, layer, recipe, number_format, transposed)
+    output: NormOutput | None = getattr(x, MARK, None)
+    if output is not None and not output.met:
+        output.met = True
+        output.caster.request_cast(output, x, layer, recipe, number_format, transposed)
+
+
+# Attributes of a matched module that its forward may read.
+
+
+SETTINGS = "_fp8_settings"
+"""The attribute of a module that is fused."""
+_PLAIN = (bool, int, float, str, type(None))
+
+
+def module_settings(module: nn.Module, *apart: str) -> list[tuple[nn.Module, str, Any]]:
+    """Numbers, texts, flags and children of a module and of its parts, but for its linear layers.
+
+    Args:
+        apart: attributes that whoever runs the module reads himself.
+    """
+    found: list[tuple[nn.Module, str, Any]] = []
+    for part in module.modules():
+        if isinstance(part, nn.Linear):
+            continue
+        plain = [(name, value) for name, value in vars(part).items() if type(value) in _PLAIN]
+        children = [(name, child) for name, child in part.named_children() if not isinstance(child, nn.Linear)]
+        found += [(part, name, value) for name, value in plain + children if name not in ("training", *apart)]
+    return found
+
+
+def unchanged(settings: list[tuple[nn.Module, str, Any]]) -> bool:
+    """Whether all of them are what they were. Read so that torch.compile looks at them before each call."""
+    for part, name, value in settings:
+        now = getattr(part, name, settings)
+        if now is not value and (isinstance(value, nn.Module) or now != value):
+            return False
+    return True

@@ -1,0 +1,321 @@
+"""A SwiGLU of three converted layers, forward and backward, on quantized operands.
+
+Counts and amax histories are updated in place, by prepared kernels where they serve. The backward has two halves:
+the first returns the gradients between the layers in FP8, after which gate and up can be freed. Most of a step's
+memory is taken in that half, so a large dh is computed in row chunks, and its transposed data later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+from kernel_pytorch.fp8.quantize import (
+    INPUT,
+    NAMES,
+    QuantizeSpec,
+    quantize,
+    scaled_matmul,
+    transpose_data,
+)
+from kernel_pytorch.fp8.scaled_tensor import ScaledTensor
+from kernel_pytorch.hardware_abstraction import dispatch
+from kernel_pytorch.ops.fp8_swiglu import fp8_swiglu, fp8_swiglu_grad
+from kernel_pytorch.ops.fp8_swiglu.definition import FP8_SWIGLU
+from kernel_pytorch.ops.fp8_swiglu.grad_definition import FP8_SWIGLU_GRAD
+from kernel_pytorch.ops.fp8_swiglu.prepared import SwiGLUGradSpec, SwiGLUSpec
+
+__all__ = [
+    "Between",
+    "MLPBuffers",
+    "MLPSpec",
+    "Needs",
+    "Saved",
+    "backward_gemms",
+    "backward_hidden",
+    "in_row_chunks",
+    "is_chunked",
+    "swiglu_backward",
+    "swiglu_forward",
+]
+
+_CHUNK_ROWS = 4096
+"""Of a part of dh: many enough to keep the matrix units busy."""
+_LARGE = 1 << 27
+"""How many numbers a dh must have to be made in parts."""
+
+
+class Saved(NamedTuple):
+    """What the backward reads."""
+
+    gate: torch.Tensor
+    up: torch.Tensor
+    h_inverse: torch.Tensor
+    x_inverse: torch.Tensor
+    x_t: torch.Tensor
+    gate_inverse: torch.Tensor
+    gate_t: torch.Tensor
+    up_inverse: torch.Tensor
+    up_t: torch.Tensor
+    down_inverse: torch.Tensor
+    down_t: torch.Tensor
+
+
+class MLPSpec(NamedTuple):
+    """How the GEMMs of a SwiGLU are computed."""
+
+    dtype: str
+    forward_format: str
+    gradient_format: str
+    dx_sums: str
+    power_of_two: bool
+    direct: bool = False
+    """As ``ScaledTensor.direct`` of x."""
+
+
+class MLPBuffers(NamedTuple):
+    """Counts and amax histories of the three layers: ``Buffers`` of autograd, by tensor."""
+
+    x_history: torch.Tensor | None
+    gate_counts: torch.Tensor
+    up_counts: torch.Tensor
+    down_counts: torch.Tensor
+    h_history: torch.Tensor | None
+    dgate_counts: torch.Tensor
+    dup_counts: torch.Tensor
+    dy_counts: torch.Tensor
+    dgate_history: torch.Tensor | None
+    dup_history: torch.Tensor | None
+    dy_history: torch.Tensor | None
+
+
+class Needs(NamedTuple):
+    """Which gradients are needed."""
+
+    dx: bool = True
+    dh: bool = True
+    dgate: bool = True
+    dup: bool = True
+    ddown: bool = True
+
+
+def swiglu_forward(
+    x: ScaledTensor,
+    gate: ScaledTensor,
+    up: ScaledTensor,
+    down: ScaledTensor,
+    spec: MLPSpec,
+    buffers: MLPBuffers,
+) -> tuple[torch.Tensor, Saved]:
+    """Return y of the quantized x and weights, and what the backward reads."""
+    dtype, direct = spec.dtype, x.direct
+    gate_MF = scaled_matmul(x.data, gate.data, x.inverse, gate.inverse, dtype, "fast", direct)
+    up_MF = scaled_matmul(x.data, up.data, x.inverse, up.inverse, dtype, "fast", direct)
+    data, inverse = _hidden(gate_MF, up_MF, spec, buffers)
+    y = scaled_matmul(data, down.data, inverse, down.inverse, dtype, "fast", direct)
+    weights = (gate.inverse, gate.data_t, up.inverse, up.data_t, down.inverse, down.data_t)
+    return y, Saved(gate_MF, up_MF, inverse, x.inverse, x.data_t, *weights)
+
+
+class Between(NamedTuple):
+    """What the first half of a backward leaves to the second."""
+
+    dy_t: torch.Tensor
+    """Or dy itself, where the transposed copies have yet to be made; those of dgate and dup are then empty."""
+    dy_inverse: torch.Tensor
+    dgate: torch.Tensor
+    dgate_t: torch.Tensor
+    dgate_inverse: torch.Tensor
+    dup: torch.Tensor
+    dup_t: torch.Tensor
+    dup_inverse: torch.Tensor
+    h_t: torch.Tensor
+
+
+def is_chunked(between: Between) -> bool:
+    return between.dgate_t.numel() != between.dgate.numel()
+
+
+def in_row_chunks(gate: torch.Tensor, history: torch.Tensor | None) -> bool:
+    """Whether dh, of gate's shape, is made in parts: only a history has a scale before all of it is there."""
+    rows, columns = gate.shape
+    # Rows that torch.compile does not know stay any number: nothing may depend on them.
+    large = statically_known_true(rows > _CHUNK_ROWS) and statically_known_true(rows * columns >= _LARGE)
+    return large and history is not None
+
+
+def swiglu_backward(
+    dy_MN: torch.Tensor, saved: Saved, spec: MLPSpec, needs: Needs, buffers: MLPBuffers
+) -> tuple[torch.Tensor | None, ...]:
+    """Return the two terms of dx, from gate and from up, and the gradients of the three weights."""
+    dtype = NAMES[dy_MN.dtype]
+    if needs.dh:
+        chunked = not torch.compiler.is_compiling() and in_row_chunks(saved.gate, buffers.dgate_history)
+        between = backward_hidden(dy_MN, saved, spec, buffers, chunked, needs.ddown)
+        return backward_gemms(between, saved, dtype, spec.dx_sums, needs)
+    ddown = None
+    if needs.ddown:  # gate and up are frozen: only h is needed once more
+        dy = _quantize_dy(dy_MN, spec, buffers, True)
+        h = fp8_swiglu(saved.gate, saved.up, spec.forward_format, power_of_two=spec.power_of_two)
+        h_t = transpose_data(h.data)
+        ddown = scaled_matmul(dy.data_t, h_t, dy.inverse, h.inverse, dtype, "promoted", dy.direct)
+    return None, None, None, None, ddown
+
+
+def _quantize_dy(dy_MN: torch.Tensor, spec: MLPSpec, buffers: MLPBuffers, transposed: bool) -> ScaledTensor:
+    how = QuantizeSpec(spec.gradient_format, "tensor", transposed, spec.power_of_two)
+    return quantize(dy_MN, how, buffers.dy_counts, INPUT, buffers.dy_history)
+
+
+def backward_hidden(
+    dy_MN: torch.Tensor, saved: Saved, spec: MLPSpec, buffers: MLPBuffers, chunked: bool, needs_ddown: bool
+) -> list[torch.Tensor]:
+    """Return what ``Between`` lists."""
+    dtype = NAMES[dy_MN.dtype]
+    dy = _quantize_dy(dy_MN, spec, buffers, needs_ddown)
+    data, data_t, inverse, direct = dy.data, dy.data_t, dy.inverse, dy.direct
+    del dy
+    if chunked:
+        data_t = data  # transposed again when there is memory
+
+    h_inverse = saved.h_inverse if needs_ddown else None
+    factors = (saved.down_t, inverse, saved.down_inverse, dtype, spec.dx_sums, direct)
+    hidden = None
+    if chunked:
+        rows_of_dh = partial(_rows_of_matmul, data, factors)
+        hidden = _hidden_gradients_in_chunks(rows_of_dh, saved, h_inverse, spec, buffers)
+    if hidden is None:
+        dh = scaled_matmul(data, *factors)
+        del data  # free memory as early as possible
+        g, g_t, g_inverse, u, u_t, u_inverse, h_t = _hidden_gradients(dh, saved, h_inverse, spec, buffers)
+    else:
+        g, g_inverse, u, u_inverse, h_t = hidden
+    if chunked:  # results of an operator must not share memory
+        g_t, u_t = g.new_empty((0, 0)), u.new_empty((0, 0))
+    return [data_t, inverse, g, g_t, g_inverse, u, u_t, u_inverse, h_t]
+
+
+def _rows_of_matmul(a: torch.Tensor, factors: tuple[Any, ...], first: int, last: int) -> torch.Tensor:
+    return scaled_matmul(a[first:last], *factors)
+
+
+def backward_gemms(
+    between: list[torch.Tensor], saved: Saved, dtype: str, dx_sums: str, needs: Needs
+) -> tuple[torch.Tensor | None, ...]:
+    """The rest. Gate and up are not read."""
+    dx = dx_of_up = dgate = dup = ddown = None
+    parted = is_chunked(Between(*between))
+    dy_t, dy_inverse, g, g_t, g_inverse, u, u_t, u_inverse, h_t = between
+    between.clear()
+    direct = not torch.compiler.is_compiling() and dispatch.plain_call(g)
+    if needs.ddown:
+        dy_t = transpose_data(dy_t) if parted else dy_t
+        ddown = scaled_matmul(dy_t, h_t, dy_inverse, saved.h_inverse, dtype, "promoted", direct)
+    del dy_t, h_t
+    if needs.dx:
+        dx = scaled_matmul(g, saved.gate_t, g_inverse, saved.gate_inverse, dtype, dx_sums, direct)
+    if needs.dgate:
+        g_t = transpose_data(g) if parted else g_t
+        del g
+        dgate = scaled_matmul(g_t, saved.x_t, g_inverse, saved.x_inverse, dtype, "promoted", direct)
+    g = g_t = g_inverse  # what was of gate is let go before it is up's turn
+    if needs.dx:
+        dx_of_up = scaled_matmul(u, saved.up_t, u_inverse, saved.up_inverse, dtype, dx_sums, direct)
+    if needs.dup:
+        u_t = transpose_data(u) if parted else u_t
+        del u
+        dup = scaled_matmul(u_t, saved.x_t, u_inverse, saved.x_inverse, dtype, "promoted", direct)
+    return dx, dx_of_up, dgate, dup, ddown
+
+
+# Quantized activation and its gradients, with their counts and histories.
+
+
+def _hidden(
+    gate: torch.Tensor, up: torch.Tensor, spec: MLPSpec, buffers: MLPBuffers
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantize ``silu(gate) * up``: data and inverse scale."""
+    counts, history = buffers.down_counts, buffers.h_history
+    length = 0 if history is None else history.shape[0]
+    kind = SwiGLUSpec(gate.shape, gate.stride(), up.stride(), spec.forward_format, length, spec.power_of_two)
+    cast = dispatch.prepared(FP8_SWIGLU, kind, gate)
+    if cast is not None:
+        data, inverse = cast(gate, up, counts, history)
+        return data, inverse
+    h = fp8_swiglu(gate, up, spec.forward_format, history=history, power_of_two=spec.power_of_two)
+    _count(counts, h.counts, h.data.numel())
+    if history is not None:
+        history.copy_(h.next_history)
+    return h.data, h.inverse
+
+
+def _hidden_gradients(
+    dh: torch.Tensor, saved: Saved, h_inverse: torch.Tensor | None, spec: MLPSpec, buffers: MLPBuffers
+) -> tuple[torch.Tensor, ...]:
+    """Quantize dgate and dup, both layouts, and the transposed h: the results of ``fp8_swiglu_grad``."""
+    gate, up = saved.gate, saved.up
+    counts = (buffers.dgate_counts, buffers.dup_counts)
+    gate_history, up_history = buffers.dgate_history, buffers.dup_history
+    length = 0 if gate_history is None else gate_history.shape[0]
+    kind = SwiGLUGradSpec(
+        gate.shape, dh.stride(), gate.stride(), up.stride(), spec.gradient_format, spec.forward_format,
+        h_inverse is not None, length, spec.power_of_two,
+    )  # fmt: skip
+    cast = dispatch.prepared(FP8_SWIGLU_GRAD, kind, gate)
+    if cast is not None:
+        found: tuple[torch.Tensor, ...] = cast(dh, gate, up, h_inverse, counts, (gate_history, up_history))
+        return found
+    hidden = fp8_swiglu_grad(
+        dh,
+        gate,
+        up,
+        spec.gradient_format,
+        spec.forward_format,
+        h_inverse=h_inverse,
+        gate_history=gate_history,
+        up_history=up_history,
+        power_of_two=spec.power_of_two,
+    )
+    for each, lost in zip(counts, hidden.counts, strict=True):
+        _count(each, lost, gate.numel())
+    if gate_history is not None and up_history is not None:
+        gate_history.copy_(hidden.gate_next_history)
+        up_history.copy_(hidden.up_next_history)
+    dgate, dup = (
+        (hidden.dgate, hidden.dgate_t, hidden.dgate_inverse),
+        (hidden.dup, hidden.dup_t, hidden.dup_inverse),
+    )
+    return *dgate, *dup, hidden.h_t
+
+
+def _hidden_gradients_in_chunks(
+    rows_of_dh: Callable[[int, int], torch.Tensor],
+    saved: Saved,
+    h_inverse: torch.Tensor | None,
+    spec: MLPSpec,
+    buffers: MLPBuffers,
+) -> tuple[torch.Tensor, ...] | None:
+    """The same for row chunks of dh, without transposed data; None where no prepared kernel serves."""
+    gate, up = saved.gate, saved.up
+    histories = (buffers.dgate_history, buffers.dup_history)
+    assert histories[0] is not None
+    kind = SwiGLUGradSpec(
+        gate.shape, None, gate.stride(), up.stride(), spec.gradient_format, spec.forward_format,
+        h_inverse is not None, histories[0].shape[0], spec.power_of_two, _CHUNK_ROWS,
+    )  # fmt: skip
+    cast = dispatch.prepared(FP8_SWIGLU_GRAD, kind, gate)
+    if cast is None:
+        return None
+    counts = (buffers.dgate_counts, buffers.dup_counts)
+    found: tuple[torch.Tensor, ...] = cast(rows_of_dh, gate, up, h_inverse, counts, histories)
+    return found
+
+
+def _count(counts: torch.Tensor, lost: torch.Tensor, numbers: int) -> None:
+    """Add the losses of an input or a gradient, the same in both copies."""
+    counts[0, :, :3].add_(lost)
+    counts[0, :, 3].add_(numbers)
