@@ -44,7 +44,7 @@ _MODULES = {
         "Programs for devices, with the extra `lowering`. [docs/lowering.md](docs/lowering.md) is the guide.",
         "from kernel_pytorch.lowering import (\n"
         "    CachedLanguageModel, KernelPartitioner, KernelQuantizer, PartitionerOptions,\n"
-        "    load, lower, lowering_of, probe,\n"
+        "    Sampling, TextGenerator, TextProgram, load, lower, lower_checkpoint, lowering_of, probe,\n"
         ")\n"
         "from kernel_pytorch.lowering.recipes import find_recipe",
     ),
