@@ -34,6 +34,10 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)  # torch's threads would wait for those of other workers
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # in programs that tests start
 
+# Lowered checkpoints: kept for the run, and not in the user's cache.
+_PROGRAMS = tempfile.TemporaryDirectory(prefix="programs-")
+os.environ["KERNEL_PYTORCH_PROGRAMS"] = _PROGRAMS.name
+
 
 @pytest.fixture
 def documentation_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

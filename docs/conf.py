@@ -20,7 +20,14 @@ nitpicky = True
 # The navigation: captions with pages or patterns. A page that is in none fails the build.
 site_map = {
     "Start": ["README", "docs/setup", "docs/tutorials/*", "demos/README"],
-    "Guides": ["docs/attention", "docs/context_parallel", "docs/fp8", "docs/lowering", "docs/guides/*"],
+    "Guides": [
+        "docs/optimize",
+        "docs/attention",
+        "docs/context_parallel",
+        "docs/fp8",
+        "docs/lowering",
+        "docs/guides/*",
+    ],
     "Hardware": ["docs/hardware", "docs/support", "docs/backends/*", "docs/backends/*/*-overview"],
     "Performance": ["docs/performance", "BENCHMARKS"],
     "Project": ["docs/architecture", "API", "CONTRIBUTING", "CHANGELOG"],

@@ -3,6 +3,7 @@
 __version__ = "0.1.0"
 
 import importlib
+from typing import TYPE_CHECKING
 
 from kernel_pytorch import masks
 from kernel_pytorch.hardware_abstraction.device import Device
@@ -16,13 +17,18 @@ from kernel_pytorch.ops.attention.hugging_face import register_with_transformers
 from kernel_pytorch.ops.rms_norm import rms_norm
 from kernel_pytorch.ops.rope import rope
 
+if TYPE_CHECKING:  # what __getattr__ imports when it is first used
+    from kernel_pytorch import context_parallel, fp8
+    from kernel_pytorch.lowering import TextGenerator, load, lower
+    from kernel_pytorch.optimization import apply, optimize
+
 register_with_transformers()
 
 
 def __getattr__(name: str) -> object:
     if name in ("context_parallel", "fp8"):  # imported when first used: torch.distributed takes a while
         return importlib.import_module(f"kernel_pytorch.{name}")
-    if name in ("load", "lower"):  # the same: ExecuTorch takes seconds
+    if name in ("TextGenerator", "load", "lower"):  # the same: ExecuTorch takes seconds
         return getattr(importlib.import_module("kernel_pytorch.lowering"), name)
     if name in ("apply", "optimize"):
         return getattr(importlib.import_module("kernel_pytorch.optimization"), name)
@@ -34,6 +40,7 @@ __all__ = [
     "Device",
     "KVCache",
     "Policy",
+    "TextGenerator",
     "UnsupportedCallError",
     "__version__",
     "apply",

@@ -13,8 +13,9 @@ import torch
 from kernel_pytorch.distributed.chunks import Chunks
 from kernel_pytorch.distributed.context import Context, total_length
 from kernel_pytorch.distributed.cost import LINKS, Link, measure_link
-from kernel_pytorch.distributed.module import parallelize, token_mean
+from kernel_pytorch.distributed.module import parallelize
 from kernel_pytorch.distributed.placement import Placement, place
+from kernel_pytorch.distributed.token_mean import token_mean
 from kernel_pytorch.distributed.transport import RankError
 from kernel_pytorch.masks import Mask
 

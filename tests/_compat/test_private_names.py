@@ -14,7 +14,9 @@ from kernel_pytorch._compat.private import CompatibilityWarning, private
 
 PACKAGE = Path(kernel_pytorch.__file__).parent
 # Operators that torch documents under a leading underscore, and types in annotations.
-_ALLOWED = re.compile(r"torch\.(_scaled_mm|_scaled_grouped_mm|_native_multi_head_attention)\b|torch\.ops\.aten\._")
+_ALLOWED = re.compile(
+    r"``.*?``|torch\.(_scaled_mm|_scaled_grouped_mm|_native_multi_head_attention)\b|torch\.ops\.aten\._"
+)
 _PRIVATE = re.compile(r"\btorch(\.\w+)*\._[a-zA-Z]\w*|from torch[\w.]* import .*\b_\w+|forward_ad\._\w+")
 
 

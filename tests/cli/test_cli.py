@@ -22,6 +22,7 @@ from kernel_pytorch.hardware_abstraction.device import Rates
 from kernel_pytorch.hardware_abstraction.dispatch import forget_choices
 from kernel_pytorch.hardware_abstraction.op import registered_op
 from kernel_pytorch.ops.rms_norm import torch_kernel
+from requirements import needs_executorch
 
 SMALL = ("bench", "rms_norm", "--device", "cpu", "--case", "one-row", "--format", "float32", "--seconds", "0.01")
 COMMANDS = [
@@ -147,23 +148,24 @@ def test_doctor_measures_when_asked(run: Run) -> None:
         assert known["rates"]["matmul"]["float32"] > 0
 
 
-def test_tour_visits_every_section(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    plan = benchmarking.plan
-    monkeypatch.setattr(
-        benchmarking, "plan", lambda op, device, *_: plan(op, device, (op.cases[0].name,), ("float32",))
-    )
-    outcome = run("tour")
+@needs_executorch
+def test_tour_visits_every_section(run: Run, tmp_path: Path) -> None:
+    page = tmp_path / "report.html"
+    outcome = run("tour", "--out", str(page))
     assert outcome.code == 0, outcome.err
-    for heading in ("1. What is here", "2. One op: RMSNorm", "3. It trains", "4. Attention", "5. Correct", "Next"):
+    headings = (
+        "1. Exact attention",
+        "2. Your own model",
+        "3. FP8 training",
+        "4. 4 ranks",
+        "5. A lowered model",
+        "Next",
+    )
+    for heading in headings:
         assert heading in outcome.words
-    for content in (
-        "on nvidia/h200 (sm_90)",
-        "gradient norms: x",
-        "one-row float32 backward",
-        "full float32 backward",
-        "speed-up",
-    ):
+    for content in ("largest difference from float64", "candidates refused", "float32", "tokens/s"):
         assert content in outcome.words
+    assert page.read_text().count("<h2>") == 5
 
 
 def test_bench_prints_a_table_of_checked_times(run: Run) -> None:

@@ -487,7 +487,7 @@ def refused(group: dist.ProcessGroup, what: str) -> str:
         )  # fmt: skip
         model = transformers.MistralForCausalLM(config)
     kp.context_parallel.parallelize(model, group, causal, **options)
-    arguments = {"attention_mask": torch.ones_like(tokens)} if what == "attention_mask" else {}
+    arguments = {"attention_mask": torch.ones_like(tokens).tril()} if what == "attention_mask" else {}
     arguments |= {"use_cache": True} if what == "use_cache" else {}
     try:
         with redirect_stderr(io.StringIO()):

@@ -214,9 +214,10 @@ def differing(group: Any, what: str) -> None:
         elif what == "schedule":
             options = {"schedule": "gather"}
         else:
-            keywords = {"scale": {"scale": 0.5}, "kernel": {"kernel": "tiled"}}[what]
+            keywords = {"scale": {"scale": 0.5}, "kernel": {"kernel": "tiled"}, "gradients": {}}[what]
     cp = Context(group, 64, causal(), placement=placed, timeout=20.0, **options)
-    kp.attention(*local(Case(shape), cp), mask, group=cp, **keywords)
+    own = local(Case(shape), cp)
+    kp.attention(*([x.detach() for x in own] if odd and what == "gradients" else own), mask, group=cp, **keywords)
 
 
 def works(pool: Ranks, ranks: int) -> None:
@@ -232,7 +233,8 @@ def works(pool: Ranks, ranks: int) -> None:
         ("value_dim", "ranks disagree on value_dim"),
         ("dtype", "ranks disagree on dtype"),
         ("mask", "ranks disagree on mask"),
-        ("scale", "ranks disagree on scale"),
+        ("scale", r"ranks disagree on scale \(ranks \[0, 2, 3\]: 0\.\d+; ranks \[1\]: 0\.5\); here it is 0\.\d+"),
+        ("gradients", r"ranks disagree on gradients \(ranks \[0, 2, 3\]: needed; ranks \[1\]: not needed\)"),
         ("schedule", "ranks disagree on schedule"),
         ("placement", "ranks disagree on placement"),
         ("kernel", "ranks disagree on kernel"),
@@ -314,6 +316,49 @@ def with_fault(group: Any, case: Case, fault: str, rank: int, step: str, timeout
     finally:
         Transport.exchange = exchange  # type: ignore[method-assign]
     return str(error.value)
+
+
+def dies_before_the_call(group: Any, rank: int, bare: bool) -> str:
+    case = CASES["causal"]
+    cp, mask = case.context(group, timeout=3.0), built(case.shape.expression)
+    own = local(case, cp)
+    if cp.rank == rank:
+        os._exit(17)
+    try:
+        kp.attention(*own, mask, group=group if bare else cp)
+    except RankError as error:
+        return str(error)
+    return "nothing was noticed"
+
+
+@pytest.mark.parametrize("bare", [False, True])
+def test_a_rank_that_died_before_the_call_is_named(bare: bool) -> None:
+    with started(3) as ranks:
+        found = ranks.outcomes(dies_before_the_call, 3, 1, bare)
+        assert found[1] == ("died", 17)
+        step = "the count of tokens" if bare else "the agreement before a call"
+        for rank in (0, 2):
+            kind, text = found[rank]
+            assert kind == "ok", text
+            assert re.match(rf"rank \d did not answer in {step}", text), text
+            assert "rank 1 " in text, text
+
+
+def with_an_empty_share(group: Any, grad: bool) -> list[torch.Tensor]:
+    """Three tokens on four ranks."""
+    torch.manual_seed(0)
+    whole = [torch.randn(1, 2, 3, 8, dtype=torch.float64, requires_grad=grad) for _ in range(3)]
+    cp = Context(group, 3, causal(), timeout=20.0)
+    out = cp.unshard(kp.attention(*(cp.shard(x, dim=2) for x in whole), causal(), group=cp), dim=2)
+    return [out.detach(), kp.attention(*whole, causal()).detach(), torch.tensor(cp.tokens)]
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_a_rank_without_tokens_takes_part(pool: Ranks, grad: bool) -> None:
+    found = pool.run(with_an_empty_share, 4, grad)
+    assert 0 in [int(tokens) for _, _, tokens in found]
+    for out, expected, _ in found:
+        torch.testing.assert_close(out, expected)
 
 
 def test_a_rank_that_hangs_or_dies_is_named() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -107,8 +108,24 @@ def test_a_good_folder_has_no_finding(tmp_path: Path) -> None:
         ({"acme-quantization.md": ""}, ("error", "acme-quantization.md", "empty-page")),
         ({"acme-quantization.md": "# Title\n"}, ("error", "acme-quantization.md", "empty-page")),
         (
-            {"acme-quantization.md": "# Q\n\n```python\nQuantizer(bits: int = 8) -> None\n```\n"},
+            {"acme-quantization.md": "# Q\n\n```python\nfor bits in 8\n```\n"},
             ("error", "acme-quantization.md", "python-syntax"),
+        ),
+        (
+            {"acme-quantization.md": "# Q\n\n```python\nQuantizer(bits: int = 8) -> None\n```\n"},
+            ("note", "acme-quantization.md", "python-signature"),
+        ),
+        (
+            {"acme-quantization.md": "# Q\n\n```python\ndef Quantizer.run(\n    self, x: int\n):\n```\n"},
+            ("note", "acme-quantization.md", "python-signature"),
+        ),
+        (
+            {"acme-overview.md": overview(Target_Requirements="Target Support")},
+            ("warning", "acme-overview.md", "renamed-section"),
+        ),
+        (
+            {"acme-overview.md": overview(Target_Requirements="Prerequisites (Hardware and Software)")},
+            ("warning", "acme-overview.md", "renamed-section"),
         ),
         (
             {"acme-quantization.md": "# Q\n\n``` python\n  x = 1\n y = 2\n```\n"},
@@ -179,6 +196,131 @@ def test_each_defect_is_found(
     result = checked(tmp_path, changes)
     assert expected in codes(result)
     assert result.passes() == (expected[0] != "error")
+
+
+@pytest.mark.parametrize(
+    "nothing", ["N/A", "n/a.", "-", "*None*", "…", "---", "<!-- later -->", "Not applicable.", "| - |", "TBA"]
+)
+def test_a_section_or_page_that_says_nothing_is_empty(tmp_path: Path, nothing: str) -> None:
+    empty = ("error", "acme-overview.md", "empty-section")
+    result = checked(tmp_path, {"acme-overview.md": GOOD["acme-overview.md"].replace("It has this.", nothing, 1)})
+    assert codes(result) == [empty]
+    assert result.sections[0] == {"title": "Features", "status": "empty"}
+    assert codes(checked(tmp_path, {"acme-quantization.md": f"# Q\n\n{nothing}\n"})) == [
+        ("error", "acme-quantization.md", "empty-page")
+    ]
+
+
+@pytest.mark.parametrize(
+    "text", ["None of the operators need it.", "`-`-separated names.", "Not yet on Windows.", "1"]
+)
+def test_short_sections_are_not_empty(tmp_path: Path, text: str) -> None:
+    changes = {"acme-overview.md": GOOD["acme-overview.md"].replace("It has this.", text, 1)}
+    assert codes(checked(tmp_path, changes)) == []
+
+
+def test_what_only_the_author_sees_is_no_placeholder(tmp_path: Path) -> None:
+    text = "# Q\n\nint8.\n\n<!-- TODO: int4 -->\n\n[comment]: <> (TODO: move this)\n"
+    assert codes(checked(tmp_path, {"acme-quantization.md": text})) == []
+
+
+def test_a_relative_folder_is_judged_like_an_absolute_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "docs" / "backends" / "acme"
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "conf.py").touch()
+    changes = {
+        "acme-quantization.md": "# Q\n\n[own](/backends/acme/acme-overview) {doc}`/backends/acme/acme-overview`\n"
+    }
+    assert codes(checked(folder, changes)) == []
+    monkeypatch.chdir(folder.parent)
+    assert codes(check_folder(Path("acme"))) == []
+    monkeypatch.chdir(folder)
+    assert codes(check_folder(Path())) == []
+
+
+def test_a_file_that_cannot_be_read_does_not_end_the_report(tmp_path: Path) -> None:
+    checked(tmp_path)
+    (tmp_path / "dangling.md").symlink_to("gone.md")
+    (tmp_path / "loop.md").symlink_to("loop.md")
+    (tmp_path / "folder.md").mkdir()
+    os.mkfifo(tmp_path / "pipe.md")
+    os.mkfifo(tmp_path / "pipe.csv")
+    (tmp_path / "large.md").write_bytes(b"# L\n\n" + b"x\n" * 15_000_000)
+    (tmp_path / "acme-quantization.md").write_text(
+        "# Q\n\n[a](large.md#there) [b](pipe.md#there) " + "[c](" + "x" * 9999 + ")"
+    )
+    found = {(one.page, one.code): one.message for one in check_folder(tmp_path).findings}
+    unreadable = {page for page, code in found if code == "unreadable-page"}
+    assert unreadable == {"dangling.md", "loop.md", "folder.md", "pipe.md", "large.md"}
+    assert "30,000,005 bytes" in found["large.md", "unreadable-page"]
+    assert ("acme-quantization.md", "dead-link") in found, "the other pages are still checked"
+
+
+def test_deep_nesting_ends(tmp_path: Path) -> None:
+    """Each of these took minutes or ended the report."""
+    deep = {
+        "brackets.md": "# B\n\n" + "[" * 3000 + "\n",
+        "quotes.md": "# Q\n\n" + ">" * 3000 + " text\n",
+        "directives.md": "# D\n\n" + ":::{note}\n" * 20_000,
+        "headings.md": "# H\n\n" + "## Heading\n\nText.\n\n" * 5_000,
+        "python.md": "# P\n\n```python\nx = " + "-" * 100_000 + "1\n```\n",
+        "sum.md": "# P\n\n```python\nx = " + "+".join(["1"] * 20_000) + "\n```\n",
+        "links.md": "# L\n\n[a](a" + "/a" * 5_000 + ")\n",
+    }
+    found = {(page, code) for _, page, code in codes(checked(tmp_path, dict(deep)))}
+    assert ("python.md", "python-syntax") in found
+    assert ("links.md", "dead-link") in found
+
+
+def test_a_byte_order_mark_is_no_part_of_a_page_or_table(tmp_path: Path) -> None:
+    marked = {
+        name: f"\ufeff{GOOD[name]}" for name in ("op-support.csv", "acme-overview.md", "acme-partitioner.rst")
+    }
+    assert codes(checked(tmp_path, dict(marked))) == []
+
+
+def test_a_cell_may_have_lines_and_a_table_may_end_in_a_blank_one(tmp_path: Path) -> None:
+    assert codes(checked(tmp_path, {"op-support.csv": GOOD["op-support.csv"] + 'relu,float32,,"a\nb"\n\n'})) == []
+
+
+def test_a_link_may_have_spaces_and_name_the_second_heading_of_its_name(tmp_path: Path) -> None:
+    text = "# Q\n\n## Run\n\nThis.\n\n## Run\n\nThat: [a](<a page.md>) [b](#run-1) "
+    text += "[c](tutorials/../acme-overview.md#using)\n"
+    assert codes(checked(tmp_path, {"acme-quantization.md": text, "a page.md": "# A\n\nText.\n"})) == []
+
+
+def test_pages_that_the_build_makes_are_not_dead(tmp_path: Path) -> None:
+    (tmp_path / "conf.py").write_text('sphinx_gallery_conf = {"gallery_dirs": ["tutorials"]}\n')
+    text = "# Q\n\n[a](/tutorials/made) [b](/other/gone) [c](acme-overview#runtime---on-device)\n"
+    changes = {
+        "acme-quantization.md": text,
+        "acme-overview.md": OVERVIEW.replace("## Reference", "## Runtime - on Device"),
+    }
+    found = [code for code in codes(checked(tmp_path / "acme", changes)) if code[1] == "acme-quantization.md"]
+    assert [(severity, code) for severity, _, code in found] == [("error", "dead-link"), ("note", "unchecked-link")]
+
+
+def test_a_backend_of_one_page_may_have_sections_for_pages(tmp_path: Path) -> None:
+    more = "".join(
+        f"## {title}\n\nText.\n\n" for title in ("Quantization", "Partitioner API", "Supported Operators")
+    )
+    page = tmp_path / "backends-acme.md"
+    page.write_text(OVERVIEW + more)
+    (tmp_path / "backends-other.md").write_text("# TODO\n")
+    result = check_folder(page)
+    assert result.backend == "acme"
+    assert [code for code in codes(result) if code[0] != "note"] == [
+        ("warning", "backends-acme.md", "renamed-page")
+    ]
+    status = {row["role"]: row["status"] for row in result.pages}
+    assert [status[role] for role in ("quantization", "partitioner", "op-support.csv")] == ["section"] * 3
+    assert status["tutorials"] == "missing"
+    page.rename(tmp_path / "acme-overview.md")
+    assert check_folder(tmp_path / "acme-overview.md").passes(strict=True)
+    (tmp_path / "acme-overview.md").write_text(OVERVIEW)
+    assert ("warning", "acme-quantization.md", "missing-page") in codes(check_folder(tmp_path / "acme-overview.md"))
+    with pytest.raises(ValueError, match="a page that ends in"):
+        check_folder(Path(__file__))
 
 
 def test_a_page_without_folder_or_name_is_found_by_its_sections(tmp_path: Path) -> None:
@@ -286,6 +428,13 @@ def test_the_command_reports_and_its_status_tells(tmp_path: Path, capsys: pytest
     assert data["passes"] is False
     assert data["counts"]["error"] == len([one for one in data["findings"] if one["severity"] == "error"]) == 1
     assert data["findings"][0]["code"] == "missing-page"
+
+
+def test_the_command_takes_one_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page = tmp_path / "acme-overview.md"
+    page.write_text(OVERVIEW + "## Quantization\n\nint8.\n")
+    assert run("backend", "check", str(page)) == 0
+    assert "section" in capsys.readouterr().out
 
 
 def test_a_folder_that_is_not_there_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,4 @@
-"""What torch makes of functions, of layers in 8 bits: an error with a remedy, before anything has changed."""
+"""Transforms of FP8 layers are refused: an error with the remedy, before anything has changed."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ pytestmark = [
 ]
 
 X = random(6, 24)
-REMEDY = "or take the layer in its own precision, with kp.fp8.revert(model)"
+REMEDY = "or do without FP8, with kp.fp8.revert(model)"
 Call = Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -37,29 +37,29 @@ def dual(function: Call, x: torch.Tensor) -> torch.Tensor:
 TRANSFORMS: dict[str, tuple[Callable[[Call], Any], str]] = {
     "grad": (
         lambda f: torch.func.grad(lambda x: f(x).sum())(X),
-        "torch.func.grad (or vjp, jacrev) of a linear layer in 8 bits: use loss.backward() or torch.autograd.grad, ",
+        "torch.func.grad (or vjp, jacrev) of an FP8 linear layer: use loss.backward() or torch.autograd.grad, ",
     ),
     "vjp": (lambda f: torch.func.vjp(f, X), "torch.func.grad (or vjp, jacrev) of"),
     "jacrev": (lambda f: torch.func.jacrev(f)(X), "torch.func.grad (or vjp, jacrev) of"),
     "vmap": (
         lambda f: torch.vmap(f)(X),
-        "torch.func.vmap of a linear layer in 8 bits: call it with the batch as one more dimension of its input, ",
+        "torch.func.vmap of an FP8 linear layer: call it with the batch as one more dimension of its input, ",
     ),
     "vmap of something else": (lambda f: torch.vmap(lambda z: f(X) + z)(random(3, 6, 16)), "torch.func.vmap of"),
     "vmap without gradients": (lambda f: torch.no_grad()(torch.vmap(f))(X), "torch.func.vmap of"),
     "jvp": (
         lambda f: torch.func.jvp(f, (X,), (X,)),
-        "torch.func.jvp (or jacfwd) of a linear layer in 8 bits: use loss.",
+        "torch.func.jvp (or jacfwd) of an FP8 linear layer: use loss.",
     ),
     "jacfwd": (lambda f: torch.func.jacfwd(f)(X), "torch.func.jvp (or jacfwd) of"),
     "functionalize": (lambda f: torch.func.functionalize(f)(X), "torch.func.functionalize of"),
     "forward_ad": (
         lambda f: dual(f, X),
-        "a forward-mode derivative (torch.autograd.forward_ad) of a linear layer in 8",
+        "a forward-mode derivative (torch.autograd.forward_ad) of an FP8 linear",
     ),
     "trace": (
         lambda f: torch.jit.trace(f, (X,)),
-        "torch.jit.trace of a linear layer in 8 bits: use torch.compile, ",
+        "torch.jit.trace of an FP8 linear layer: use torch.compile, ",
     ),
 }
 every_transform = pytest.mark.parametrize(("transform", "text"), TRANSFORMS.values(), ids=TRANSFORMS)
@@ -158,7 +158,7 @@ def test_a_transform_inside_what_is_compiled(of: str, fullgraph: bool) -> None:
         expected = torch.func.grad(lambda each: function(each).square().sum())(x)
         torch.testing.assert_close(compiled(x), expected)
         return
-    with pytest.raises(Exception, match=re.escape("torch.func.grad (or vjp, jacrev) of a linear layer in 8 bits")):
+    with pytest.raises(Exception, match=re.escape("torch.func.grad (or vjp, jacrev) of an FP8 linear layer")):
         compiled(x)
 
 
@@ -166,7 +166,8 @@ def test_a_transform_inside_what_is_compiled(of: str, fullgraph: bool) -> None:
 def test_scripting_is_refused_by_name(how: str) -> None:
     model = kp.fp8.convert(block(), how)
     with pytest.raises(
-        NotImplementedError, match=f"^torch.jit.script of .* 8 bits: use torch.compile, {re.escape(REMEDY)}"
+        NotImplementedError,
+        match=f"^torch.jit.script of .* FP8 linear layer: use torch.compile, {re.escape(REMEDY)}",
     ):
         torch.jit.script(model)
     torch.jit.script(kp.fp8.revert(model))
@@ -192,7 +193,7 @@ def test_a_batched_backward_is_refused_by_name(way: str, fuse: bool) -> None:
     y = model(x)
     before = everything(model)
     with pytest.raises(
-        NotImplementedError, match=r"^a batch of gradients at once .* 8 bits: take each by itself, or"
+        NotImplementedError, match=r"^a batch of gradients at once .* FP8 linear layer: take each by itself, or"
     ):
         gradients(y, x, random(3, 6, 16), way)
     same(everything(model), before)

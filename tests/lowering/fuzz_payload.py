@@ -12,6 +12,11 @@ import torch
 import kernel_pytorch as kp
 from kernel_pytorch.lowering.backend import build_payload
 from kernel_pytorch.lowering.build import SOURCES, _run, _tool, executorch_root
+from kernel_pytorch.lowering.constants import Constants
+from kernel_pytorch.lowering.emitter import Emitter
+from kernel_pytorch.lowering.packing import pack_quantized_weights
+from kernel_pytorch.lowering.payload import OpCode
+from kernel_pytorch.lowering.strided import Storage, Strided, contiguous_strides
 
 RECORD = Path(__file__).parents[2] / "benchmarks" / "evidence" / "fuzz_payload.txt"
 
@@ -59,13 +64,31 @@ class _Everything(torch.nn.Module):
         return torch.cat([torch.softmax(y, 1), y.mean(-1, keepdim=True)], dim=-1)
 
 
+def quantized_payload() -> bytes:
+    """Linears of 4 and 8 bits, which no rule emits yet."""
+    emitter = Emitter(Constants.__new__(Constants), {})
+    node = torch.fx.Graph().placeholder("x")
+    node.meta["val"] = torch.empty(3, 32)
+    emitter.add_input(node)
+    made = emitter.result(node)
+    for bits, groups in ((4, 2), (8, 1)):
+        weight = torch.randint(-8, 8, (32, 32), dtype=torch.int8)
+        packed = pack_quantized_weights(weight, torch.rand(32, groups), bits=bits)
+        constants = [emitter.constant(tensor) for tensor in (packed.weights, packed.scales, packed.sums)]
+        into = Strided(Storage(torch.float32, 3 * 32), (3, 32), contiguous_strides((3, 32)))
+        ints = (packed.bits, packed.group)
+        emitter.emit(OpCode.QUANTIZED_LINEAR, [made, *constants, None], [into], ints, ())
+        made = into
+    return emitter.finish([("y", made)]).to_bytes()
+
+
 def payloads() -> list[bytes]:
-    """Good payloads to start from: one of everything, one whose length is a symbol, and one with caches."""
+    """Seeds: models that use every op, one whose length is a symbol, one with caches, and quantized linears."""
     from executorch.exir import to_edge
 
     from kernel_pytorch.lowering.rewrite import rewritten
 
-    made = []
+    made = [quantized_payload()]
     length = torch.export.Dim("length", min=2, max=24)
     sdpa = torch.nn.functional.scaled_dot_product_attention
 

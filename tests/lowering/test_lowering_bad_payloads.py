@@ -143,6 +143,13 @@ HOSTILE = {
     "buffer of no shared constant": {
         "buffers": [Buffer(BufferKind.SHARED, torch.float32, 3), Buffer(BufferKind.OUTPUT, torch.float32)]
     },
+    "quantized linear of 5 bits": {"ops": [Op(OpCode.QUANTIZED_LINEAR, (0, 0, 0, 0, None), (1,), (5, 32))]},
+    "quantized linear with an empty group": {
+        "ops": [Op(OpCode.QUANTIZED_LINEAR, (0, 0, 0, 0, None), (1,), (4, 0))]
+    },
+    "quantized linear without packed weights": {
+        "ops": [Op(OpCode.QUANTIZED_LINEAR, (0, 0, 0, 0, None), (1,), (4, 8))]
+    },
     "linear without packed weights": {"ops": [Op(OpCode.LINEAR, (0, 0, None, None), (1,))]},
 }
 
@@ -205,7 +212,7 @@ def test_wrong_tensors_are_refused_by_name() -> None:
 
 def test_the_fuzzer_finds_nothing(tmp_path) -> None:
     """A short run; ``make fuzz`` does a million cases."""
-    assert len(payloads()) == 3
+    assert len(payloads()) == 4
     try:
         said = fuzz(tmp_path, cases=20_000, programs=2_000, seed=1)
     except FileNotFoundError as missing:

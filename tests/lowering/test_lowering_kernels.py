@@ -14,6 +14,7 @@ from kernel_pytorch.hardware_abstraction import registered_op
 from kernel_pytorch.lowering.constants import Constants
 from kernel_pytorch.lowering.direct import DirectProgram
 from kernel_pytorch.lowering.emitter import Emitter
+from kernel_pytorch.lowering.packing import pack_quantized_weights
 from kernel_pytorch.lowering.payload import OpCode, Reduction, Step
 from kernel_pytorch.lowering.rules import packed_weights
 from kernel_pytorch.lowering.strided import Storage, Strided, contiguous_strides
@@ -181,6 +182,66 @@ def test_linear(rows: int, inputs: int, outputs: int, biased: bool) -> None:
     eager = torch.nn.functional.linear(x, weight, bias if biased else None).double()
     slack = (x.abs().double() @ weight.abs().double().T).max() * inputs * 2**-24
     assert (found.double() - exact).abs().max() <= 2 * (eager - exact).abs().max() + slack
+
+
+@pytest.mark.parametrize("rows", [1, 2, 35])
+@pytest.mark.parametrize(
+    ("bits", "inputs", "outputs", "group"),
+    [(4, 64, 33, 32), (4, 256, 40, 128), (4, 24, 8, 24), (8, 96, 64, 96), (8, 37, 5, 37), (8, 128, 64, 32)],
+)
+def test_quantized_linear(rows: int, bits: int, inputs: int, outputs: int, group: int) -> None:
+    x, bias = torch.randn(2, rows, inputs) + 0.5, torch.randn(outputs)
+    most = 2 ** (bits - 1)
+    weight = torch.randint(-most, most, (outputs, inputs), dtype=torch.int8)
+    scales = torch.rand(outputs, inputs // group) / most
+    packed = pack_quantized_weights(weight, scales, bits=bits)
+    made = Payloads(x, bias)
+    constants = [made.emitter.constant(tensor) for tensor in (packed.weights, packed.scales, packed.sums)]
+    operands = [made.views[0], *constants, made.views[1]]
+    out = torch.full((2, rows, outputs), torch.nan)
+    found = made.run(OpCode.QUANTIZED_LINEAR, out, (packed.bits, packed.group), (), operands)
+
+    dequantized = weight.double() * scales.double().repeat_interleave(group, dim=1)
+    # torchao's dynamic per-token quantization, in float32 as it is there
+    low, high = x.amin(-1, keepdim=True).clamp(max=0), x.amax(-1, keepdim=True).clamp(min=0)
+    scale = (high - low) / 255
+    zero_point = (-128 - torch.round(low / scale)).clamp(-128, 127)
+    data = (torch.round(x * (1 / scale)) + zero_point).clamp(-128, 127)
+    exact = ((data - zero_point).double() * scale.double()) @ dequantized.T + bias.double()
+    # Products of the data and of the zero point are summed apart, each at most 255 steps.
+    magnitude = 2 * 255 * scale.double() * dequantized.abs().sum(-1) + bias.abs().double()
+    assert ((found.double() - exact).abs() <= magnitude * (inputs // group + 6) * 2**-24).all()
+
+
+def test_quantized_linear_is_what_torchao_defines() -> None:
+    from torchao.quantization import Int8DynamicActivationIntxWeightConfig, quantize_
+    from torchao.quantization.granularity import PerGroup
+
+    linear = torch.nn.Linear(256, 48)
+    quantize_(linear, Int8DynamicActivationIntxWeightConfig(torch.int4, PerGroup(32)))
+    packed = pack_quantized_weights(linear.weight.qdata, linear.weight.scale, bits=4)
+    x = torch.randn(7, 256)
+    made = Payloads(x, linear.bias.detach())
+    constants = [made.emitter.constant(tensor) for tensor in (packed.weights, packed.scales, packed.sums)]
+    operands = [made.views[0], *constants, made.views[1]]
+    found = made.run(OpCode.QUANTIZED_LINEAR, torch.full((7, 48), torch.nan), (4, 32), (), operands)
+    torch.testing.assert_close(found, linear(x).detach(), rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"bits": 5}, "bits=5: use 4 or 8"),
+        ({"bits": 4, "weight": torch.full((2, 32), 9, dtype=torch.int8)}, "4 bits hold -8 to 7"),
+        ({"scales": torch.ones(2, 5)}, "5 groups for 32 inputs"),
+        ({"weight": torch.ones(2, 32)}, "pass the integers as torch.int8"),
+    ],
+)
+def test_weights_that_cannot_be_packed_are_refused(changes: dict[str, object], message: str) -> None:
+    arguments = {"weight": torch.ones(2, 32, dtype=torch.int8), "scales": torch.ones(2, 1), "bits": 8, **changes}
+    weight, scales = arguments.pop("weight"), arguments.pop("scales")
+    with pytest.raises((ValueError, TypeError), match=message):
+        pack_quantized_weights(weight, scales, **arguments)
 
 
 def test_softmax_of_nothing_to_choose_is_what_torch_says() -> None:

@@ -18,7 +18,7 @@ from hypothesis import example, given, settings
 import kernel_pytorch as kp
 from kernel_pytorch.masks import Mask, blocks, causal, documents, from_code, full, prefix, sinks, window
 from kernel_pytorch.masks import code as mask_code
-from kernel_pytorch.masks.layout import layout
+from kernel_pytorch.masks.layout import LAYOUTS
 from mask_expressions import Expression, built, cases, check_layout, in_words
 
 generated = settings(max_examples=200, deadline=None, derandomize=True)
@@ -220,13 +220,13 @@ def test_a_repr_is_short_for_any_mask() -> None:
 
 def test_a_million_tokens() -> None:
     length, mask = 1 << 20, causal() & (window(4096) | sinks(64))
-    layout.cache_clear()
+    LAYOUTS.clear()
     tracemalloc.start()
     known = mask.layout(length, length)
     walks = [known.walk(128, 128), known.walk(128, 128, by_key=True), known.walk(64, 64)]
     kept, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    layout.cache_clear()
+    LAYOUTS.clear()
     tensors = [tensor for walk in walks for tensor in walk.tensors()]
     held = known.first.nbytes + known.last.nbytes + sum(tensor.nbytes for tensor in tensors)
     assert held < 64e6
@@ -245,11 +245,11 @@ def test_memory_of_a_table_follows_what_it_keeps() -> None:
 
 
 def test_the_same_mask_is_built_once() -> None:
-    layout.cache_clear()
+    LAYOUTS.clear()
     known = (causal() & (window(4096) | sinks(64))).layout(1 << 20, 1 << 20)
     assert (causal() & (window(4096) | sinks(64))).layout(1 << 20, 1 << 20) is known
     assert known.walk(64, 64) is known.walk(64, 64)
-    layout.cache_clear()
+    LAYOUTS.clear()
 
 
 # Bad input: each error names the argument, its value and the remedy.

@@ -18,7 +18,7 @@ from hypothesis import Phase, given, settings
 import kernel_pytorch as kp
 from attention_shapes import FORMATS, HALF, Shape, one_key_mostly, shapes
 from kernel_pytorch.hardware_abstraction.dispatch import forget_choices, function_of
-from kernel_pytorch.masks.layout import Layout, Walk
+from kernel_pytorch.masks.layout import LAYOUTS, Layout, Walk
 from kernel_pytorch.ops.attention import tiled_kernel
 from kernel_pytorch.ops.attention.definition import ATTENTION
 from kernel_pytorch.testing import Comparison, compare, interpreting, poisoned, pretend
@@ -167,19 +167,23 @@ def break_walk(
         def broken(*values: Any) -> Any:
             nonlocal active
             active = True
+            LAYOUTS.clear()  # with what the forward's kernel kept there
             try:
                 return original(*values)
             finally:
                 active = False
+                LAYOUTS.clear()
 
         monkeypatch.setattr(module, "backward", broken)
     monkeypatch.setattr(Layout, "walk", changed)
+    LAYOUTS.clear()
     forget_choices()
 
 
 @pytest.fixture(autouse=True)
 def _forget() -> Iterator[None]:
     yield
+    LAYOUTS.clear()
     forget_choices()
 
 

@@ -120,6 +120,15 @@ def test_the_window_of_mistral_is_recognised() -> None:
     assert set(seen) == {"causal() & window(3)"}
 
 
+def test_a_window_that_no_input_reaches_is_left_alone() -> None:
+    model, inputs = model_of("mistral")
+    short = {name: value[:, :4] for name, value in inputs.items()}
+    best = kp.optimize(model, short, include=("hf-attention",), timer=ScriptedTimer(), resume=False)
+    assert not best.plan.steps
+    refusals = {one.candidate: one.reason for one in best.report.refusals}
+    assert "no input is longer than its sliding window of 4" in refusals["hf-attention"]
+
+
 def test_padding_and_generation_go_to_sdpa_and_stay_right() -> None:
     model, inputs = model_of("llama")
     model.eval()

@@ -12,8 +12,8 @@ from torch.nn import functional
 
 import kernel_pytorch as kp
 from kernel_pytorch.optimization import Candidate, Context, Edits, Sites, Stage, candidate, registered_candidates
+from kernel_pytorch.optimization.candidates import attention, fp8, memory, norms, others, precision
 from kernel_pytorch.optimization.candidates import linear_cross_entropy as fused
-from kernel_pytorch.optimization.candidates import memory, norms, precision
 from kernel_pytorch.optimization.examples import examples_of
 from optimization_fakes import ScriptedTimer, rewrite, unchanged
 
@@ -24,7 +24,7 @@ def drawn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> tor
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("elements", [1 << 25, 40, 1], ids=["whole", "chunks", "rows"])
 def test_chunked_cross_entropy_has_the_loss_and_gradients_of_whole_logits(
     dtype: torch.dtype, elements: int, monkeypatch: pytest.MonkeyPatch
@@ -41,8 +41,9 @@ def test_chunked_cross_entropy_has_the_loss_and_gradients_of_whole_logits(
 
     def whole(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         logits = functional.linear(x, weight)
-        wide = logits if logits.dtype is torch.float64 else logits.float()
-        return functional.cross_entropy(wide, target, reduction="sum")
+        return functional.cross_entropy(
+            logits if logits.dtype is torch.float64 else logits.float(), target, reduction="sum"
+        )
 
     truth = run(torch.float64, whole)
     plain = run(dtype, whole)
@@ -51,6 +52,13 @@ def test_chunked_cross_entropy_has_the_loss_and_gradients_of_whole_logits(
         assert mine.dtype == one.dtype
         error, allowed = ((value.double() - exact).abs().max() for value in (mine, one))
         assert error <= 2 * (allowed + torch.finfo(dtype).eps * exact.abs().max())
+
+
+def test_the_gradients_are_those_of_the_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fused, "_CHUNK_ELEMENTS", 12)
+    x, weight = (drawn(*shape, dtype=torch.float64).requires_grad_() for shape in ((5, 4), (6, 4)))
+    target = torch.tensor([0, 5, -100, 2, 2])
+    assert torch.autograd.gradcheck(lambda *given: fused.linear_cross_entropy(*given, target), (x, weight))
 
 
 def test_only_wanted_gradients_are_computed() -> None:
@@ -185,3 +193,74 @@ def test_fresh_values_keep_what_has_a_meaning() -> None:
         assert torch.equal(fresh[name], given[name])
     assert float(fresh["x"].min()) >= 0
     assert not torch.equal(fresh["x"], given["x"])
+
+
+def test_fp8_training_is_applied_and_taken_back() -> None:
+    model, edits, x = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 8)), Edits(), drawn(16, 64)
+    reason = fp8.FP8_TRAINING.match(model, Context("training", torch.device("cpu"), ()))
+    assert "8-bit matrix units" in str(reason)
+    before, attributes, state = model(x), dict(vars(model)), set(model.state_dict())
+    fp8.FP8_TRAINING.apply(model, ("0",), edits)
+    assert type(model[0]) is not nn.Linear
+    assert type(model[2]) is nn.Linear
+    added = {name.rpartition(".")[2] for name in set(model.state_dict()) - state}
+    assert added <= fp8.FP8_TRAINING.adds_state
+    model(x).sum().backward()
+    edits.undo()
+    assert type(model[0]) is nn.Linear
+    assert set(model.state_dict()) == state
+    assert vars(model).keys() == attributes.keys()
+    assert torch.equal(model(x), before)
+
+
+def test_torchao_swaps_layers_and_gives_them_back() -> None:
+    pytest.importorskip("torchao")
+    model, edits = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)), Edits()
+    first, weight = model[0], model[0].weight
+    others.TORCHAO_FLOAT8.apply(model, ("0",), edits)
+    assert model[0] is not first
+    assert model[0].weight is weight
+    assert type(model[1]) is nn.Linear
+    edits.undo()
+    assert model[0] is first
+    edits.redo()
+    assert model[0] is not first
+    edits.undo()
+    assert model[0] is first
+
+
+@pytest.mark.parametrize("one", [others.LIGER_RMS_NORM, others.QUACK_RMS_NORM], ids=lambda one: one.name)
+def test_norms_of_other_libraries_get_the_weight_and_the_offset(
+    one: Candidate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library = one.name.partition("-")[0]
+    seen: list[Any] = []
+
+    def norm(x: torch.Tensor, weight: torch.Tensor, how: norms.Norm) -> torch.Tensor:
+        seen.append(how)
+        return functional.rms_norm(x, (8,), weight + how.offset, how.eps)
+
+    monkeypatch.setitem(others._NORMS, library, norm)
+    model, edits, x = Gemma(), Edits(), drawn(3, 8)
+    expected = model(x)
+    one.apply(model, ("",), edits)
+    assert torch.allclose(model(x), expected, atol=1e-6)
+    assert seen == [norms.Norm(1e-5, 1.0)]
+    edits.undo()
+    assert torch.equal(model(x), expected)
+
+
+def test_only_a_sliding_window_needs_no_mask_tensor() -> None:
+    pytest.importorskip("transformers")
+    from types import SimpleNamespace
+
+    given = {"batch_size": 1, "q_length": 6, "kv_length": 6, "q_offset": 0, "kv_offset": 0}
+    window = SimpleNamespace(sliding_window=3)
+    assert attention._mask(local_size=3, config=window, **given) is None
+    assert attention._mask(local_size=3, config=window, allow_is_causal_skip=False, **given) is not None
+    chunked = SimpleNamespace(sliding_window=None, attention_chunk_size=3)
+    assert attention._mask(local_size=3, config=chunked, **given) is not None
+    padded = {**given, "attention_mask": torch.tensor([[0, 0, 1, 1, 1, 1]], dtype=torch.bool)}
+    assert attention._mask(local_size=3, config=window, **padded) is not None
+    later = {**given, "kv_length": 8, "q_offset": 2}
+    assert attention._mask(local_size=3, config=window, **later) is not None

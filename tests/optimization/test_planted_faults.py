@@ -245,6 +245,19 @@ def test_a_compiled_plan_that_compiles_for_every_length_is_refused(only: Any) ->
     assert "input shapes" in reasons["compile"]
 
 
+def test_a_compiled_plan_that_compiles_for_every_call_is_refused(only: Any) -> None:
+    def count(module: nn.Module, given: Any, out: Any) -> None:
+        module.calls = getattr(module, "calls", 0) + 1  # a guard on a number that changes
+
+    model = nn.Sequential(nn.Linear(16, 16))
+    model[0].register_forward_hook(count)
+    only(compiled=True)
+    with torch._dynamo.config.patch(automatic_dynamic_shapes=False):  # or the number becomes an input of the graph
+        reasons, kept = refused(model.eval(), (x(),))
+    assert not kept
+    assert reasons["compile"] == "compiles anew for each call on input 4x16"
+
+
 def test_the_order_of_stages_is_kept(only: Any) -> None:
     order: list[str] = []
 

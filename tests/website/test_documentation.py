@@ -232,6 +232,13 @@ def test_gate_finds_blocks_that_would_be_passed_over_in_silence(opening: str, tm
     assert gap.startswith("line 3: ")
 
 
+@pytest.mark.parametrize("mark", ["skip: start", "skip: next", "skip: next if(True, reason='x')"])
+def test_gate_finds_blocks_that_are_skipped_on_every_machine(mark: str) -> None:
+    text = f"# Page\n\n<!--- {mark} -->\n\n```python\n1 / 0\n```\n"
+    (gap,) = page_gaps(text, {5})
+    assert gap.startswith("line 3: ")
+
+
 def test_blocks_that_need_a_device_are_known() -> None:
     marked = '<!--- skip: next if(not has_gpu, reason="needs one") -->\n\n```python\n1\n```\n\n```python\n2\n```\n'
     assert [fence.needs for fence in fences(marked)] == ["gpu", ""]
@@ -243,8 +250,47 @@ def test_blocks_that_need_a_device_are_known() -> None:
 
 @pytest.mark.parametrize("page", pages.hand_written(ROOT), ids=name_of)
 def test_every_number_of_a_page_is_what_its_record_says(page: Path) -> None:
-    found = [str(problem) for problem in measured.check(page.read_text(encoding="utf-8"), page, RECORDS)]
-    assert not found, f"{name_of(page)}: {found}"
+    found = [problem for problem in measured.check_file(page, RECORDS) if not known_claim(page, problem)]
+    assert not found, f"{name_of(page)}: {[str(problem) for problem in found]}"
+
+
+# Claims that have no record yet. Each is a debt: record it or take it out of the text.
+KNOWN_CLAIMS = {
+    "docs/performance.md": "'three percent' has no record",
+    "src/kernel_pytorch/ops/triton_launch.py": "'half the time' without",
+}
+
+
+def known_claim(page: Path, problem: measured.Problem) -> bool:
+    known = KNOWN_CLAIMS.get(name_of(page))
+    return known is not None and problem.message.startswith(known)
+
+
+OTHER_PROSE = sorted(
+    path
+    for pattern in (
+        "API.md",
+        "docs/backends/**/*.md",
+        "docs/**/*.rst",
+        "docs/diagrams/*.svg",
+        "**/*.ipynb",
+        "src/kernel_pytorch/**/*.py",
+        "demos/*.py",
+    )
+    for path in ROOT.glob(pattern)
+    if ".venv" not in path.parts
+)
+
+
+def test_generated_pages_docstrings_and_diagrams_make_no_claim_without_a_record() -> None:
+    found = [
+        f"{name_of(path)}: {problem}"
+        for path in OTHER_PROSE
+        for problem in measured.check_file(path, RECORDS)
+        if not known_claim(path, problem)
+    ]
+    assert not found
+    assert len(OTHER_PROSE) > 100
 
 
 def headings(page: Path) -> set[str]:

@@ -18,6 +18,9 @@ OTHER_LANGUAGES = frozenset({"bash", "console", "text", "cpp", "cmake", "json", 
 _NEEDS = re.compile(r"<!--- skip: next if\(not has_(\w+),.*-->\s*\Z")
 
 
+_SKIPS = re.compile(r"<!---?\s*(skip:\s*(?:start|next(?!\s+(?:if\(not has_\w+,|\"[^\"]{8,}\"))))")
+
+
 @dataclass(frozen=True)
 class Fence:
     """A block: where it begins and ends, the language it names, and its text."""
@@ -64,6 +67,10 @@ def page_gaps(text: str, executed: set[int], languages: frozenset[str] = OTHER_L
         for number, line in enumerate(text.splitlines(), 1)
         if line.lstrip().startswith(":::")
     ]
+    for found in _SKIPS.finditer(text):
+        line = text.count("\n", 0, found.start()) + 1
+        remedy = """write 'skip: next if(not has_...)' or 'skip: next "REASON"'"""
+        gaps.append(f"line {line}: {found[1]!r} passes over blocks in silence; {remedy}")
     for fence in fences(text):
         run = any(fence.first <= line <= fence.last for line in executed)
         if not run and fence.language not in languages:

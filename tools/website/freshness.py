@@ -1,15 +1,16 @@
 """``python -m tools.website.freshness``: which recorded numbers are older than the code they measure.
 
-A record is *stale* where the very text of a kernel that it names has changed: its numbers no longer count, and
-pages that show them fail to build. It is *older* where other files of what it measures have changed since its commit,
-which may or may not have moved its numbers; so is a table of operators that was probed with another text of the
+A record is *stale* where the code of a kernel that it names has changed: its numbers no longer count, and pages that
+show them fail to build. It is *older* where the code of other files that it measures has changed since its commit,
+which may or may not have changed its numbers; so is an operator table that was probed with another version of the
 lowering. It is *unknown* where its commit is not in this checkout's history, or its backend is not installed.
-Otherwise it is *current*. The exit code is 0 when all are.
+Otherwise it is *current*. The exit code is 0 when all records are current.
 """
 
 from __future__ import annotations
 
 import argparse
+import ast
 import re
 import subprocess
 import sys
@@ -23,6 +24,7 @@ from kernel_pytorch.benchmarking import checkout
 from kernel_pytorch.documentation.op_support import lowering_digest, lowering_sources
 from kernel_pytorch.evidence import Benchmark, Checks, Execution, OpSupport, Record, named_evidence
 from kernel_pytorch.hardware_abstraction.registry import backends
+from kernel_pytorch.hardware_abstraction.source_digest import code_of
 from tools.website.blocks import fences
 from tools.website.measured import stale_kernels
 from tools.website.pages import hand_written
@@ -112,8 +114,21 @@ def _changed_since(root: Path, commit: str, paths: tuple[str, ...]) -> tuple[str
         raise FileNotFoundError(f"{missing[0]}: _MEASURES in {Path(__file__).name} names what is not there")
     command = ["git", "-C", str(root), "diff", "--name-only", commit, "--", *paths]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
-    files = (file.removeprefix("src/kernel_pytorch/") for file in done.stdout.split())
-    return tuple(files) if done.returncode == 0 else None
+    if done.returncode:
+        return None
+    changed = [file for file in done.stdout.split() if not _same_code(root, commit, file)]
+    return tuple(file.removeprefix("src/kernel_pytorch/") for file in changed)
+
+
+def _same_code(root: Path, commit: str, file: str) -> bool:
+    """Whether a Python file differs from that of a commit in comments, docstrings, imports and layout alone."""
+    if not file.endswith(".py") or not (root / file).is_file():
+        return False
+    shown = subprocess.run(["git", "-C", str(root), "show", f"{commit}:{file}"], capture_output=True, check=False)
+    if shown.returncode:
+        return False
+    before, now = (code_of(ast.parse(text)) for text in (shown.stdout, (root / file).read_bytes()))
+    return before == now
 
 
 def _blocks_without_a_record(root: Path, records: list[Record]) -> list[Age]:

@@ -30,11 +30,13 @@ from markdown_it.token import Token
 from kernel_pytorch.benchmarking import source_name
 from kernel_pytorch.evidence import Benchmark, EvidenceError, Measurement, Record
 from kernel_pytorch.hardware_abstraction.registry import backends
+from tools.website.claims import ALLOWED, DIAGRAMS, notebook, numbers, prose, visible_html, without_behaviour, words
 
 __all__ = [
     "Measured",
     "Problem",
     "check",
+    "check_file",
     "duration",
     "gigabytes",
     "provenance",
@@ -44,17 +46,6 @@ __all__ = [
 ]
 
 PREFIX = "measured: "
-
-# A number with a unit of speed or gain. "x86" and "16384x4096" are neither.
-CLAIM = re.compile(
-    r"(?<![\w.])\d[\d.,]*\s*(?:x|×|%|percent|ns|ms|us|µs|[GT]B/s|TFLOPS|TFLOP/s|tok/s|tokens/s)(?![\w/])"  # noqa: RUF001
-)
-WORDS = re.compile(
-    r"\b(?:faster|fastest|quicker|slower|speed-?ups?|outperforms?|state of the art"
-    r"|(?:twice|thrice|half|\w+ times) (?:as|the) (?:fast|slow|speed|time))\b",
-    re.IGNORECASE,
-)
-ALLOWED = re.compile(r"<!-- not a measurement: .+ -->")
 
 _DEFINITION = re.compile(r'^\[([^\]]+)\]: +\S*evidence/([\w.-]+)\.json "(measured: [^"]+)"$', re.MULTILINE)
 _INLINE = re.compile(r'\[([^\]]*)\](\(\S*evidence/([\w.-]+)\.json "(measured: [^"]+)"\))')
@@ -67,6 +58,8 @@ class Measured:
 
     text: str
     provenance: str
+    rivals: frozenset[str] = frozenset()
+    """The baselines that a speedup is over."""
 
 
 @dataclass(frozen=True)
@@ -115,7 +108,10 @@ def resolve(record_name: str, title: str, records: Mapping[str, Record]) -> Meas
         for name, what in stale_kernels(record, row).items():
             raise EvidenceError(f"kernel {name!r} of {record_name} {what}; record it anew: {record.command}")
     values = [_value(quantity, record, row, chosen.get("over", "")) for row in rows]
-    return Measured(_SHOWN[quantity](min(values) if extreme == "lowest" else max(values)), provenance(record))
+    shown = _SHOWN[quantity](min(values) if extreme == "lowest" else max(values))
+    over = chosen.get("over", "")
+    rivals = frozenset(_rival(record, row, over)[1] for row in rows) if quantity == "speedup" else frozenset()
+    return Measured(shown, provenance(record), rivals)
 
 
 def _matches(row: Measurement, chosen: Mapping[str, str]) -> bool:
@@ -129,9 +125,10 @@ def _like(value: str, pattern: str) -> bool:
     return fnmatchcase(value, pattern.replace("[", "[[]").replace("?", "[?]"))
 
 
-def _speedup(record: Benchmark, row: Measurement, over: str) -> float:
+def _rival(record: Benchmark, row: Measurement, over: str) -> tuple[float, str]:
+    """The best time of the baselines beside a measurement, and whose it is."""
     rivals = [
-        rival.seconds.median
+        (rival.seconds.median, rival.subject.removeprefix("baseline:"))
         for rival in record.measurements
         if (rival.case, rival.phase, rival.format) == (row.case, row.phase, row.format)
         and rival.subject.startswith("baseline:")
@@ -139,12 +136,12 @@ def _speedup(record: Benchmark, row: Measurement, over: str) -> float:
     ]
     if not rivals:
         raise EvidenceError(f"no baseline {over or '*'!r} beside {row.case!r}, {row.phase}")
-    return min(rivals) / row.seconds.median
+    return min(rivals)
 
 
 def _value(quantity: str, record: Benchmark, row: Measurement, over: str) -> float:
     if quantity == "speedup":
-        return _speedup(record, row, over)
+        return _rival(record, row, over)[0] / row.seconds.median
     if quantity == "memory":
         return float(row.peak_bytes or 0)
     if quantity in ("error", "noise"):
@@ -210,48 +207,116 @@ def check(text: str, page: Path, records: Mapping[str, Record]) -> Iterator[Prob
         prose, backed = "", False
         inside: Token | None = None
         shown = ""
+        links: list[tuple[int, frozenset[str]]] = []
         for token in tokens:
             title = str(token.attrGet("title") or "")
             if token.type == "link_open" and title.startswith(PREFIX):
                 inside, shown = token, ""
             elif token.type == "link_close" and inside is not None:
-                found = _check_link(inside, shown, page, records)
+                found, rivals = _check_link(inside, shown, page, records)
                 if found:
                     yield Problem(line, found)
+                links.append((len(prose), rivals))
                 inside, backed, prose = None, True, prose + " "
-            elif token.type in ("text", "softbreak"):
-                content = token.content or " "
+            elif token.type in ("text", "softbreak", "html_inline", "html_block", "image", "fence"):
+                content = (
+                    f" {visible_html(token.content)} " if token.type.startswith("html") else token.content or " "
+                )
+                if token.type == "image":
+                    content += f" {title}"
+                    backed = backed or "/plots/" in f"/{token.attrGet('src')}"  # drawn from a record
                 shown, prose = (shown + content, prose) if inside is not None else (shown, prose + content)
-        if any(ALLOWED.search(token.content) for token in tokens if token.type == "html_inline"):
+        if any(ALLOWED.search(token.content) for token in tokens if token.type.startswith("html")):
             continue
-        bare = CLAIM.search(prose)
-        word = WORDS.search(prose)
-        if bare:
-            yield Problem(line, f"{bare[0]!r} has no record: link it to one, see CONTRIBUTING.md")
-        elif word and not backed:
-            yield Problem(line, f"{word[0]!r} without a measured number in the same paragraph")
+        for place, rivals in links:
+            named = _other_rival(prose[place:], rivals, records)
+            if named:
+                yield Problem(line, f"{named!r}: the record's speedup is over {' and '.join(sorted(rivals))!r}")
+        yield from _unbacked(prose, line, backed)
 
 
-def _check_link(link: Token, shown: str, page: Path, records: Mapping[str, Record]) -> str:
+def check_file(path: Path, records: Mapping[str, Record]) -> Iterator[Problem]:
+    """What is wrong with the claims of a page, a notebook, a diagram or a module's docstrings."""
+    if path.suffix == ".md":
+        text = path.read_text(encoding="utf-8")
+        if text.startswith("<!-- Generated by"):  # its tables come from records, its sentences from docstrings
+            text = without_behaviour(re.sub(r"^\|.*$", "", text, flags=re.MULTILINE))
+        yield from check(text, path, records)
+    elif path.suffix == ".ipynb":
+        for cell in notebook(path.read_text(encoding="utf-8")):
+            yield from check(cell, path, records)
+    else:
+        for line, text in prose(path):
+            if not ALLOWED.search(text):
+                told = text if path.suffix == ".rst" else without_behaviour(text)
+                yield from _unbacked(told, line, backed=False)
+
+
+def _unbacked(text: str, line: int, backed: bool) -> Iterator[Problem]:
+    bare, word = numbers(text), words(text)
+    if bare:
+        yield Problem(line, f"{bare[0]!r} has no record: link it to one, see CONTRIBUTING.md")
+    elif word and not backed:
+        yield Problem(line, f"{word[0]!r} without a measured number in the same paragraph")
+
+
+# Libraries that a reader may take a speedup to be over; the baselines of the records are added.
+_LIBRARIES = (
+    "FlashAttention",
+    "xFormers",
+    "TransformerEngine",
+    "Transformer Engine",
+    "vLLM",
+    "TensorRT",
+    "cuDNN",
+    "cuBLAS",
+)
+_COMPARED = re.compile(r"\b(?:over|than|against|versus|vs\.?|compared (?:to|with)|relative to)\s+([^.;:,()]{0,60})")
+
+
+def _other_rival(after: str, rivals: frozenset[str], records: Mapping[str, Record]) -> str:
+    """The rival that the sentence after a speedup's link names, where the speedup is not over it."""
+    found = _COMPARED.search(re.split(r"[.;]\s", after, maxsplit=1)[0])
+    if found is None or not rivals:
+        return ""
+    known = {
+        word.lower()
+        for record in records.values()
+        if isinstance(record, Benchmark)
+        for row in record.measurements
+        if row.subject.startswith("baseline:")
+        for word in re.findall(r"[A-Za-z][\w-]{3,}", row.subject.removeprefix("baseline:"))
+    } | {name.lower() for name in _LIBRARIES}
+    said = found[1].lower()
+    named = [word for word in known if re.search(rf"(?<![\w-]){re.escape(word)}(?![a-z])", said)]
+    about = " ".join(rivals).lower()
+    return found[0].strip() if named and not any(word in about for word in named) else ""
+
+
+def _check_link(link: Token, shown: str, page: Path, records: Mapping[str, Record]) -> tuple[str, frozenset[str]]:
+    """What is wrong with a measured number, and the baselines that it is over."""
     target = PurePosixPath(str(link.attrGet("href")))
     if target.suffix != ".json" or not (page.parent / target).is_file():
-        return f"no record at {target}"
+        return f"no record at {target}", frozenset()
     try:
-        right = resolve(target.stem, str(link.attrGet("title")), records).text
+        right = resolve(target.stem, str(link.attrGet("title")), records)
     except EvidenceError as error:
-        return str(error)
-    if shown != right:
-        return f"{shown!r} is {right!r} in the record: run 'python -m tools.website --write'"
-    return ""
+        return str(error), frozenset()
+    wrong = f"{shown!r} is {right.text!r} in the record: run 'python -m tools.website --write'"
+    return wrong if shown != right.text else "", right.rivals
 
 
 def _paragraphs(text: str) -> Iterator[tuple[int, list[Token]]]:
-    """The blocks of prose with their first lines; the cells of a table's row are one."""
+    """The blocks of prose with their first lines; the cells of a table's row are one, and so is a diagram."""
     rows: dict[int, list[Token]] = {}
     for token in MarkdownIt("commonmark").enable("table").parse(text):
-        if token.type == "inline" and token.map is not None:
-            cells = rows.setdefault(token.map[0] + 1, [])
+        if token.map is None:
+            continue
+        cells = rows.setdefault(token.map[0] + 1, [])
+        if token.type == "inline":
             cells += [*(token.children or ()), Token("softbreak", "", 0)]
+        elif token.type == "html_block" or (token.type == "fence" and token.info.strip("{} ") in DIAGRAMS):
+            cells.append(token)
     yield from rows.items()
 
 

@@ -34,7 +34,7 @@ _MODULES = {
         "Training in 8 bits: reach it as `kp.fp8`. [docs/fp8.md](docs/fp8.md) is the guide.",
         "from kernel_pytorch.fp8 import RECIPES, Format, Recipe, convert, gather, linear, report, revert\n"
         "from kernel_pytorch.hardware_abstraction.formats import E4M3FN, E4M3FNUZ, E5M2\n"
-        "from kernel_pytorch.fp8.linear import COUNTS_SHAPE, fp8_linear",
+        "from kernel_pytorch.fp8.autograd import COUNTS_SHAPE, fp8_linear",
     ),
     "kernel_pytorch.optimization": (
         "Automatic optimisation: candidates, plans and reports. [docs/optimize.md](docs/optimize.md) is the guide.",
@@ -44,7 +44,7 @@ _MODULES = {
         "Programs for devices, with the extra `lowering`. [docs/lowering.md](docs/lowering.md) is the guide.",
         "from kernel_pytorch.lowering import (\n"
         "    CachedLanguageModel, KernelPartitioner, KernelQuantizer, PartitionerOptions,\n"
-        "    load, lower, lowering_of, probe,\n"
+        "    Sampling, TextGenerator, TextProgram, load, lower, lower_checkpoint, lowering_of, probe,\n"
         ")\n"
         "from kernel_pytorch.lowering.recipes import find_recipe",
     ),

@@ -15,6 +15,7 @@ __all__ = ["check", "docs", "new"]
 
 _STYLES = {
     "present": "green",
+    "section": "green",
     "renamed": "yellow",
     "missing": "red",
     "empty": "red",

@@ -79,12 +79,16 @@ def doctor(
         show(report, support=support)
 
 
-@app.command(epilog="Example:  [bold]kernel-pytorch tour[/bold]")
-def tour() -> None:
-    """A guided first minute: what is here, and one op's way from its definition to a measured kernel."""
+@app.command(epilog="Example:  [bold]kernel-pytorch tour --out report.html[/bold]")
+def tour(
+    out: Annotated[Path, typer.Option(help="Where to write the page with the charts.")] = Path("report.html"),
+) -> None:
+    """Show each part once on this machine: attention, optimisation, FP8, ranks, text generation."""
     from kernel_pytorch.cli.tour import run
+    from kernel_pytorch.lowering.quiet import quiet_libraries
 
-    run()
+    with quiet_libraries():
+        run(out)
 
 
 @app.command(
@@ -177,18 +181,71 @@ def parity(
 @app.command(
     "lower",
     epilog="Examples:  [bold]kernel-pytorch lower my_package.models:small --out small.pte[/bold]   "
-    "[bold]kernel-pytorch lower my_package.models:small --out small.pte --recipe int8-dynamic[/bold]",
+    "[bold]kernel-pytorch lower my_package.models:small --out small.pte --recipe int8-dynamic[/bold]   "
+    "[bold]kernel-pytorch lower --hf checkpoints/SmolLM2-135M --out smol.pte[/bold]",
 )
 def lower_command(
-    source: Annotated[str, typer.Argument(help="package.module:function; it returns (model, inputs).")],
+    context: typer.Context,
     out: Annotated[Path, typer.Option(help="The .pte to write.")],
+    source: Annotated[
+        str | None, typer.Argument(help="package.module:function; it returns (model, inputs).")
+    ] = None,
+    folder: Annotated[
+        Path | None, typer.Option("--hf", help="A Hugging Face checkpoint folder, instead of a function.")
+    ] = None,
     backend: Annotated[str, typer.Option(help="Where it will run.")] = "cpu",
     recipe: Annotated[str | None, typer.Option(help="How to quantize it; not at all when left out.")] = None,
+    window: Annotated[
+        int | None, typer.Option(help="With --hf: attend this far back, in constant memory.", min=1)
+    ] = None,
+    sinks: Annotated[int, typer.Option(help="With --window: first tokens that are always attended to.", min=0)] = 0,
 ) -> None:
     """Lower a model to a .pte, say who runs what, and compare it with eager PyTorch."""
-    from kernel_pytorch.cli.lower import lower
+    from kernel_pytorch.cli.lower import lower, lower_folder
 
-    lower(source, out, backend, recipe)
+    if (source is None) == (folder is None):
+        raise ValueError("give package.module:function or --hf FOLDER, one of them")
+    if folder is not None:
+        lower_folder(folder, out, recipe, window, sinks, debug=context.obj.debug)
+    else:
+        lower(str(source), out, backend, recipe, debug=context.obj.debug)
+
+
+@app.command(
+    "generate",
+    epilog="Examples:  [bold]kernel-pytorch generate checkpoints/SmolLM2-135M --prompt 'Once upon a time'[/bold]   "
+    "[bold]kernel-pytorch generate checkpoints/Qwen3-0.6B --chat --recipe int4-weight --window 4096 --sinks 4[/bold]",
+)
+def generate_command(
+    context: typer.Context,
+    folder: Annotated[
+        Path, typer.Argument(help="A Hugging Face checkpoint folder: config, safetensors, tokenizer.")
+    ],
+    prompt: Annotated[str | None, typer.Option(help="The text to continue.")] = None,
+    chat: Annotated[
+        bool, typer.Option("--chat", help="Hold a conversation with the model's chat template.")
+    ] = False,
+    max_tokens: Annotated[int, typer.Option(help="The most tokens of an answer.", min=1)] = 256,
+    temperature: Annotated[float, typer.Option(help="0 takes the most likely token.", min=0)] = 0.0,
+    top_p: Annotated[float, typer.Option(help="Sample from the likeliest tokens of this probability.")] = 1.0,
+    seed: Annotated[int, typer.Option(help="Of the sampling.")] = 0,
+    recipe: Annotated[str | None, typer.Option(help="How to quantize it; not at all when left out.")] = None,
+    window: Annotated[int | None, typer.Option(help="Attend this far back, in constant memory.", min=1)] = None,
+    sinks: Annotated[int, typer.Option(help="With --window: first tokens that are always attended to.", min=0)] = 0,
+    cache_dtype: Annotated[str, typer.Option(help="Of keys and values: float32, float16 or int8.")] = "float32",
+) -> None:
+    """Generate text with a Hugging Face checkpoint: lowered once, then loaded from the cache."""
+    from kernel_pytorch.cli.generate import generate
+
+    generate(
+        folder,
+        prompt=prompt,
+        chat=chat,
+        max_tokens=max_tokens,
+        sampling=(temperature, top_p, seed),
+        program={"recipe": recipe, "window": window, "sinks": sinks, "cache_dtype": cache_dtype},
+        debug=context.obj.debug,
+    )
 
 
 @app.command(

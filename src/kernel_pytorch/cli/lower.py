@@ -2,27 +2,69 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
 from kernel_pytorch.cli.factory import from_function
 
-__all__ = ["lower"]
+__all__ = ["lower", "lower_folder"]
 
 
-def lower(source: str, out: Path, backend: str, recipe: str | None) -> None:
-    from kernel_pytorch.lowering.program import lower as lower_model
+def _check_writable(out: Path) -> None:
+    """Raise before minutes of work where the file could not be written afterwards."""
+    if out.is_dir():
+        raise IsADirectoryError(f"out={str(out)!r} is a folder: name a file, such as {out / 'model.pte'}")
+    if not out.parent.is_dir():
+        raise FileNotFoundError(f"out={str(out)!r}: there is no folder {str(out.parent)!r}; make it first")
+    if not os.access(out if out.exists() else out.parent, os.W_OK):
+        raise PermissionError(
+            f"out={str(out)!r} cannot be written: choose another place, or change its permissions"
+        )
 
+
+def _show(console: Console, program: Any, out: Path) -> None:
+    console.print(str(program.report), markup=False, soft_wrap=True)
+    for difference in program.compare():
+        console.print(str(difference), markup=False)
+    console.print(f"written to {out}", markup=False, soft_wrap=True)
+
+
+def lower(source: str, out: Path, backend: str, recipe: str | None, *, debug: bool = False) -> None:
+    from kernel_pytorch.lowering.quiet import quiet_libraries
+
+    _check_writable(out)
     console = Console()
     model, inputs = from_function(source)
     model, inputs = model.eval(), tuple(inputs)
-    with console.status("exporting the model") as status:
+    with console.status("exporting the model") as status, quiet_libraries(not debug):
+        from kernel_pytorch.lowering import lower as lower_model
+
         program = lower_model(model, inputs, backend=backend, recipe=recipe, tell=status.update)
         program.save(out)
         status.update("comparing with eager PyTorch")
-        differences = program.compare()
-    console.print(str(program.report), markup=False, soft_wrap=True)
-    for difference in differences:
-        console.print(str(difference), markup=False)
-    console.print(f"written to {out}", markup=False, soft_wrap=True)
+        _show(console, program, out)
+
+
+def lower_folder(
+    folder: Path, out: Path, recipe: str | None, window: int | None, sinks: int, *, debug: bool = False
+) -> None:
+    """Lower a Hugging Face checkpoint folder; its tokenizer is written beside the program."""
+    from kernel_pytorch.lowering.quiet import quiet_libraries
+
+    _check_writable(out)
+    console = Console()
+    with console.status("loading ExecuTorch") as status, quiet_libraries(not debug):
+        from kernel_pytorch.lowering.checkpoint import TextProgram, lower_checkpoint
+
+        how = TextProgram(recipe=recipe, window=window, sinks=sinks)
+        program = lower_checkpoint(folder, how, tell=status.update)
+        program.save(out)
+        tokenizer = folder / "tokenizer.json"
+        if tokenizer.is_file():
+            shutil.copyfile(tokenizer, out.with_name("tokenizer.json"))
+        status.update("comparing with eager PyTorch")
+        _show(console, program, out)

@@ -1,61 +1,206 @@
-"""``kernel-pytorch tour``: a first minute with the framework, on whatever machine this is."""
+"""``kernel-pytorch tour``: each part shown once on this machine, and a page with the charts."""
 
 from __future__ import annotations
+
+import importlib.util
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from html import escape
+from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
 from rich.rule import Rule
+from torch import nn
+from torch.multiprocessing.spawn import spawn
+from torch.nn import functional
 
 import kernel_pytorch as kp
-from kernel_pytorch import benchmarking
-from kernel_pytorch.cli.bench import measurement_table
-from kernel_pytorch.cli.doctor import diagnose, show
-from kernel_pytorch.hardware_abstraction.op import registered_op
+from kernel_pytorch.html_page import bar_chart, document
 
 __all__ = ["run"]
 
+_RANKS, _LENGTH = 4, 256
 
-def run() -> None:
+
+def run(out: Path) -> None:
+    """Take the tour and write its page."""
     console = Console()
-    console.print(Rule("1. What is here: kernel-pytorch doctor"))
-    show(diagnose())
-
-    console.print(Rule("2. One op: RMSNorm, and which kernel serves it"))
-    best = kp.device()
-    where = best.torch_device or "cpu"
-    x = torch.randn(1024, 1024, device=where, requires_grad=True)
-    weight = torch.randn(1024, device=where, requires_grad=True)
-    console.print("kp.explain(kp.rms_norm, x, weight)", style="green")
-    console.print(str(kp.explain(kp.rms_norm, x, weight)), highlight=False)
-    console.print("\nThe same call on hardware that need not be here:")
-    for name in ("nvidia/h200", "amd/mi300x"):
-        console.print(f"\nkp.explain(kp.rms_norm, x, weight, device={name!r})", style="green")
-        console.print(str(kp.explain(kp.rms_norm, x, weight, device=name)), highlight=False)
-
-    console.print(Rule("3. It trains"))
-    console.print("kp.rms_norm(x, weight).square().mean().backward()", style="green")
-    gradients = torch.autograd.grad(kp.rms_norm(x, weight).square().mean(), (x, weight))
-    console.print("gradient norms: x {:.4g}, weight {:.4g}".format(*(gradient.norm() for gradient in gradients)))
-
-    console.print(Rule("4. Attention: what to attend to is data"))
-    mask = kp.masks.causal() & (kp.masks.window(12) | kp.masks.sinks(4))
-    console.print(
-        "mask = kp.masks.causal() & (kp.masks.window(12) | kp.masks.sinks(4)); print(mask.show(64))", style="green"
+    body = ["<h1>KernelPyTorch on this machine</h1>"]
+    device = kp.device()
+    line = f"{device.name}, {device.arch}, {device.compute_units} compute units, torch {torch.__version__}"
+    console.print(line, highlight=False)
+    body.append(f"<p>{escape(line)}</p>")
+    sections = (
+        ("Exact attention over a window", _attention),
+        ("Your own model: kp.optimize", _optimize),
+        ("FP8 training follows full precision", _fp8),
+        (f"{_RANKS} ranks compute what one does", _ranks),
+        ("A lowered model generates text", _generate),
     )
-    console.print(mask.show(64, size=24), highlight=False)
-    q, k, v = (torch.randn(1, 8, 64, 64, device=where) for _ in range(3))
-    console.print("kp.explain(kp.attention, q, k, v, mask)", style="green")
-    console.print(str(kp.explain(kp.attention, q, k, v, mask)), highlight=False)
+    for number, (title, section) in enumerate(sections, 1):
+        console.print(Rule(f"{number}. {title}", align="left"))
+        began = time.perf_counter()
+        with console.status("computing"):
+            lines, chart = section(device.torch_device or "cpu")
+        for text in lines:
+            console.print(text, highlight=False, markup=False, soft_wrap=True)
+        console.print(f"[dim]{time.perf_counter() - began:.0f} s[/dim]", highlight=False)
+        body += [f"<h2>{escape(title)}</h2>", chart, *(f"<p>{escape(text)}</p>" for text in lines)]
+    out.write_text(document("KernelPyTorch tour", body), encoding="utf-8")
+    console.print(Rule("Next", align="left"))
+    console.print(f"{out} has the charts; docs/README.md is the documentation", highlight=False, soft_wrap=True)
+    console.print("kernel-pytorch doctor shows more of this machine", highlight=False)
 
-    console.print(Rule("5. Correct first: every kernel against float64, then timed beside torch"))
-    measurements = []
-    for op_name, case_name in (("rms_norm", "4096x4096"), ("attention", "window-4k-d64")):
-        work = benchmarking.plan(registered_op(op_name), best, (case_name,), ("float32",))
-        for step in work.steps:
-            with console.status(f"{op_name} {step}: checking, then timing"):
-                measurements += list(benchmarking.run(work, step, 0.3))
-    console.print(measurement_table(measurements))
 
-    console.print(Rule("Next"))
-    console.print("kernel-pytorch bench attention   every benchmark case of an op", highlight=False)
-    console.print("docs/README.md                   the documentation", highlight=False)
+def _median(call: Callable[[], object], device: str, repeats: int = 5) -> float:
+    times = []
+    for _ in range(repeats + 1):
+        began = time.perf_counter()
+        call()
+        if device != "cpu":
+            torch.get_device_module(device).synchronize()
+        times.append(time.perf_counter() - began)
+    return statistics.median(times[1:])
+
+
+def _attention(device: str) -> tuple[list[str], str]:
+    length, window = 4096, 256
+    q, k, v = (torch.randn(1, 8, length, 64, device=device) for _ in range(3))
+    mask = kp.masks.causal() & kp.masks.window(window)
+    rows = torch.arange(length, device=device)
+    dense = (rows[:, None] >= rows) & (rows[:, None] - rows <= window)
+    ours: Any = kp.attention(q, k, v, mask)
+    exact = functional.scaled_dot_product_attention(q.double(), k.double(), v.double(), attn_mask=dense)
+    error = (ours.double() - exact).abs().max().item()
+    seconds = {
+        "SDPA, dense mask": _median(
+            lambda: functional.scaled_dot_product_attention(q, k, v, attn_mask=dense), device
+        ),
+        "kp.attention": _median(lambda: kp.attention(q, k, v, mask), device),
+    }
+    slow, fast = seconds.values()
+    lines = [
+        f"kp.attention(q, k, v, causal() & window({window})) over {length} tokens: {fast * 1e3:.1f} ms",
+        f"SDPA with the same mask as a tensor: {slow * 1e3:.1f} ms, {slow / fast:.1f} times as long",
+        f"largest difference from float64: {error:.1e}; kernel {kp.explain(kp.attention, q, k, v, mask).kernel.name}",
+    ]
+    chart = bar_chart([(name, value, f"{value * 1e3:.1f} ms") for name, value in seconds.items()], "time of a call")
+    return lines, chart
+
+
+def _language_model() -> tuple[nn.Module, torch.Tensor]:
+    ids = torch.randint(0, 512, (1, 128))
+    if importlib.util.find_spec("transformers") is None:
+        layer = nn.TransformerEncoderLayer(256, 8, 688, batch_first=True)
+        return nn.Sequential(nn.Embedding(512, 256), nn.TransformerEncoder(layer, 2)).eval(), ids
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=512, hidden_size=256, intermediate_size=688, num_hidden_layers=2, num_attention_heads=8
+    )
+    return LlamaForCausalLM(config).eval(), ids
+
+
+def _optimize(device: str) -> tuple[list[str], str]:
+    model, ids = _language_model()
+    best: Any = kp.optimize(model.to(device), (ids.to(device),), goal="latency", budget=20)
+    lines = str(best.report).splitlines()
+    rows = [("eager", one.eager_seconds) for one in best.report.inputs]
+    rows += [("optimised", one.best_seconds) for one in best.report.inputs]
+    chart = bar_chart([(name, value, f"{value * 1e3:.1f} ms") for name, value in rows], "time") if rows else ""
+    return [
+        *lines[:4],
+        f"{len(best.report.refusals)} candidates refused, each with its reason in best.report",
+    ], chart
+
+
+def _fp8(device: str) -> tuple[list[str], str]:
+    def losses(recipe: str | None) -> list[float]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)).to(device)
+        if recipe is not None:
+            kp.fp8.convert(model, recipe=recipe)
+        optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+        found = []
+        for step in range(60):
+            torch.manual_seed(step)
+            x = torch.randn(256, 64, device=device)
+            loss = (model(x) - x.roll(1, dims=1)).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            found.append(loss.item())
+        return found
+
+    plain, quantized = losses(None), losses("delayed")
+    lines = [
+        f"kp.fp8.convert(model, recipe='delayed'): loss {quantized[-1]:.4f} after 60 steps, float32 {plain[-1]:.4f}"
+    ]
+    rows = [("float32", plain[-1], f"{plain[-1]:.4f}"), ("FP8, delayed", quantized[-1], f"{quantized[-1]:.4f}")]
+    return lines, bar_chart(rows, "loss after 60 steps")
+
+
+def _rank(rank: int, folder: str) -> None:
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=_RANKS)
+    mask = kp.masks.causal() & kp.masks.window(64)
+    cp = kp.context_parallel.Context(dist.group.WORLD, length=_LENGTH, mask=mask)
+    q, k, v = (cp.shard(x, dim=2) for x in _qkv())
+    out: Any = kp.attention(q, k, v, mask, group=cp)
+    whole = cp.unshard(out, dim=2)
+    if rank == 0:
+        torch.save(whole, f"{folder}/out.pt")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _qkv() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 4, _LENGTH, 32, generator=generator) for _ in range(3))
+    return q, k, v
+
+
+def _ranks(_: str) -> tuple[list[str], str]:
+    with tempfile.TemporaryDirectory() as folder:
+        spawn(_rank, (folder,), nprocs=_RANKS)
+        found = torch.load(f"{folder}/out.pt")
+    q, k, v = _qkv()
+    one = kp.attention(q, k, v, kp.masks.causal() & kp.masks.window(64))
+    difference = (found - one).abs().max().item()
+    return [
+        f"kp.attention(..., group=cp) on {_RANKS} Gloo ranks: largest difference from one process {difference:.1e}"
+    ], ""
+
+
+def _generate(_: str) -> tuple[list[str], str]:
+    missing = [name for name in ("executorch", "transformers") if importlib.util.find_spec(name) is None]
+    if missing:
+        return [
+            f"left out: needs {' and '.join(missing)} (pip install 'kernel-pytorch[lowering]' transformers)"
+        ], ""
+    from kernel_pytorch.testing.checkpoints import tiny_checkpoint
+
+    with tempfile.TemporaryDirectory() as folder:
+        kept = os.environ.get("KERNEL_PYTORCH_PROGRAMS")
+        os.environ["KERNEL_PYTORCH_PROGRAMS"] = f"{folder}/programs"
+        try:
+            generator = kp.TextGenerator.from_pretrained(tiny_checkpoint(Path(folder) / "model"))
+            made = generator.generate("once upon a time", max_tokens=24)
+        finally:
+            if kept is None:
+                del os.environ["KERNEL_PYTORCH_PROGRAMS"]
+            else:
+                os.environ["KERNEL_PYTORCH_PROGRAMS"] = kept
+    text = " ".join(made.text.split())
+    lines = [
+        f"a tiny Llama with random weights, lowered to a .pte: {text!r}",
+        f"first token after {made.first_token_seconds * 1e3:.0f} ms, then {made.tokens_per_second:.0f} tokens/s",
+    ]
+    return lines, ""

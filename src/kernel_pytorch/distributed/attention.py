@@ -5,7 +5,6 @@ One torch custom op, forward and backward, so that torch.compile keeps it whole;
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any
@@ -13,7 +12,7 @@ from typing import Any
 import torch
 
 from kernel_pytorch.distributed.chunks import Chunks, chunked_attention
-from kernel_pytorch.distributed.context import Context, context_named, fingerprint, group_of, total_length
+from kernel_pytorch.distributed.context import Context, bits_of, context_named, fingerprint, group_of, total_length
 from kernel_pytorch.distributed.cost import Link, ScheduleChoice, Shape, choose, predict
 from kernel_pytorch.distributed.parts import NO_SECOND_DERIVATIVE, Terms
 from kernel_pytorch.distributed.placement import Placement
@@ -38,7 +37,7 @@ __all__ = ["spread_attention"]
 _LIBRARY = torch.library.Library("kernel_pytorch", "FRAGMENT")
 _LIBRARY.define(
     "spread_attention(Tensor q, Tensor k, Tensor v, Tensor mask, float scale, bool lse_flows, str context, "
-    "str policy) -> (Tensor, Tensor)"
+    "str policy, bool trains) -> (Tensor, Tensor)"
 )
 _LIBRARY.define(
     "spread_attention_backward(Tensor dout, Tensor dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
@@ -55,6 +54,7 @@ def spread_attention(
     lse_flows: bool,
     group: Any,
     kernel: str | None,
+    trains: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, lse) of this rank's queries over the keys of all ranks."""
     policy = effective_policy("attention", kernel)
@@ -80,7 +80,7 @@ def spread_attention(
             "group: a compiled function takes a kp.context_parallel.Context; make it outside, where ranks can talk"
         )
     found: tuple[torch.Tensor, torch.Tensor] = torch.ops.kernel_pytorch.spread_attention.default(
-        q, k, v, mask.code, scale, lse_flows, context.name, policy
+        q, k, v, mask.code, scale, lse_flows, context.name, policy, trains
     )
     return found
 
@@ -132,7 +132,7 @@ def _schedule(context: Context, q: torch.Tensor, k: torch.Tensor, v: torch.Tenso
 
 
 def _checked(
-    context: Context, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask, terms: Terms
+    context: Context, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask, terms: Terms, trains: bool
 ) -> Schedule:
     """The schedule of a call that every rank makes alike; what is wrong is found before anything is sent."""
     refusal: Exception | None = None
@@ -155,7 +155,14 @@ def _checked(
     except Exception as error:  # whatever it is, the others must not wait for this rank
         refusal = error
     if context.check and context.ranks > 1:
-        shown = {"mask": mask, "dtype": q.dtype, "schedule": schedule, "placement": context.placement.style}
+        shown = {
+            "mask": mask,
+            "dtype": q.dtype,
+            "scale": terms.scale,
+            "gradients": "needed" if trains else "not needed",
+            "schedule": schedule,
+            "placement": context.placement.style,
+        }
         facts = {
             "tokens": context.tokens,
             "dtype": fingerprint(q.dtype, k.dtype, v.dtype),
@@ -165,7 +172,8 @@ def _checked(
             "head_dim": _size(q, 3),
             "value_dim": _size(v, 3),
             "mask": fingerprint(mask.code.numpy().tobytes()),
-            "scale": struct.unpack("<q", struct.pack("<d", terms.scale))[0],
+            "scale": bits_of(terms.scale),
+            "gradients": int(trains),
             "placement": fingerprint(context.placement.ranges),
             "kernel": fingerprint(terms.kernel),
             "refused": int(refusal is not None),
@@ -262,9 +270,10 @@ def _forward(
     lse_flows: bool,
     context: str,
     policy: str,
+    trains: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     where, terms, decoded = context_named(context), Terms(scale, policy, lse_flows), from_code(mask)
-    schedule = _checked(where, q, k, v, decoded, terms)
+    schedule = _checked(where, q, k, v, decoded, terms, trains)
     return run_forward(schedule, where.transport, where.placement, q, k, v, decoded, terms)
 
 
@@ -317,7 +326,7 @@ torch.library.register_fake("kernel_pytorch::spread_attention_backward", _fake_b
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
-    q, k, v, mask, *ctx.rest = inputs
+    q, k, v, mask, *ctx.rest, _ = inputs
     ctx.context = context_named(inputs[6])  # it must live until the backward, which knows its name alone
     ctx.save_for_backward(q, k, v, *output, mask)
 
@@ -326,7 +335,7 @@ def _autograd(ctx: Any, dout: torch.Tensor, dlse: torch.Tensor) -> tuple[Any, ..
     gradients = torch.ops.kernel_pytorch.spread_attention_backward.default(
         dout, dlse, *ctx.saved_tensors, *ctx.rest
     )
-    return (*gradients, *([None] * 5))
+    return (*gradients, *([None] * 6))
 
 
 def _second_derivative(_ctx: Any, *_gradients: Any) -> Any:

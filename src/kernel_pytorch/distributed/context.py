@@ -43,12 +43,18 @@ def group_of(group: Any) -> dist.ProcessGroup:
 
 def total_length(tokens: int, group: Any) -> int:
     """The tokens of all ranks together."""
-    count = torch.tensor([tokens], dtype=torch.int64)
-    process_group = group_of(group)
-    if "cpu:" not in dist.get_backend_config(process_group):
-        count = count.cuda()
-    dist.all_reduce(count, group=process_group)
-    return int(count)
+    # Not an all-reduce, which does not say which rank has died.
+    transport = Transport(_control_group(group_of(group)), timedelta(seconds=300))
+    counts = every_rank(transport, "the count of tokens", torch.tensor([tokens], dtype=torch.int64))
+    return sum(int(count) for count in counts)
+
+
+def every_rank(transport: Transport, step: str, own: torch.Tensor) -> list[torch.Tensor]:
+    """A small tensor of each rank; a rank that does not answer is named in the error."""
+    others = [r for r in range(transport.ranks) if r != transport.rank]
+    incoming = {r: torch.empty_like(own) for r in others}
+    transport.exchange(step, dict.fromkeys(others, own), incoming, tag=3).wait()
+    return [own if r == transport.rank else incoming[r] for r in range(transport.ranks)]
 
 
 class Context:
@@ -169,13 +175,8 @@ class Context:
     def agree(self, facts: Mapping[str, int], shown: Mapping[str, Any]) -> list[dict[str, int]]:
         """Every rank's facts; an error on all ranks where one differs, apart from ``tokens`` and ``refused``."""
         own = torch.tensor(list(facts.values()), dtype=torch.int64)
-        others = [r for r in range(self.ranks) if r != self.rank]
-        incoming = {r: torch.empty_like(own) for r in others}
-        self.control.exchange("the agreement before a call", dict.fromkeys(others, own), incoming, tag=3).wait()
-        every = [
-            dict(zip(facts, (own if r == self.rank else incoming[r]).tolist(), strict=True))
-            for r in range(self.ranks)
-        ]
+        answers = every_rank(self.control, "the agreement before a call", own)
+        every = [dict(zip(facts, answer.tolist(), strict=True)) for answer in answers]
         for name in facts:
             if name == "tokens":
                 continue
@@ -189,8 +190,7 @@ class Context:
                 for r, value in enumerate(values):
                     by_value.setdefault(value, []).append(r)
                 listed = "; ".join(
-                    f"ranks {ranks}: {value if name in _PLAIN else 'this one' if value == facts[name] else 'another'}"
-                    for value, ranks in by_value.items()
+                    f"ranks {ranks}: {_readable(name, value, facts[name])}" for value, ranks in by_value.items()
                 )
                 raise RankError(
                     f"ranks disagree on {name} ({listed}); here it is {shown.get(name, facts[name])}: "
@@ -200,6 +200,21 @@ class Context:
 
 
 _PLAIN = ("batch", "q_heads", "kv_heads", "head_dim", "value_dim")  # numbers a person can read
+
+
+def bits_of(value: float) -> int:
+    """A float as the integer that ranks compare."""
+    found: int = struct.unpack("<q", struct.pack("<d", value))[0]
+    return found
+
+
+def _readable(name: str, value: int, own: int) -> str:
+    """A fact of a rank for an error; fingerprints say only whether they are this rank's."""
+    if name == "scale":
+        return str(struct.unpack("<d", struct.pack("<q", value))[0])
+    if name == "gradients":
+        return "needed" if value else "not needed"
+    return str(value) if name in _PLAIN else "this one" if value == own else "another"
 
 
 def fingerprint(*values: object) -> int:

@@ -7,6 +7,7 @@ import importlib
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torch.nn import functional
 
 from kernel_pytorch.distributed.context import Context
 
-__all__ = ["labels", "prepare", "window"]
+__all__ = ["Prepared", "labels", "prepare", "window"]
 
 _IMPLEMENTATION = "kernel_pytorch_context_parallel"
 _SHIFTED = ("ForCausalLM", "ForConditionalGeneration")
@@ -85,13 +86,37 @@ class _Loss:
         return self.mean(losses[targets != ignore_index], num_items_in_batch)
 
 
-def prepare(model: nn.Module, mean: Mean) -> None:
+@dataclass(frozen=True)
+class Prepared:
+    """What ``prepare`` changed in a model, to be undone for a while, and what it found there."""
+
+    changed: tuple[tuple[Any, str, Any, Any], ...] = ()
+    """(module, attn_implementation before, loss function before or None, loss function now)."""
+    longest: int | None = None
+    """Tokens beyond which a rotary embedding of the model depends on the longest position."""
+
+    @contextlib.contextmanager
+    def undone(self, *, attention: bool) -> Iterator[None]:
+        """The model's own loss inside, and its own attention where asked for."""
+        for module, implementation, loss, _ in self.changed:
+            if attention:
+                module.config._attn_implementation = implementation
+            module._loss_function = loss
+        try:
+            yield
+        finally:
+            for module, _, _, loss in self.changed:
+                module.config._attn_implementation = _IMPLEMENTATION
+                module._loss_function = loss
+
+
+def prepare(model: nn.Module, mean: Mean) -> Prepared:
     """Give a Hugging Face model attention that builds no mask, and a loss of all ranks; others are left alone."""
     transformers = sys.modules.get("transformers")
     if transformers is None or not any(
         isinstance(module, transformers.PreTrainedModel) for module in model.modules()
     ):
-        return
+        return Prepared()
     for name, module in model.named_modules():
         if not isinstance(module, transformers.PreTrainedModel):
             continue
@@ -101,19 +126,44 @@ def prepare(model: nn.Module, mean: Mean) -> None:
                 f"model: {type(module).__name__} pools its tokens, and a rank has only some of them; parallelize its "
                 "base model and pool what that returns"
             )
+        if getattr(module.config, "is_encoder_decoder", False):
+            raise NotImplementedError(
+                f"model: {type(module).__name__} has cross-attention, which is not sharded; parallelize its encoder"
+            )
         implementation = module.config._attn_implementation
-        if implementation not in ("sdpa", _IMPLEMENTATION):
+        if implementation not in ("sdpa", "kernel_pytorch", _IMPLEMENTATION):
             raise ValueError(
                 f"model: {name or type(module).__name__} has attn_implementation={implementation!r}, which sees only "
                 'this rank\'s tokens; load or make the model with attn_implementation="sdpa"'
             )
     _register()
+    changed, longest = [], None
     for module in model.modules():
         if isinstance(module, transformers.PreTrainedModel):
+            before, loss = module.config._attn_implementation, module.loss_function
             # With "sdpa", the model would take a jump in this rank's positions for the start of another document,
             # and build a dense mask of tokens by tokens.
             module.config._attn_implementation = _IMPLEMENTATION
             module.loss_function = _Loss(getattr(module, "loss_type", None) or "", mean)
+            changed.append((module, before, loss, module.loss_function))
+            limit = _rotary_limit(module.config)
+            longest = limit if longest is None else longest if limit is None else min(longest, limit)
+    # Several modules share one config, whose own implementation is what the first of them had.
+    own = {id(module.config): before for module, before, _, _ in reversed(changed)}
+    return Prepared(tuple((m, own[id(m.config)], loss, now) for m, _, loss, now in changed), longest)
+
+
+def _rotary_limit(config: Any) -> int | None:
+    """The length up to which a rotary embedding that depends on the longest position is constant, or None."""
+    scaling = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    every = [scaling, *(value for value in scaling.values() if isinstance(value, dict))]
+    for one in every:
+        if (one.get("rope_type") or one.get("type")) in ("dynamic", "longrope"):
+            limit = one.get("original_max_position_embeddings") or getattr(
+                config, "original_max_position_embeddings", None
+            )
+            return int(limit or config.max_position_embeddings)
+    return None
 
 
 def window() -> int | None:

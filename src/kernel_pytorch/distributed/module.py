@@ -1,4 +1,4 @@
-"""A whole model made context-parallel: ``parallelize``, and ``token_mean`` for its loss.
+"""A whole model made context-parallel: ``parallelize``.
 
 The model's forward is wrapped so that it shards its inputs, and ``scaled_dot_product_attention`` inside it becomes
 ``kp.attention`` over all ranks, through a TorchFunctionMode. Every module that could call attention is wrapped as
@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional
@@ -25,14 +24,16 @@ from torch.overrides import TorchFunctionMode
 from kernel_pytorch._compat.compiler import flex_attention_operator
 from kernel_pytorch._compat.structures import pytree
 from kernel_pytorch.distributed import hugging_face
+from kernel_pytorch.distributed.bound_arguments import argument_of, named_of, set_argument, variable_of
 from kernel_pytorch.distributed.context import Context, group_of
 from kernel_pytorch.distributed.cost import Link
 from kernel_pytorch.distributed.schedules import Schedule
+from kernel_pytorch.distributed.token_mean import Scaled, token_mean_over
+from kernel_pytorch.distributed.verification import Unsharded
 from kernel_pytorch.masks import Mask
 from kernel_pytorch.ops.attention import attention, spreading
-from kernel_pytorch.ops.attention.definition import lse_dtype
 
-__all__ = ["parallelize", "token_mean"]
+__all__ = ["parallelize"]
 
 _STORAGES = 4096  # remembered before those that are gone are first dropped
 _SDPA = "use torch.nn.functional.scaled_dot_product_attention, which becomes kp.attention over all ranks"
@@ -50,73 +51,6 @@ for _name in dir(torch.ops.aten):
                 f"{_name} sees only this rank's tokens: {_SDPA}"
             )
         _REFUSED[getattr(torch.ops.aten, _name)] = f"{_name} sees only this rank's tokens: {_SDPA}"
-
-
-def token_mean(values: torch.Tensor, group: Any) -> torch.Tensor:
-    """The mean over the tokens of all ranks of what this rank has for each of its own, such as their losses.
-
-    Its value is the same on every rank. Its gradient is made for gradients that are *averaged* over the ranks of the
-    group, as DDP and FSDP2 do: their average is then exactly the gradient of the mean over all tokens. Each rank's
-    gradient is scaled by the number of ranks for that; a mean of each rank's own mean would be wrong where ranks
-    hold different numbers of tokens.
-
-    Args:
-        values: one number for each token of this rank that counts, of any shape; ranks may have different numbers
-            of them, or none. Leave out those that do not count, as in ``losses[labels != -100]``.
-        group: a ``Context``, a process group, or one dimension of a DeviceMesh.
-
-    Example:
-        >>> import torch, torch.distributed as dist, kernel_pytorch as kp
-        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-        >>> losses = torch.tensor([1.0, 2.0, 6.0], requires_grad=True)
-        >>> loss = kp.context_parallel.token_mean(losses, dist.group.WORLD)
-        >>> loss.backward()
-        >>> loss.item(), losses.grad
-        (3.0, tensor([0.3333, 0.3333, 0.3333]))
-        >>> dist.destroy_process_group()
-    """
-    process_group = group.group if isinstance(group, Context) else group_of(group)
-    return _token_mean(values, process_group, None)
-
-
-def _token_mean(values: torch.Tensor, group: dist.ProcessGroup, count: Any) -> torch.Tensor:
-    """The sum over all ranks, divided by ``count`` or else by the number of values of all ranks."""
-    if not isinstance(values, torch.Tensor) or not values.is_floating_point():
-        raise TypeError(f"values={values!r}: expected a tensor of floating-point numbers, one for each token")
-    # Not compiled: a collective inside an autograd function is nothing that torch.compile can trace.
-    mean: torch.Tensor = torch.compiler.disable(_Mean.apply)(values, group, count)
-    return mean
-
-
-class _Mean(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, values: torch.Tensor, group: dist.ProcessGroup, count: Any) -> torch.Tensor:
-        # In float64, in which a count is exact and the order of the ranks' sums does not show.
-        sums = torch.stack(
-            [values.sum(dtype=torch.float64), values.new_tensor(values.numel(), dtype=torch.float64)]
-        )
-        dist.all_reduce(sums, group=group)
-        total = sums[1] if count is None else count
-        ctx.shape, ctx.dtype = values.shape, values.dtype
-        ctx.weight = dist.get_world_size(group) / total
-        return (sums[0] / total).to(lse_dtype(values.dtype))
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return (gradient * ctx.weight).to(ctx.dtype).expand(ctx.shape), None, None
-
-
-class _Scaled(torch.autograd.Function):
-    """The tensor itself, with its gradient times a number."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, factor: float) -> torch.Tensor:
-        ctx.factor = factor
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return gradient * ctx.factor, None
 
 
 @dataclass(eq=False)
@@ -148,9 +82,14 @@ class _Parallel:
         gather_output: bool,
         positions: str | None,
         inputs: frozenset[str] | None,
+        unsharded: Unsharded | None = None,
     ) -> None:
         self.mask, self.make = mask, make
+        self.unsharded = unsharded
+        """Verifies the first calls against the model without sharding; None where that is not wanted."""
         self.gather_output, self.positions, self.inputs = gather_output, positions, inputs
+        self.longest: int | None = None
+        """Tokens beyond which the model's rotary embedding depends on the longest position."""
         self.contexts: dict[int, Context] = {}
         self.local = _Local()
         self.storages: dict[int, tuple[StorageWeakRef, _Pass | None]] = {}
@@ -378,6 +317,51 @@ class _Root(_Forward):
         self.signature = inspect.signature(original)
 
     def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self.parallel.unsharded is not None:
+            _eager(self.verify, args, kwargs)
+        return self.sharded(args, kwargs, self.parallel.gather_output)
+
+    def verify(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Compare the sharded model with the unsharded one on the first tokens of a call, once for each set of
+        arguments."""
+        unsharded = self.parallel.unsharded
+        assert unsharded is not None
+        bound = self.signature.bind_partial(*args, **kwargs)
+        given = frozenset(name for name, value in named_of(bound) if value is not None)
+        if given in unsharded.verified:
+            return
+        unsharded.verified.add(given)
+        length = self.length(bound)
+        context = self.parallel.context(length)  # what is wrong with the call itself is said first
+        self.defaults(self.signature.bind_partial(*args, **kwargs), context)
+        if context.ranks == 1:
+            return
+        short = unsharded.short_length(length, context.ranks)
+        if short is None:
+            return
+        args, kwargs = pytree.tree_map(lambda x: unsharded.cut(x, length, short), (args, kwargs))
+        expected = unsharded.outputs(lambda: self.whole(args, kwargs))
+        if expected is None:
+            return
+        with unsharded.evaluating():
+            found = self.sharded(args, kwargs, True)
+        unsharded.compare(found, expected, self.parallel.context(short))
+
+    def whole(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The model's own forward over all tokens, on this rank alone."""
+        bound = self.signature.bind_partial(*args, **kwargs)
+        self.without_masks(bound)
+        local, parallel = self.parallel.local, self.parallel
+        before = local.current, local.inside, local.names
+        local.current, local.inside, local.names = None, True, (("", torch.is_grad_enabled()),)
+        found = _Pass(parallel.contexts[next(iter(parallel.contexts))])
+        try:
+            with parallel.unsharded.attending(lambda: parallel.mask_of(found, local.names[-1][0])):  # type: ignore[union-attr]
+                return self.original(*bound.args, **bound.kwargs)
+        finally:
+            local.current, local.inside, local.names = before
+
+    def sharded(self, args: tuple[Any, ...], kwargs: dict[str, Any], gather: bool) -> Any:
         bound, labels, context = _eager(self.spread, args, kwargs)
         found = _Pass(context)
         with hugging_face.labels(labels, context):
@@ -388,7 +372,7 @@ class _Root(_Forward):
                 f"rank's tokens; {_SDPA} "
                 '(Hugging Face models: attn_implementation="sdpa")'
             )
-        return _eager(self.gather, outputs, context) if self.parallel.gather_output else outputs
+        return _eager(self.gather, outputs, context) if gather else outputs
 
     def spread(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -397,13 +381,13 @@ class _Root(_Forward):
         bound = self.signature.bind_partial(*args, **kwargs)  # positions may be filled in
         context = self.parallel.context(self.length(bound))
         self.defaults(bound, context)
-        labels = _argument(bound, "labels")
+        labels = argument_of(bound, "labels")
         self.shard(bound, context)
         return bound, labels, context
 
     def length(self, bound: inspect.BoundArguments) -> int:
         """Tokens of the whole sequence, by the first input that has a second dimension."""
-        for name, value in _named(bound):
+        for name, value in named_of(bound):
             if self.parallel.inputs is None or name in self.parallel.inputs:
                 for leaf in pytree.tree_leaves(value):
                     if isinstance(leaf, torch.Tensor) and leaf.ndim >= 2:
@@ -411,28 +395,51 @@ class _Root(_Forward):
         raise ValueError("the model's inputs have no tensor of shape (batch, tokens, ...): pass the whole sequence")
 
     def defaults(self, bound: inspect.BoundArguments, context: Context) -> None:
-        for name, value in _named(bound):
-            if name.endswith("attention_mask") and value is not None:
-                raise ValueError(
-                    f"{name}: a parallelized model takes its mask from parallelize; describe it there as "
-                    f"mask=kp.masks... (padding and packing: kp.masks.documents), and drop {name} from the call"
-                )
+        self.without_masks(bound)
+        for name, value in named_of(bound):
             if name == "use_cache" and value:
                 raise ValueError("use_cache=True: a cache would hold only this rank's tokens; pass use_cache=False")
+            if name in ("logits_to_keep", "num_logits_to_keep") and (isinstance(value, torch.Tensor) or value):
+                raise ValueError(
+                    f"{name}={value}: a rank would keep the last of its own tokens; drop it, and slice the logits"
+                )
+            if name.startswith("encoder_") and value is not None:
+                raise NotImplementedError(
+                    f"{name}: cross-attention is not sharded; parallelize a model of self-attention, such as the "
+                    "encoder alone"
+                )
+        if self.parallel.longest is not None and context.length > self.parallel.longest:
+            raise NotImplementedError(
+                f"{context.length} tokens: the model's rotary embedding changes beyond {self.parallel.longest} with "
+                "the longest position, which one rank alone has; use a rope_type other than dynamic and longrope"
+            )
         if "use_cache" in self.signature.parameters:
             bound.arguments["use_cache"] = False
         positions = self.parallel.positions
         if positions is None:
             return
-        given = _argument(bound, positions)
+        given = argument_of(bound, positions)
         if given is None:
             device = next(
                 (x.device for x in pytree.tree_leaves(bound.arguments) if isinstance(x, torch.Tensor)), "cpu"
             )
             # Whole, as if the user had given them: they are sharded with everything else.
-            _set(self.signature, bound, positions, torch.arange(context.length, device=device).unsqueeze(0))
+            set_argument(self.signature, bound, positions, torch.arange(context.length, device=device).unsqueeze(0))
         elif given.ndim == 1 and len(given) == context.length:
-            _set(self.signature, bound, positions, given.unsqueeze(0))
+            set_argument(self.signature, bound, positions, given.unsqueeze(0))
+
+    def without_masks(self, bound: inspect.BoundArguments) -> None:
+        """Drop masks of ones, which tokenizers always give; any other mask is an error."""
+        for name, value in named_of(bound):
+            if not name.endswith("attention_mask") or value is None:
+                continue
+            if isinstance(value, torch.Tensor) and value.ndim == 2 and bool((value == 1).all()):
+                set_argument(self.signature, bound, name, None)
+                continue
+            raise ValueError(
+                f"{name}: a parallelized model takes its mask from parallelize; describe it there as "
+                f"mask=kp.masks... (padding and packing: kp.masks.documents), and drop {name} from the call"
+            )
 
     def shard(self, bound: inspect.BoundArguments, context: Context) -> None:
         names = self.parallel.inputs
@@ -442,9 +449,9 @@ class _Root(_Forward):
                 return context.shard(x)
             return x
 
-        for name, value in _named(bound):
+        for name, value in named_of(bound):
             if names is None or name in names or name == self.parallel.positions:
-                _set(self.signature, bound, name, pytree.tree_map(own, value))
+                set_argument(self.signature, bound, name, pytree.tree_map(own, value))
 
     def gather(self, outputs: Any, context: Context) -> Any:
         leaves, spec = pytree.tree_flatten(outputs)
@@ -463,35 +470,11 @@ class _Root(_Forward):
 
         def whole(x: torch.Tensor) -> torch.Tensor:
             if x.requires_grad:
-                x = _Scaled.apply(x, ranks)  # type: ignore[no-untyped-call]
+                x = Scaled.apply(x, ranks)  # type: ignore[no-untyped-call]
             return context.unshard(x)
 
         gathered = [whole(x) if flag else x for x, flag in zip(leaves, own.tolist(), strict=True)]
         return pytree.tree_unflatten(gathered, spec)
-
-
-def _variable(signature: inspect.Signature) -> str | None:
-    """The name of ``**kwargs``, where there is one."""
-    return next((p.name for p in signature.parameters.values() if p.kind is p.VAR_KEYWORD), None)
-
-
-def _named(bound: inspect.BoundArguments) -> list[tuple[str, Any]]:
-    variable = _variable(bound.signature)
-    named = [(name, value) for name, value in bound.arguments.items() if name != variable]
-    return [*named, *bound.arguments.get(variable or "", {}).items()]
-
-
-def _argument(bound: inspect.BoundArguments, name: str) -> Any:
-    return dict(_named(bound)).get(name)
-
-
-def _set(signature: inspect.Signature, bound: inspect.BoundArguments, name: str, value: Any) -> None:
-    if name in signature.parameters:
-        bound.arguments[name] = value
-    else:
-        variable = _variable(signature)
-        assert variable is not None
-        bound.arguments.setdefault(variable, {})[name] = value
 
 
 def parallelize(
@@ -507,6 +490,7 @@ def parallelize(
     timeout: float = 300.0,
     link: Link | str | None = None,
     check: bool = True,
+    verify: bool = True,
 ) -> nn.Module:
     """Spread the sequences of a transformer over the ranks of a group: the model itself, changed in place.
 
@@ -533,6 +517,9 @@ def parallelize(
         inputs: the forward's arguments that hold the sequence in dimension 1; when left out, all tensors whose
             dimension 1 is as long as the first one's.
         schedule, timeout, link, check: as of ``Context``, of which one is made for each length.
+        verify: on the first call with a set of arguments, compare the sharded model with the model as it was, on the
+            first tokens of the input and without gradients; where they differ, the call is an error that says in
+            which output. It finds losses and positions that a model computes from its own rank's tokens alone.
 
     Example:
         >>> import torch, torch.distributed as dist, kernel_pytorch as kp
@@ -564,7 +551,7 @@ def parallelize(
         if isinstance(module.__dict__.get("forward"), _Forward):
             raise ValueError(f"model: {name or 'it'} is parallelized already; make a new one")
     signature = inspect.signature(model.forward)
-    open_ended = _variable(signature) is not None
+    open_ended = variable_of(signature) is not None
     for name in [*([positions] if positions else []), *(inputs or ())]:
         if name not in signature.parameters and not open_ended:
             argument = "positions" if name == positions else "inputs"
@@ -580,8 +567,10 @@ def parallelize(
         return Context(process_group, length, placed, schedule=schedule, timeout=timeout, link=link, check=check)
 
     chosen = None if inputs is None else frozenset(inputs)
-    parallel = _Parallel(mask, make, gather_output, positions, chosen)
-    hugging_face.prepare(model, lambda values, count: _token_mean(values, process_group, count))
+    prepared = hugging_face.prepare(model, lambda values, count: token_mean_over(values, process_group, count))
+    unsharded = Unsharded(model, mask, placed, prepared) if verify else None
+    parallel = _Parallel(mask, make, gather_output, positions, chosen, unsharded)
+    parallel.longest = prepared.longest
     for name, module in model.named_modules():
         if module is model:
             module.forward = _Root(parallel, module.forward)

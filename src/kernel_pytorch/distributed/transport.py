@@ -92,14 +92,26 @@ class Transport:
                 self.traffic.sent_bytes += whole.numel() * whole.element_size()
                 self.traffic.messages += 1
         if operations:
-            try:
-                works = dist.batch_isend_irecv(operations)
-            except RuntimeError as error:
-                self.fail(peers[0] if len(set(peers)) == 1 else None, step, error)
+            works = self._posted(step, operations, peers)
             # One work for each operation, or one for them all where the backend groups them.
             named = peers if len(works) == len(peers) else [peers[0]] * len(works)
             pending.works = list(zip(named, works, strict=True))
         return pending
+
+    def _posted(self, step: str, operations: list[dist.P2POp], peers: list[int]) -> list[Any]:
+        if "nccl" not in dist.get_backend_config(self.group):
+            # One by one, so that an error names the rank it came from.
+            works = []
+            for operation, rank in zip(operations, peers, strict=True):
+                try:
+                    works.append(operation.op(operation.tensor, operation.peer, operation.group, operation.tag))
+                except RuntimeError as error:
+                    self.fail(rank, step, error)
+            return works
+        try:
+            return list(dist.batch_isend_irecv(operations))
+        except RuntimeError as error:
+            self.fail(peers[0] if len(set(peers)) == 1 else None, step, error)
 
     def fail(self, rank: int | None, step: str, error: Exception) -> NoReturn:
         """Raise, naming the rank that failed first where another rank has found it already."""

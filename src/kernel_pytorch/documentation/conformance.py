@@ -2,20 +2,32 @@
 
 The layout: ``NAME-overview`` is required; ``NAME-quantization``, ``NAME-partitioner`` and ``op-support.csv`` are
 recommended; ``NAME-troubleshooting``, ``NAME-op-support``, ``NAME-arch-internals``, ``tutorials/NAME-tutorials`` and
-``guides/NAME-guides`` are optional. Pages are Markdown or reStructuredText.
+``guides/NAME-guides`` are optional. Pages are Markdown or reStructuredText. A backend
+that is documented by its overview alone may have the recommended and optional pages as sections of it.
 """
 
 from __future__ import annotations
 
 import csv
 import difflib
+import io
+import os
 import re
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
+from urllib.parse import unquote
 
 from kernel_pytorch.documentation.op_support import COLUMNS
-from kernel_pytorch.documentation.sources import Page, Section, read_page, undefined_names
+from kernel_pytorch.documentation.sources import (
+    Page,
+    Section,
+    is_signature,
+    read_page,
+    read_text,
+    undefined_names,
+    visible,
+)
 
 __all__ = ["Conformance", "Finding", "check_folder"]
 
@@ -47,10 +59,31 @@ ROLES = (
 # Section of the overview to names that others have given it.
 SECTIONS = {
     "Features": ("highlights", "capabilities", "what is supported"),
-    "Target Requirements": ("hardware requirements", "supported hardware", "runtime requirements", "prerequisites"),
-    "Development Requirements": ("host requirements", "software requirements", "installation", "setup"),
+    "Target Requirements": (
+        "hardware requirements",
+        "supported hardware",
+        "supported targets",
+        "supported devices",
+        "target support",
+        "runtime requirements",
+        "prerequisites",
+    ),
+    "Development Requirements": (
+        "host requirements",
+        "software requirements",
+        "installation",
+        "setup",
+        "setting up developer environment",
+        "setting up your developer environment",
+    ),
     "Using": ("usage", "quick start", "lowering a model", "export", "exporting"),
-    "Runtime Integration": ("runtime", "deployment", "running on device", "integration"),
+    "Runtime Integration": (
+        "runtime",
+        "deployment",
+        "running on device",
+        "deploying and running on device",
+        "integration",
+    ),
     "Reference": ("additional resources", "references", "further reading", "see also", "links"),
 }
 _MARKERS = re.compile(
@@ -64,6 +97,7 @@ _INSTRUCTION = re.compile(
     r"this (section|page) (is intended|describes the steps|should|will))\b",
     re.IGNORECASE,
 )
+_OPERATORS = ("operator", "op support", "ops support", "supported op")
 _ROW_PLACEHOLDER = re.compile(r"^(operator|dtype|quantization|constraints?)\s?\d*$", re.IGNORECASE)
 
 
@@ -84,11 +118,11 @@ class Conformance:
 
     backend: str
     pages: list[dict[str, str]] = field(default_factory=list)
-    """Role, level, status (present, renamed, missing) and path of each page of the set."""
+    """Role, level, status (present, renamed, section, missing) and path of each page of the set."""
     sections: list[dict[str, str]] = field(default_factory=list)
     """Title and status (present, renamed, missing, empty, placeholder) of the overview's sections."""
     blocks: dict[str, int] = field(
-        default_factory=lambda: {"python": 0, "parse": 0, "self_contained": 0, "unlabelled": 0}
+        default_factory=lambda: {"python": 0, "parse": 0, "self_contained": 0, "signatures": 0, "unlabelled": 0}
     )
     findings: list[Finding] = field(default_factory=list)
 
@@ -104,53 +138,85 @@ class Conformance:
 
 
 def check_folder(folder: Path) -> Conformance:
-    """Check a backend's documentation.
+    """Check a backend's documentation: a folder, or the one page of a backend that has no folder.
+
+    A file that cannot be read is a finding like any other.
+
+    Raises:
+        FileNotFoundError: for a path that does not exist.
+        ValueError: for a file that is no page.
 
     Example:
         >>> import tempfile
         >>> [finding.code for finding in check_folder(Path(tempfile.mkdtemp())).findings][:1]
         ['missing-page']
     """
-    if not folder.is_dir():
-        raise NotADirectoryError(f"folder={str(folder)!r}: no such folder")
-    return _Check(folder).run()
+    path = folder.resolve()  # links are looked up in the folders above, which a relative path does not have
+    if not path.exists():
+        raise FileNotFoundError(f"folder={str(folder)!r}: no such folder")
+    if not path.is_dir() and path.suffix not in _PAGES:
+        raise ValueError(f"folder={str(folder)!r}: pass a folder, or a page that ends in {' or '.join(_PAGES)}")
+    return _Check(path).run()
+
+
+_PAGES = (".md", ".rst")
 
 
 class _Check:
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        found = (path for ending in ("*.md", "*.rst") for path in folder.rglob(ending))
-        self.pages = {path: read_page(path) for path in sorted(found)}
-        self.tables = sorted(folder.rglob("*.csv"))
-        self.result = Conformance(self._name())
-        around = (folder.resolve(), *folder.resolve().parents)
+    def __init__(self, path: Path) -> None:
+        self.only = None if path.is_dir() else path
+        self.folder = folder = path if self.only is None else path.parent
+        self.result = Conformance("")
+        self.read: dict[Path, Page | None] = {}
+        found = [one for ending in _PAGES for one in folder.rglob(f"*{ending}")] if self.only is None else [path]
+        self.pages = {one: page for one in sorted(found) if (page := self._page(one)) is not None}
+        self.tables = sorted(one for one in folder.rglob("*.csv") if one.is_file()) if self.only is None else []
+        self.result.backend = self._name()
+        around = (folder, *folder.parents)
         # A copy of the folder without the documentation that it is a part of.
         self.alone = not any((above / sign).exists() for above in around for sign in ("conf.py", ".git"))
+        self.generated = _generated_folders(around)
+
+    def _page(self, path: Path) -> Page | None:
+        """The page at a path, read once; None, and a finding, where it cannot be read."""
+        if path not in self.read:
+            try:
+                self.read[path] = read_page(path)
+            except Exception as error:  # whatever is wrong with one file, the others are checked
+                self.read[path] = None
+                self._say("error", path, 0, "unreadable-page", _reason(error))
+        return self.read[path]
 
     def run(self) -> Conformance:
         for role in ROLES:
             self._role(role)
         for page in self.pages.values():
-            self._contents(page)
-            self._blocks(page)
-            self._links(page)
+            for check in (self._contents, self._blocks, self._links):
+                try:
+                    check(page)
+                except Exception as error:  # as in _page
+                    self._say("error", page.path, 0, "unreadable-page", _reason(error))
         order = {"error": 0, "warning": 1, "note": 2}
         self.result.findings.sort(key=lambda one: (order[one.severity], one.page, one.line))
         return self.result
 
     def _say(self, severity: Severity, where: Path | str, line: int, code: str, message: str) -> None:
-        page = where if isinstance(where, str) else where.relative_to(self.folder).as_posix()
+        if isinstance(where, Path):
+            where = where.relative_to(self.folder) if self.folder in where.parents else where
+        page = where if isinstance(where, str) else where.as_posix()
         self.result.findings.append(Finding(severity, page, line, code, message))
 
     def _name(self) -> str:
         """The backend's name: what stands before the names of the pages, or the folder's."""
+        if self.only is not None:
+            return re.sub(r"^backends?-|-overview$", "", self.only.stem)
         names = [
             path.stem.removesuffix(f"-{role.name}")
             for role in ROLES
             for path in self.pages
             if path.stem.endswith(f"-{role.name}") and path.parent == self.folder / role.folder
         ]
-        return max(names, key=names.count, default=self.folder.resolve().name)
+        return max(names, key=names.count, default=self.folder.name)
 
     # Pages
 
@@ -158,11 +224,13 @@ class _Check:
         wanted = f"{role.folder}/" if role.folder else ""
         wanted += role.name if role.name.endswith(".csv") else f"{self.result.backend}-{role.name}"
         exact = [self.folder / f"{wanted}{ending}" for ending in ("", ".md", ".rst")]
-        there = next((path for path in exact if path.is_file()), None)
+        there = next((path for path in exact if path in self.pages or path in self.tables), None)
         status, shown = "present", there
         if there is None:
             shown = self._renamed(role)
             status = "missing" if shown is None else "renamed"
+        if shown is None and self._as_section(role):
+            status = "section"
         row = {"role": role.name, "level": role.level, "status": status}
         row["path"] = "" if shown is None else shown.relative_to(self.folder).as_posix()
         self.result.pages.append(row)
@@ -171,7 +239,7 @@ class _Check:
         if status == "missing":
             self._say(severity, f"{wanted}{ending}", 0, "missing-page", f"the {role.level} page is not there")
         elif status == "renamed":
-            worse: Severity = "error" if role.level == "required" else "warning"
+            worse: Severity = "error" if role.level == "required" and self.only is None else "warning"
             self._say(worse, row["path"], 0, "renamed-page", f"the {role.name} page, expected as {wanted}{ending}")
         if shown is None:
             return
@@ -182,7 +250,20 @@ class _Check:
         if shown in self.pages and shown.stem.startswith("backend-"):
             self._say("warning", shown, 0, "template-name", "has the template's name: put your backend's in front")
 
+    def _as_section(self, role: Role) -> bool:
+        """Whether a backend of one page has in a section what others have on a page of this role."""
+        if len(self.pages) != 1 or role.level == "required":
+            return False
+        (page,) = self.pages.values()
+        words = _OPERATORS if role.name.startswith("op-support") else role.words
+        return any(
+            section.level > 1 and page.under(section) and any(word in section.title.lower() for word in words)
+            for section in page.sections
+        )
+
     def _renamed(self, role: Role) -> Path | None:
+        if self.only is not None:
+            return self.only if role.name == "overview" and self.only in self.pages else None
         if role.name.endswith(".csv"):
             return self.tables[0] if self.tables else None
         taken = {row["path"] for row in self.result.pages}
@@ -190,7 +271,7 @@ class _Check:
             for path in self.pages:
                 name = path.relative_to(self.folder).as_posix()
                 inside = not role.folder and "/" in name  # a page of a tutorial is no page of the set
-                if word in path.stem.lower() and name not in taken and not inside:
+                if word in path.stem.lower().replace("_", "-") and name not in taken and not inside:
                     return path
         if role.name == "overview":  # any page with a part of its sections
             for path, page in self.pages.items():
@@ -220,13 +301,15 @@ class _Check:
                     status = "placeholder"
             self.result.sections.append({"title": wanted, "status": status})
         for section in titles:
-            if section.line not in matched and section.title != "Quantization":
+            if section.line not in matched and not section.title.startswith("Quantization"):
                 self._say("note", page.path, section.line, "other-section", f"section '{section.title}' is extra")
-        if not any(section.title == "Quantization" for section in page.sections):
+        if not any(section.title.startswith("Quantization") for section in page.sections):
             self._say("note", page.path, 0, "missing-section", "section 'Quantization' would help a reader")
 
     def _contents(self, page: Page) -> None:
-        if not any(section.body for section in page.sections) and (page.sections or not page.text.strip()):
+        if not any(visible(section.body) for section in page.sections) and (
+            page.sections or not visible(page.text)
+        ):
             self._say("error", page.path, 1, "empty-page", "the page has no text")
             return
         if not page.sections:
@@ -234,7 +317,7 @@ class _Check:
         for section in page.sections:
             if section.level > 1 and not page.under(section):
                 self._say("error", page.path, section.line, "empty-section", f"section '{section.title}' is empty")
-            elif _is_placeholder(f"{section.title}\n{section.body}"):
+            elif _is_placeholder(f"{section.title}\n{visible(section.body)}"):
                 message = f"section '{section.title}' still has a template's text"
                 self._say("error", page.path, section.line, "placeholder", message)
 
@@ -252,12 +335,17 @@ class _Check:
                 self._say("warning", page.path, block.line, "unlabelled-block", "the block names no language")
             if block.language != "python":
                 continue
+            if is_signature(block.text):
+                count["signatures"] += 1
+                message = "an API's signature, which no Python reads: name the block's language 'text'"
+                self._say("note", page.path, block.line, "python-signature", message)
+                continue
             count["python"] += 1
             try:
                 missing, defined = undefined_names(block.text, known)
-            except (SyntaxError, ValueError) as error:
+            except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
                 line = block.line + (getattr(error, "lineno", None) or 0)
-                message = f"no valid Python: {getattr(error, 'msg', error)}"
+                message = f"no valid Python: {getattr(error, 'msg', '') or _reason(error)}"
                 self._say("error", page.path, line, "python-syntax", message)
                 continue
             count["parse"] += 1
@@ -275,18 +363,22 @@ class _Check:
         for link in page.links:
             if re.match(r"[a-z][a-z0-9+.-]*:", link.target) or not link.target:
                 continue
-            path, _, anchor = link.target.partition("#")
+            shown = unquote(link.target)
+            path, _, anchor = shown.partition("#")
             there = self._resolved(page.path, path, link.kind) if path else page.path
             if there is None and self._elsewhere(page.path, path):
-                message = f"'{link.target}' leads out of this folder, and what is around it is not here"
+                message = f"'{shown}' leads out of this folder, and what is around it is not here"
+                self._say("note", page.path, link.line, "unchecked-link", message)
+            elif there is None and path.startswith(self.generated):
+                message = f"'{shown}' leads to a page that is made when the documentation is built"
                 self._say("note", page.path, link.line, "unchecked-link", message)
             elif there is None:
                 code = "dead-toctree" if link.kind == "toctree" else "dead-link"
-                self._say("error", page.path, link.line, code, f"'{link.target}' leads to no file")
+                self._say("error", page.path, link.line, code, f"'{shown}' leads to no file")
             elif anchor and there.suffix in (".md", ".rst"):
-                target = self.pages.get(there) or read_page(there)
-                if anchor not in target.anchors:
-                    message = f"'{link.target}': that page has no such heading"
+                target = self._page(there)
+                if target is not None and anchor not in target.anchors:
+                    message = f"'{shown}': that page has no such heading"
                     self._say("error", page.path, link.line, "dead-link", message)
 
     def _elsewhere(self, page: Path, target: str) -> bool:
@@ -294,10 +386,12 @@ class _Check:
         if not self.alone:
             return False
         if target.startswith("/"):
-            return self.folder.resolve().name not in target.split("/")[:-1]
-        return self.folder.resolve() not in (page.resolve().parent / target).resolve().parents
+            return self.folder.name not in target.split("/")[:-1]
+        return self.folder not in (page.resolve().parent / target).resolve().parents
 
     def _resolved(self, page: Path, target: str, kind: str) -> Path | None:
+        if len(target) > 1024 or "\0" in target:  # no file system has such a name
+            return None
         # A path from the documentation's root may start in any folder above.
         starts = list(page.parents)[:8] if target.startswith("/") else [page.parent]
         # MyST finds a page without its ending, by a role, in a toctree and by a plain link; files have their names.
@@ -312,7 +406,9 @@ class _Check:
             names += [plain.removesuffix(".html") + ending for ending in (".md", ".rst")]
         for start in starts:
             for name in names:
-                path = start / name
+                if any(len(part.encode()) > 255 for part in name.split("/")):
+                    continue
+                path = Path(os.path.normpath(start / name))
                 if path.is_file() or (kind == "link" and path.is_dir()):
                     return path
         return None
@@ -320,8 +416,11 @@ class _Check:
     # The table of operators
 
     def _table(self, path: Path) -> None:
-        text = path.read_text(encoding="utf-8", errors="replace")
-        rows = list(csv.reader(text.splitlines()))
+        try:
+            rows = [row for row in csv.reader(io.StringIO(read_text(path), newline="")) if row]
+        except (OSError, csv.Error) as error:
+            self._say("error", path, 0, "unreadable-page", _reason(error))
+            return
         head = tuple(cell.strip() for cell in rows[0]) if rows else ()
         if head != COLUMNS:
             message = f"columns are {', '.join(head) or 'none'}; expected {', '.join(COLUMNS)}"
@@ -342,9 +441,26 @@ class _Check:
             seen.add(row[0] if row else "")
 
 
+def _generated_folders(around: tuple[Path, ...]) -> tuple[str, ...]:
+    """The folders, as paths from the documentation's root, that Sphinx-Gallery fills according to ``conf.py``."""
+    settings = next((above / "conf.py" for above in around if (above / "conf.py").is_file()), None)
+    if settings is None:
+        return ()
+    found = re.search(r"gallery_dirs[\"']?\s*[:=]\s*(\[[^\]]*\]|[\"'][^\"']*[\"'])", read_text(settings))
+    return tuple(f"/{name.strip('/')}/" for name in re.findall(r"[\"']([^\"']+)[\"']", found[1])) if found else ()
+
+
+def _reason(error: BaseException) -> str:
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror.lower()
+    if isinstance(error, (RecursionError, MemoryError)):
+        return "is nested too deeply to be read"
+    return str(error) or type(error).__name__
+
+
 def _find(wanted: str, others: tuple[str, ...], titles: list[Section]) -> tuple[Section | None, bool]:
     """The section of this name, or the one that took its place."""
-    plain = {section.line: re.sub(r"[*_`]", "", section.title).strip() for section in titles}
+    plain = {section.line: re.sub(r"[*_`]|\(.*\)", "", section.title).strip() for section in titles}
 
     def first(test: Any) -> Section | None:
         return next((section for section in titles if test(plain[section.line])), None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import bisect
 import builtins
 import doctest
 import itertools
@@ -18,7 +19,20 @@ except ModuleNotFoundError as error:
         "markdown-it-py reads the pages of a backend: pip install 'kernel-pytorch[backend]'", name="markdown_it"
     ) from error
 
-__all__ = ["Code", "Link", "Page", "Section", "read_page", "undefined_names"]
+__all__ = [
+    "Code",
+    "Link",
+    "Page",
+    "Section",
+    "is_signature",
+    "read_page",
+    "read_text",
+    "undefined_names",
+    "visible",
+]
+
+MAX_BYTES = 2**20
+"""The largest file that is read. The longest page of ExecuTorch's backends has 60 kB."""
 
 
 @dataclass(frozen=True)
@@ -64,22 +78,66 @@ class Page:
     anchors: set[str] = field(default_factory=set)
 
     def under(self, section: Section) -> str:
-        """A section's text with that of its subsections."""
-        start = self.sections.index(section)
-        texts = [section.body]
+        """What a reader sees of a section and of its subsections."""
+        start = bisect.bisect_left(self.sections, section.line, key=lambda one: one.line)
+        texts = [visible(section.body)]
         for later in self.sections[start + 1 :]:
             if later.level <= section.level:
                 break
-            texts.append(later.body)
+            texts.append(visible(later.body))
         return "\n".join(texts).strip()
 
 
+def read_text(path: Path) -> str:
+    """Read a regular file of at most ``MAX_BYTES``, without its byte order mark.
+
+    Bytes that are no UTF-8 become question marks.
+
+    Raises:
+        OSError: for a directory, a FIFO, a dangling link, or a file that is too large or may not be read.
+    """
+    if path.is_symlink() and not path.exists():
+        raise FileNotFoundError(f"is a link to {path.readlink()}, which does not exist")
+    if path.is_dir():
+        raise IsADirectoryError("is a directory, not a page")
+    if not path.is_file():
+        raise OSError("is not a regular file")
+    size = path.stat().st_size
+    if size > MAX_BYTES:
+        raise OSError(f"has {size:,} bytes; pages of up to {MAX_BYTES:,} bytes are read: split it")
+    return path.read_text(encoding="utf-8-sig", errors="replace")
+
+
 def read_page(path: Path) -> Page:
-    """Read a page by its ending; bytes that are no text become question marks."""
-    text = path.read_text(encoding="utf-8", errors="replace")
-    page = Page(path, text)
+    """Read a page by its ending.
+
+    Raises:
+        OSError: where ``read_text`` does.
+    """
+    page = Page(path, read_text(path))
     (_read_rst if path.suffix == ".rst" else _read_markdown)(page)
     return page
+
+
+# HTML comments, MyST's "[comment]: <> (...)", and reStructuredText's ".. text" without a directive or target.
+_COMMENT = re.compile(
+    r"<!--(?:.|\n)*?(?:-->|\Z)|^\[(?:comment|//)\]: .*$|^\.\. (?![\w:.-]+::|_|\[|\|).*$", re.MULTILINE
+)
+# What authors write in place of content.
+_NOTHING = re.compile(
+    r"(?:n\s*/?\s*a|none|nil|null|nothing|not (?:applicable|available|yet)|tba|tbc)?[\W_]*", re.IGNORECASE
+)
+
+
+def visible(text: str) -> str:
+    """What a reader sees of a text: comments are left out, and words that stand for nothing are nothing.
+
+    Example:
+        >>> visible("<!-- later -->\\n*N/A*"), visible("None of the operators need it.")
+        ('', 'None of the operators need it.')
+    """
+    text = _COMMENT.sub("", text).strip()
+    return "" if _NOTHING.fullmatch(re.sub(r"[*_`>|\s-]+", " ", text).strip()) else text
 
 
 def slug(title: str) -> str:
@@ -112,12 +170,37 @@ def _read_markdown(page: Page) -> None:
                 target = child.attrGet("href") or child.attrGet("src")
                 if target:
                     page.links.append(Link(str(target), first + 1, "link"))
-    for found in re.finditer(r"^(:{3,})(\{.*)\n((?:.*\n)*?)\1\s*$", page.text, flags=re.MULTILINE):
-        _block(page, found[2].strip(), found[3], page.text.count("\n", 0, found.start()) + 1)
-    page.anchors |= {slug(title) for title, *_ in headings}
+    _colon_fences(page, lines)
+    page.anchors |= _heading_anchors(headings)
     page.anchors |= set(re.findall(r"^\(([\w-]+)\)=", page.text, flags=re.MULTILINE))
     page.anchors |= set(re.findall(r"<a (?:name|id)=\"([^\"]+)\"", page.text))
     _sections(page, headings, lines)
+
+
+def _colon_fences(page: Page, lines: list[str]) -> None:
+    """MyST's directives between colons; the innermost open fence of a length is the one that such a line closes."""
+    opened: dict[str, tuple[int, str]] = {}
+    for number, line in enumerate(lines):
+        found = re.match(r"(:{3,})\s*(\{.*)?$", line.rstrip())
+        if found is None:
+            continue
+        if found[2]:
+            opened[found[1]] = (number, found[2])
+        elif found[1] in opened:
+            first, info = opened.pop(found[1])
+            _block(page, info.strip(), "\n".join(lines[first + 1 : number]) + "\n", first + 1)
+
+
+def _heading_anchors(headings: list[tuple[str, int, int, int]]) -> set[str]:
+    """The anchors of headings: GitHub's, with ``-1`` for the second of a name, and the ids that Sphinx writes."""
+    anchors: dict[str, int] = {}
+    found = set()
+    for title, *_ in headings:
+        name = slug(title)
+        count = anchors.get(name, 0)
+        anchors[name] = count + 1
+        found |= {f"{name}-{count}" if count else name, re.sub(r"[\W_]+", "-", title.lower()).strip("-")}
+    return found
 
 
 def _sections(page: Page, headings: list[tuple[str, int, int, int]], lines: list[str]) -> None:
@@ -173,11 +256,12 @@ def _read_rst(page: Page) -> None:
             if mark not in marks:
                 marks.append(mark)
             headings.append((plain, marks.index(mark) + 1, number - over, number + 2))
+    starts = list(itertools.accumulate((len(line) for line in page.text.splitlines(keepends=True)), initial=0))
     for found in re.finditer(r":doc:`([^`]+)`", page.text):
-        page.links.append(Link(_target(found[1]), page.text.count("\n", 0, found.start()) + 1, "doc"))
+        page.links.append(Link(_target(found[1]), bisect.bisect(starts, found.start()), "doc"))
     for found in re.finditer(r"`[^`<]*<([^>`]+)>`_", page.text):
-        page.links.append(Link(found[1].strip(), page.text.count("\n", 0, found.start()) + 1, "link"))
-    page.anchors |= {slug(title) for title, *_ in headings}
+        page.links.append(Link(found[1].strip(), bisect.bisect(starts, found.start()), "link"))
+    page.anchors |= _heading_anchors(headings)
     page.anchors |= {name.strip("`") for name in re.findall(r"^\.\. _([^:]+):", page.text, flags=re.MULTILINE)}
     _rst_blocks(page, lines, 1)
     _sections(page, headings, lines)
@@ -225,3 +309,35 @@ def undefined_names(code: str, known: set[str]) -> tuple[set[str], set[str]]:
                 used.add(symbol.get_name())
     given = known | defined | set(dir(builtins)) | {"__name__", "__file__", "__doc__"}
     return used - given, defined
+
+
+_SIGNATURE = re.compile(r"(?:@[^\n]*\n)*(?:(?:async\s+)?(?:def|class)\s+)?[A-Za-z_][\w.]*\s*(\(.*)", re.DOTALL)
+
+
+def is_signature(code: str) -> bool:
+    """Whether a block shows the signatures of an API, as ``help`` prints them, instead of a program.
+
+    Example:
+        >>> is_signature("class Quantizer(bits: int = 8) -> None"), is_signature("def Quantizer.run(self, x):")
+        (True, True)
+        >>> is_signature("quantizer.run(x)"), is_signature("for x in y")
+        (False, False)
+    """
+    # A signature starts at the margin and may go on in lines that are indented or close a bracket.
+    found = [
+        _SIGNATURE.fullmatch(one.strip()) for one in re.split(r"\n(?=[A-Za-z_@])", code.strip()) if one.strip()
+    ]
+    if not found:
+        return False
+    for one in found:
+        if one is None:
+            return False
+        try:
+            ast.parse(f"def f{one[1].rstrip().rstrip(':')}: ...")
+        except (SyntaxError, ValueError, RecursionError, MemoryError):
+            return False
+    try:
+        ast.parse(code)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return True
+    return False

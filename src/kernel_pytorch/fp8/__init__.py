@@ -1,15 +1,14 @@
-"""FP8 training: convert a model, see what became of it, turn it back; the recipes and the formats.
+"""FP8 training: convert a model, report what is in FP8, revert it; recipes and formats.
 
-``kernel-pytorch parity`` compares training in bf16 and in 8 bits.
+``kernel-pytorch parity`` compares training in bf16 and in FP8.
 """
 
 from __future__ import annotations
 
 from kernel_pytorch.fp8.autograd import fp8_linear as linear
-from kernel_pytorch.fp8.checkpoint import load_state_dict, state_dict
+from kernel_pytorch.fp8.checkpoint import load_state_dict, state_dict, synchronize
 from kernel_pytorch.fp8.conversion import convert, revert
 from kernel_pytorch.fp8.monitor import CastStats
-from kernel_pytorch.fp8.ranks import synchronize
 from kernel_pytorch.fp8.recipe import RECIPES, Recipe
 from kernel_pytorch.fp8.summary import LayerGroup, LayerReport, Report, report
 from kernel_pytorch.fp8.weight_cache import accumulate

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from kernel_pytorch.fp8.autograd import STATE_SHAPE
@@ -17,7 +18,14 @@ from kernel_pytorch.fp8.autograd import STATE_SHAPE
 if TYPE_CHECKING:
     from kernel_pytorch.fp8.module import Float8Linear
 
-__all__ = ["layer_state", "load_state_dict", "reset_layer_state", "restore_layer_state", "state_dict"]
+__all__ = [
+    "layer_state",
+    "load_state_dict",
+    "reset_layer_state",
+    "restore_layer_state",
+    "state_dict",
+    "synchronize",
+]
 
 _SHAPE = (STATE_SHAPE[0] + 1, STATE_SHAPE[1])
 """Amax history of the input, amax history of the gradient, and a row of ones if the layer has fallen back."""
@@ -74,6 +82,60 @@ def load_state_dict(model: nn.Module, state: Mapping[str, torch.Tensor]) -> nn.M
         reset_layer_state(layer)
         if name in state:
             restore_layer_state(layer, state[name], "before the checkpoint was saved")
+    return model
+
+
+@torch.no_grad()
+def synchronize(model: nn.Module, group: dist.ProcessGroup | None = None) -> nn.Module:
+    """Make the FP8 state of a converted model the same on every rank, before a checkpoint is saved.
+
+    Ranks see different data, so each has its own amax histories, and a checkpoint holds those of one rank. This takes
+    the maximum over ranks, and a layer that fell back on one rank falls back on all. A resumed run then continues bit
+    for bit as the run that saved. Training itself does not need it.
+
+    All ranks of the group must call it. It takes one small all-reduce; without a process group it does nothing.
+
+    Args:
+        group: the ranks that hold the same layers, as ``mesh["dp"].get_group()``; None for all ranks.
+
+    Returns:
+        The model.
+
+    Example:
+        >>> import torch, kernel_pytorch as kp
+        >>> model = kp.fp8.convert(torch.nn.Sequential(torch.nn.Linear(8, 8)), "delayed")
+        >>> state = kp.fp8.synchronize(model).state_dict()
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model={model!r}: expected a torch.nn.Module")
+    if group is not None and not isinstance(group, dist.ProcessGroup):
+        raise TypeError(
+            f"group={group!r}: expected a process group, as mesh['dp'].get_group(), or None for all ranks"
+        )
+    layers = _layers(model)
+    together = dist.is_available() and dist.is_initialized()
+    # All ranks raise the same error: none may be left waiting in a collective.
+    mine = [(name, layer.fp8_text, layer.fp8_history.device.type) for name, layer in layers.items()]
+    found = [mine] * (dist.get_world_size(group) if together else 1)
+    if together:
+        dist.all_gather_object(found, mine, group=group)
+    for rank, theirs in enumerate(found):
+        if theirs != found[0]:
+            raise ValueError(
+                f"group: its ranks 0 and {rank} have different converted layers ({len(found[0])} and {len(theirs)}), "
+                f"recipes or devices; use the group of the ranks that hold the same"
+            )
+    if not mine:
+        raise ValueError("model: it has no converted layer; use kp.fp8.convert(model) first")
+    if any(device == "meta" for *_, device in mine):
+        raise ValueError("model: it has no memory yet; use model.to_empty() and load or initialize it first")
+    if not together:
+        return model
+    device = next(iter(layers.values())).fp8_history.device
+    states = torch.stack([layer_state(layer).to(device) for layer in layers.values()])
+    dist.all_reduce(states, dist.ReduceOp.MAX, group)
+    for layer, state in zip(layers.values(), states, strict=True):
+        restore_layer_state(layer, state, "on another rank")
     return model
 
 

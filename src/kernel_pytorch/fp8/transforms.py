@@ -1,6 +1,6 @@
-"""What torch can make of a function and not of one in 8 bits: an error that names it, and what to do instead.
+"""Refuse the transforms that an FP8 layer does not support, with errors that name the remedy.
 
-A layer in 8 bits counts what its casts lost, and may remember their scales: it is no function of its input alone.
+An FP8 layer updates counters and amax histories, so it is not a pure function of its input.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = [
 ]
 
 transforms_active = torch._C._are_functorch_transforms_active
-"""Whether a transform of ``torch.func`` is under way: torch's own function, for it is asked in every eager call."""
+"""Return whether a ``torch.func`` transform is active. Torch's own function, since every eager call asks."""
 _tracing = torch._C._is_tracing
 _NAMES = {
     "Grad": "torch.func.grad (or vjp, jacrev)",
@@ -35,7 +35,7 @@ _BACKWARD = "use loss.backward() or torch.autograd.grad"
 
 
 def refuse_transforms(*tensors: torch.Tensor | None) -> None:
-    """An error inside a transform of ``torch.func``, inside ``torch.jit.trace``, and where a tensor has a tangent."""
+    """Raise inside a ``torch.func`` transform or ``torch.jit.trace``, or if a tensor has a forward-mode tangent."""
     if transforms_active():
         key = torch._C._functorch.peek_interpreter_stack().key().name
         refuse(_NAMES.get(key, f"a transform of torch.func ({key})"), _BATCH if key == "Vmap" else _BACKWARD)
@@ -47,28 +47,28 @@ def refuse_transforms(*tensors: torch.Tensor | None) -> None:
 
 @constant_in_graph
 def refuse_compiled_transforms() -> None:
-    """``refuse_transforms`` where torch.compile traces the call, which would take its gradients for zero."""
+    """``refuse_transforms`` for calls that torch.compile traces; their gradients would be zero."""
     refuse_transforms()
 
 
 @constant_in_graph
 def compiled_transforms_active() -> bool:
-    """``transforms_active``, or a forward-mode derivative under way, where torch.compile traces the call."""
+    """Return whether a transform or forward-mode derivative is active, for calls that torch.compile traces."""
     return transforms_active() or forward_ad._current_level >= 0
 
 
 def refuse(tried: str, instead: str) -> NoReturn:
-    """The error."""
+    """Raise the error that names what was tried and the remedy."""
     raise NotImplementedError(
-        f"{tried} of a linear layer in 8 bits: {instead}, or take the layer in its own precision, with "
+        f"{tried} of an FP8 linear layer: {instead}, or do without FP8, with "
         f"kp.fp8.revert(model) or, in place of kp.fp8.linear, torch.nn.functional.linear"
     )
 
 
 def refuse_batch(tensor: torch.Tensor, remembers: bool) -> None:
-    """An error where a tensor stands for many, of which a cast is to be counted or remembered.
+    """Raise if a gradient is a batched tensor (``torch.vmap``), whose cast would update counters or a history.
 
-    They come in a backward that is batched: its forward was not, or ``refuse_transforms`` would have spoken up.
+    Batched gradients occur in backwards alone: ``refuse_transforms`` has refused batched forwards.
     """
     of_vmap = remembers and torch._C._functorch.is_batchedtensor(tensor)
     if of_vmap or torch._C._functorch.is_legacy_batchedtensor(tensor):
@@ -83,5 +83,5 @@ def _has_tangent(tensor: torch.Tensor | None) -> bool:
         return False
     try:
         return forward_ad.unpack_dual(tensor).tangent is not None
-    except RuntimeError:  # such as a weight of which only the codes are there: torch itself refuses what it must
+    except RuntimeError:  # a weight gathered in FP8: it has no tangent
         return False

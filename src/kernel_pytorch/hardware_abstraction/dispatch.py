@@ -206,10 +206,10 @@ def _put_in_force(policy: Policy) -> None:
 
 def forget_choices() -> None:
     """Drop every choice of this process, so that the next call chooses anew (kept measurements stay kept)."""
-    select.cache_clear()
+    for cached in (select, _prepare):
+        cached.cache_clear()
     for state in list(_states):
         state.choices.clear()
-    _prepare.cache_clear()
 
 
 def explaining() -> bool:
@@ -310,7 +310,7 @@ class Function:
             raise _Explained(self._explained(arguments, state.policy, needs_grad))
         if not plain:
             self.refuse_tangents(arguments)
-            if torch._C._functorch.peek_interpreter_stack() is not None and self.op.differentiable_outputs:
+            if transform_active() and self.op.differentiable_outputs:
                 outputs = Transformed.apply(self, state.policy.encoded, *self.encoded(arguments))  # type: ignore[no-untyped-call]
                 return outputs
             return self._through_torch(self.encoded(arguments), state.policy.encoded)

@@ -9,6 +9,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from kernel_pytorch.lowering.checkpoint import TextProgram, lower_checkpoint
     from kernel_pytorch.lowering.language_model import CachedLanguageModel
     from kernel_pytorch.lowering.partitioner import KernelPartitioner, PartitionerOptions, Refusal
     from kernel_pytorch.lowering.probes import Probe, probe
@@ -17,9 +18,12 @@ if TYPE_CHECKING:
     from kernel_pytorch.lowering.recipes import RECIPES, QuantizationRecipe
     from kernel_pytorch.lowering.report import Delegate, Report
     from kernel_pytorch.lowering.runtime import LoadedProgram, load, registered
+    from kernel_pytorch.lowering.sampling import Sampling
     from kernel_pytorch.lowering.target import Lowering, lowering_of
+    from kernel_pytorch.lowering.text_generator import Conversation, Generation, TextGenerator
 
 _MODULES = {
+    "checkpoint": ("TextProgram", "lower_checkpoint"),
     "language_model": ("CachedLanguageModel",),
     "partitioner": ("KernelPartitioner", "PartitionerOptions", "Refusal"),
     "probes": ("Probe", "probe"),
@@ -28,21 +32,33 @@ _MODULES = {
     "recipes": ("RECIPES", "QuantizationRecipe"),
     "report": ("Delegate", "Report"),
     "runtime": ("LoadedProgram", "load", "registered"),
+    "sampling": ("Sampling",),
     "target": ("Lowering", "lowering_of"),
+    "text_generator": ("Conversation", "Generation", "TextGenerator"),
 }
+_NEEDED = ("executorch", "torchao", "transformers", "tokenizers")
+_INSTALL = "pip install 'kernel-pytorch[lowering]'"
 _HOME = {name: module for module, names in _MODULES.items() for name in names}
 
 
 def __getattr__(name: str) -> object:
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
+    try:
+        return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
+    except ModuleNotFoundError as error:
+        missing = (error.name or "").partition(".")[0]
+        if missing not in _NEEDED:
+            raise
+        raise ImportError(f"{name} needs {missing}, which is not installed: {_INSTALL}") from error
 
 
 __all__ = [
     "CachedLanguageModel",
+    "Conversation",
     "Delegate",
     "Difference",
+    "Generation",
     "KernelPartitioner",
     "KernelQuantizer",
     "LoadedProgram",
@@ -54,8 +70,12 @@ __all__ = [
     "RECIPES",
     "Refusal",
     "Report",
+    "Sampling",
+    "TextGenerator",
+    "TextProgram",
     "load",
     "lower",
+    "lower_checkpoint",
     "lowering_of",
     "probe",
     "registered",

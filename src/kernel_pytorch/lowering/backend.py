@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from executorch.exir._serialize._named_data_store import NamedDataStore
 from executorch.exir.backend.backend_details import BackendDetails, PreprocessResult
 from executorch.exir.backend.compile_spec_schema import CompileSpec
 from torch.export import ExportedProgram
-from torch.utils._sympy.value_ranges import ValueRanges
 
 from kernel_pytorch.lowering.constants import Constants
 from kernel_pytorch.lowering.emitter import Emitter
@@ -22,6 +23,14 @@ __all__ = ["KernelPyTorchBackend", "build_payload", "lowest_sizes"]
 _LOWEST = "lowest_sizes"
 _CACHES = "kernel_pytorch_caches"
 """Named data of programs with caches: the runtime tells programs apart by their named data, so there must be some."""
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """The smallest and the largest size of a dynamic dimension."""
+
+    lower: int
+    upper: Any
 
 
 def lowest_sizes(program: ExportedProgram) -> CompileSpec:
@@ -38,13 +47,13 @@ def build_payload(
 ) -> Payload:
     """The payload of a graph whose every node has a rule; large constants go to ``shared`` where it is given."""
     constants = Constants(program)
-    ranges = dict(program.range_constraints)
+    ranges: dict[Any, Any] = dict(program.range_constraints)
     for spec in compile_specs:
         if spec.key == _LOWEST:
             lowest = json.loads(bytes(spec.value))
             for symbol, bounds in program.range_constraints.items():
                 if lowest.get(str(symbol), 2) < 2 and bounds.lower == 2:
-                    ranges[symbol] = ValueRanges(1, bounds.upper)
+                    ranges[symbol] = Bounds(1, bounds.upper)
     emitter = Emitter(constants, ranges, shared)
     outputs = []
     for node in program.graph.nodes:

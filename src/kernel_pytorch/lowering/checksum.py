@@ -8,9 +8,12 @@ magic string. The zeros before the record keep one damaged range from covering b
 from __future__ import annotations
 
 import hashlib
+import mmap
+import secrets
 import struct
+from pathlib import Path
 
-__all__ = ["add_checksum", "verify"]
+__all__ = ["add_checksum", "verify", "write_whole"]
 
 _FIRST_MAGIC, _LAST_MAGIC = b"KernelPyTorch.pt", b"e.sha256"
 _RECORD = struct.Struct("<16sQ32s8s")
@@ -34,7 +37,7 @@ def add_checksum(program: bytes) -> bytes:
     return program + record.rjust(_FOOTER_BYTES, b"\0")
 
 
-def verify(data: bytes) -> str | None:
+def verify(data: bytes | mmap.mmap) -> str | None:
     """Return why a file must not be loaded, or None.
 
     A file with a footer must match its checksum. For a file without one, which other tools write, the sizes in
@@ -54,12 +57,14 @@ def verify(data: bytes) -> str | None:
             return "it is damaged: its footer is broken"
         if length != len(data) - _FOOTER_BYTES:
             return f"it is damaged: it has {len(data) - _FOOTER_BYTES:,} bytes and was written with {length:,}"
-        if hashlib.sha256(memoryview(data)[:length]).digest() != digest:
+        with memoryview(data) as whole, whole[:length] as program:
+            found = hashlib.sha256(program).digest()
+        if found != digest:
             return "it is damaged: its checksum is wrong"
     return _header_fault(data)
 
 
-def _record(data: bytes) -> tuple[bytes, int, bytes, bytes] | None:
+def _record(data: bytes | mmap.mmap) -> tuple[bytes, int, bytes, bytes] | None:
     """Return the fields of the footer, or None where neither magic string is there."""
     if len(data) < _FOOTER_BYTES:
         return None
@@ -67,7 +72,7 @@ def _record(data: bytes) -> tuple[bytes, int, bytes, bytes] | None:
     return found if found[0] == _FIRST_MAGIC or found[3] == _LAST_MAGIC else None
 
 
-def _header_fault(data: bytes) -> str | None:
+def _header_fault(data: bytes | mmap.mmap) -> str | None:
     if data[4:6] != b"ET":
         return "it has no ExecuTorch header"
     if len(data) < 8 + _HEADER.size:
@@ -78,3 +83,13 @@ def _header_fault(data: bytes) -> str | None:
     if program > len(data) or base + segments > len(data):
         return f"it is cut: it has {len(data):,} bytes and needs {max(program, base + segments):,}"
     return None
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """Write a file whole or not at all; a program that is loaded from an earlier file there goes on with that."""
+    beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    try:
+        beside.write_bytes(data)
+        beside.replace(path)
+    finally:
+        beside.unlink(missing_ok=True)

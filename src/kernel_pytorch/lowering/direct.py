@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -65,6 +65,13 @@ def _tensors(tensors: Sequence[torch.Tensor]) -> Any:
     return made
 
 
+def _described(tensors: Sequence[tuple[torch.dtype, int]]) -> Any:
+    made = (_Tensor * len(tensors))()
+    for at, (dtype, length) in enumerate(tensors):
+        made[at] = _Tensor(None, DTYPES[dtype], 1, (ctypes.c_int64 * MOST_DIMENSIONS)(length))
+    return made
+
+
 class DirectProgram:
     """A payload, loaded; call it with contiguous tensors and the outputs to fill.
 
@@ -108,6 +115,27 @@ class DirectProgram:
         )
         if not done:
             raise PayloadError(self._reason.value.decode())
+
+    def at_addresses(
+        self, inputs: Sequence[tuple[torch.dtype, int]], outputs: Sequence[tuple[torch.dtype, int]]
+    ) -> Callable[[Sequence[int], Sequence[int]], None]:
+        """The program for flat tensors of fixed dtypes and lengths, called with their addresses; not thread-safe.
+
+        A call costs a few microseconds less, because what describes the tensors is made once.
+        """
+        taken, given = _described(inputs), _described(outputs)
+        run, program, reason = self._library.kernel_pytorch_run, self._program, self._reason
+        counts, size = (len(inputs), len(outputs)), len(self._reason)
+
+        def call(read: Sequence[int], written: Sequence[int]) -> None:
+            for at, address in enumerate(read):
+                taken[at].data = address
+            for at, address in enumerate(written):
+                given[at].data = address
+            if not run(program, taken, counts[0], given, counts[1], reason, size):
+                raise PayloadError(self._reason.value.decode())  # self, so that the program lives as long
+
+        return call
 
     def __del__(self) -> None:
         if self._program:

@@ -11,7 +11,7 @@ from kernel_pytorch.kv_cache import KVCache
 __all__ = ["CachedLanguageModel"]
 
 _NAME = "kernel_pytorch_cache"
-_NOT_TAKEN = ("sliding_window", "softcap", "s_aux", "head_mask")
+_NOT_TAKEN = ("softcap", "s_aux", "head_mask")
 
 
 class CachedLanguageModel(torch.nn.Module):
@@ -23,7 +23,7 @@ class CachedLanguageModel(torch.nn.Module):
 
     Args:
         model: such as ``LlamaForCausalLM``; one that asks transformers for its attention.
-        window: how far back a token attends.
+        window: how far back a token attends; layers with a sliding window of their own keep theirs if it is shorter.
         sinks: how many of the first tokens every token attends to.
         longest: the most tokens of one call.
         dtype: of the caches: float32, float16 or int8.
@@ -54,14 +54,23 @@ class CachedLanguageModel(torch.nn.Module):
 
         AttentionInterface.register(_NAME, _attend)
         AttentionMaskInterface.register(_NAME, lambda *_, **__: None)
-        config = model.config
+        config = model.config.get_text_config()
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
         self.model = model
         self.model.set_attn_implementation(_NAME)
+        own_windows = _sliding_windows(config)
         self.caches = torch.nn.ModuleList(
-            KVCache(kv_heads, head_dim, window=window, sinks=sinks, longest=longest, dtype=dtype, batch=batch)
-            for _ in range(config.num_hidden_layers)
+            KVCache(
+                kv_heads,
+                head_dim,
+                window=window if own is None else min(window, own),
+                sinks=sinks if own is None or own >= window else 0,
+                longest=longest,
+                dtype=dtype,
+                batch=batch,
+            )
+            for own in own_windows
         )
 
     def forward(self, tokens: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
@@ -75,6 +84,16 @@ class CachedLanguageModel(torch.nn.Module):
             kernel_pytorch_position=position,
         )
         return found.logits  # type: ignore[no-any-return]
+
+
+def _sliding_windows(config: Any) -> list[int | None]:
+    """For each layer how far back it attends by itself; None for everything.
+
+    transformers counts the token itself into ``sliding_window``, and ``KVCache`` does not.
+    """
+    width = getattr(config, "sliding_window", None)
+    kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers
+    return [width - 1 if width and kind == "sliding_attention" else None for kind in kinds]
 
 
 def _attend(
@@ -95,4 +114,9 @@ def _attend(
     if asked:
         raise ValueError(f"the model asks for {asked[0]}={options[asked[0]]}, which a cache does not do")
     cache = kernel_pytorch_caches[module.layer_idx]
+    if options.get("sliding_window") is not None and cache.window >= options["sliding_window"]:
+        raise ValueError(
+            f"layer {module.layer_idx} asks for sliding_window={options['sliding_window']}, which its configuration "
+            f"does not say: pass window={options['sliding_window'] - 1} or less"
+        )
     return cache(q, k, v, kernel_pytorch_position, scale=scaling).transpose(1, 2), None

@@ -24,6 +24,7 @@ __all__ = ["KernelPartitioner", "PartitionerOptions", "Refusal"]
 
 
 _LINEAR = torch.ops.aten.linear.default
+_ACTIVATIONS_OF_XNNPACK = ("aten::sigmoid", "aten::tanh", "aten::gelu", "aten::hardswish")
 
 
 @dataclass(frozen=True)
@@ -116,9 +117,9 @@ class KernelPartitioner(Partitioner):  # type: ignore[misc]
         tags: dict[str, DelegationSpec] = {}
         spec = DelegationSpec(KernelPyTorchBackend.__name__, self._specs)
         for number, partition in enumerate(_partitions(module, taken)):
-            if not any(self._worth_it(node) for node in partition):
-                for node in partition:
-                    reasons[node] = "touches nothing else that is taken; other backends do it well"
+            why_not = self._not_worth_it(partition)
+            if why_not is not None:
+                reasons.update(dict.fromkeys(partition, why_not))
                 continue
             tag = f"kernel_pytorch_{number}"
             tags[tag] = spec
@@ -147,8 +148,30 @@ class KernelPartitioner(Partitioner):  # type: ignore[misc]
         }.get(kind, self.options.glue)
         return None if wanted else f"the options leave out {kind}"
 
-    def _worth_it(self, node: Node) -> bool:
-        return self.options.glue_alone or _kind(node) in ("attention", "linear", "norm", "softmax", "activation")
+    def _not_worth_it(self, partition: Sequence[Node]) -> str | None:
+        """Why a partition is left to other backends, or None.
+
+        Each delegate costs a call and a pass over memory at both ends. An activation between convolutions gains less
+        than that: XNNPACK runs it in one delegate with them.
+        """
+        if self.options.glue_alone:
+            return None
+        kinds = {_kind(node) for node in partition}
+        if kinds & {"attention", "linear", "norm", "softmax"}:
+            return None
+        if "activation" not in kinds:
+            return "touches nothing else that is taken; other backends do it well"
+        by_xnnpack = all(
+            operator_name(node) in _ACTIVATIONS_OF_XNNPACK for node in partition if _is_activation(node)
+        )
+        neighbours = {other for node in partition for other in (*node.all_input_nodes, *node.users)}
+        if self.beside and by_xnnpack and any("convolution" in operator_name(other) for other in neighbours):
+            return "stands beside a convolution; a delegate of its own costs more than it gains"
+        return None
+
+
+def _is_activation(node: Node) -> bool:
+    return _kind(node) == "activation"
 
 
 def _kind(node: Node) -> str:

@@ -126,6 +126,10 @@ class OpCode(enum.IntEnum):
     CACHED_ATTENTION = 9
     """q -> out over a cache, (batch, heads, tokens, dim), for the tokens that were written last; ints: the cache;
     floats: scale."""
+    QUANTIZED_LINEAR = 10
+    """(x, weights, scales, sums, -bias) -> y in float32; ints: bits (4 or 8), inputs of a group. Each row of x is
+    quantized to 8 bits, asymmetric, as torchao's dynamic per-token quantization does; weights are symmetric integers
+    with a scale for each group of inputs. ``packing.py`` packs the weights."""
 
 
 class Reduction(enum.IntEnum):

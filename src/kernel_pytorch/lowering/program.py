@@ -17,7 +17,9 @@ from torch.export import ExportedProgram
 
 from kernel_pytorch._compat.structures import pytree
 from kernel_pytorch.fp8.monitor import layers_of
-from kernel_pytorch.lowering.checksum import add_checksum
+from kernel_pytorch.lowering.checksum import add_checksum, write_whole
+from kernel_pytorch.lowering.definitions import with_definitions
+from kernel_pytorch.lowering.measured import fastest
 from kernel_pytorch.lowering.recipes import find_recipe
 from kernel_pytorch.lowering.refusals import refuse_without_kernels
 from kernel_pytorch.lowering.report import Report, joined, report_of
@@ -77,8 +79,8 @@ class LoweredProgram:
     """An example of each method's inputs."""
 
     def save(self, path: str | Path) -> None:
-        """Write the ``.pte``."""
-        Path(path).write_bytes(self.buffer)
+        """Write the ``.pte``, whole or not at all; programs loaded from an earlier file there go on with it."""
+        write_whole(Path(path), self.buffer)
 
     def load(self) -> LoadedProgram:
         """The program, ready to run here."""
@@ -125,6 +127,8 @@ def lower(
     recipe: str | None = None,
     dynamic_shapes: Any = None,
     options: Any = None,
+    metadata: Mapping[str, Any] | None = None,
+    measure: bool = False,
     tell: Callable[[str], None] | None = None,
 ) -> LoweredProgram:
     """Lower a model to a ``.pte`` that runs on ExecuTorch, with our kernels for what XNNPACK leaves behind.
@@ -139,6 +143,10 @@ def lower(
             With several methods, by the method's name.
         options: what the delegate takes, as the backend's own record (``PartitionerOptions`` for ``"cpu"``);
             everything it can when left out.
+        metadata: values that the program returns from methods without inputs, by the method's name, as ExecuTorch's
+            runners read them: ``{"get_max_seq_len": 128}``.
+        measure: lower the model with our delegate, with it for attention and norms alone, and without it; time all on
+            the example inputs here, and keep the fastest. ``report.measured`` has the times.
         tell: gets a line for each step.
 
     Returns:
@@ -175,14 +183,26 @@ def lower(
     unknown = [name for name in shapes if name not in given] if isinstance(shapes, Mapping) else [shapes]
     if not given or unknown:
         raise ValueError(f"inputs has the methods {list(given)}, dynamic_shapes has {unknown}: name each in inputs")
-    if chosen is not None:
-        tell(f"quantizing the model: {chosen.name}")
-        exported, eager = target.quantize(chosen, model, given, shapes)
-        return lower_exported(exported, eager, given, options=options, tell=tell, target=target)
-    tell("exporting the model")
-    with torch.no_grad():
-        exported = {n: torch.export.export(model, own, dynamic_shapes=shapes.get(n)) for n, own in given.items()}
-    return lower_exported(exported, dict.fromkeys(given, model), given, options=options, tell=tell, target=target)
+
+    def make(own_options: Any) -> LoweredProgram:
+        if chosen is not None:
+            tell(f"quantizing the model: {chosen.name}")
+            exported, eager = target.quantize(chosen, model, given, shapes)
+        else:
+            tell("exporting the model")
+            with torch.no_grad():
+                exported = {
+                    name: torch.export.export(model, own, dynamic_shapes=shapes.get(name))
+                    for name, own in given.items()
+                }
+            eager = dict.fromkeys(given, model)
+        return lower_exported(
+            exported, eager, given, options=own_options, metadata=metadata, tell=tell, target=target
+        )
+
+    if measure:
+        return fastest(make, {f"{target.delegate} as asked": options, **target.alternatives}, tell)
+    return make(options)
 
 
 class _RowMajorShapes(ConstraintBasedSymShapeEvalPass):  # type: ignore[misc]
@@ -205,12 +225,14 @@ def lower_exported(
     inputs: Mapping[str, tuple[Any, ...]],
     *,
     options: Any = None,
+    metadata: Mapping[str, Any] | None = None,
     tell: Callable[[str], None] | None = None,
     target: Lowering = CPU,
 ) -> LoweredProgram:
     """The second half of ``lower``, for methods that are exported already."""
     tell = tell or _silent
     if target is CPU:  # a backend elsewhere may take any custom operator
+        exported = {method: with_definitions(program) for method, program in exported.items()}
         for program in exported.values():
             refuse_without_kernels(program)
     partitioners = {method: target.partitioners(target.checked(options)) for method in exported}
@@ -218,6 +240,7 @@ def lower_exported(
     edge = to_edge_transform_and_lower(
         dict(exported),
         partitioner={method: list(own) for method, own in partitioners.items()},
+        constant_methods=dict(metadata) if metadata else None,
         compile_config=EdgeCompileConfig(_check_ir_validity=False, _skip_dim_order=False),
     )
     reports = [

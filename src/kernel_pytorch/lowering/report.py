@@ -52,6 +52,8 @@ class Report:
     """Memory that ExecuTorch plans for tensors between delegates."""
     caches: tuple[Cache, ...] = ()
     """The caches inside our delegate, which all methods share."""
+    measured: tuple[tuple[str, float], ...] = ()
+    """With ``measure=True``: seconds of each way to lower the model, the one that was kept first."""
 
     def count(self, backend: str, operator: str) -> int:
         """How many nodes of an operator a backend runs."""
@@ -65,6 +67,8 @@ class Report:
 
     def __str__(self) -> str:
         lines = [f"program of {self.program_bytes:,} bytes, {self.planned_bytes:,} bytes planned for tensors"]
+        for number, (way, seconds) in enumerate(self.measured):
+            lines.append(f"{'slower' if number else 'kept'}: {way}, {seconds * 1e3:.3f} ms")
         several = len({delegate.method for delegate in self.delegates}) > 1
         if self.caches:
             held = sum(cache.nbytes for cache in self.caches)

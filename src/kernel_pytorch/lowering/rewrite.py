@@ -25,7 +25,7 @@ from kernel_pytorch.masks.code import NOT_IN_RUNTIME
 from kernel_pytorch.ops import attention as _attention  # noqa: F401 - defines torch.ops.kernel_pytorch.attention
 from kernel_pytorch.ops import rms_norm as _rms  # noqa: F401
 
-__all__ = ["FLOATS", "RefusedError", "attention_refusal", "recognised_mask", "rewritten"]
+__all__ = ["REWRITTEN", "FLOATS", "RefusedError", "attention_refusal", "recognised_mask", "rewritten"]
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 _SDPA = torch.ops.aten.scaled_dot_product_attention.default
@@ -320,3 +320,5 @@ _NORMS: dict[Any, Change] = {
     torch.ops.aten.rms_norm.default: _rms_norm,
     torch.ops.kernel_pytorch.rms_norm.default: _kp_rms_norm,
 }
+REWRITTEN = frozenset({*_ATTENTION, *_LINEARS, *_NORMS})
+"""Operators that become one of the runtime's, where it takes their arguments."""

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import mmap
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from kernel_pytorch.lowering.build import build
+from kernel_pytorch.lowering.build import build, executorch_root
 from kernel_pytorch.lowering.checksum import verify
 
 __all__ = ["LoadedProgram", "load", "native", "registered"]
@@ -41,6 +43,16 @@ def native() -> ctypes.CDLL:
     return library
 
 
+@contextlib.contextmanager
+def _contents(source: bytes | Path) -> Iterator[bytes | mmap.mmap]:
+    """A program's bytes; those of a file are mapped, and read by nobody but the checks."""
+    if isinstance(source, bytes) or source.stat().st_size == 0:
+        yield source if isinstance(source, bytes) else b""
+        return
+    with source.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
+        yield mapped
+
+
 class LoadedProgram:
     """A program that is ready to run; call it with the tensors that the model takes.
 
@@ -54,21 +66,23 @@ class LoadedProgram:
         torch.Size([2, 8])
     """
 
-    def __init__(self, data: bytes, name: str) -> None:
+    def __init__(self, source: bytes | Path, name: str) -> None:
+        executorch_root()  # an error that says what to install, where it is missing
         from executorch.runtime import Runtime, Verification
 
         from kernel_pytorch.lowering.target import register_delegates
 
-        fault = verify(data)
-        if fault is not None:
-            raise ValueError(f"{name} is no program that this runtime can load: {fault}")
         self._library = registered()
-        register_delegates(data)
+        with _contents(source) as data:
+            fault = verify(data)
+            if fault is not None:
+                raise ValueError(f"{name} is no program that this runtime can load: {fault}")
+            register_delegates(data)
         self._name = name
         # Methods share planned memory, inputs are bound by address, and outputs are copied out after the call.
         self._lock = threading.Lock()
         try:
-            self._program = Runtime.get().load_program(data, verification=Verification.InternalConsistency)
+            self._program = Runtime.get().load_program(source, verification=Verification.InternalConsistency)
             self._methods = {method: self._program.load_method(method) for method in self._program.method_names}
         except RuntimeError as error:
             raise ValueError(f"{name} is no program that this runtime can load: {self._reason(error)}") from error
@@ -144,6 +158,9 @@ def _shown(value: Any) -> str:
 def load(program: str | Path | bytes) -> LoadedProgram:
     """Load a ``.pte`` and make it callable, on ExecuTorch's runtime with our delegate.
 
+    A file is mapped into memory, not copied: leave it in place while the program is used, or replace it by renaming
+    another one, as ``save`` does.
+
     The whole file is verified first. One that ``kp.lower`` made carries a checksum; of any other, ExecuTorch verifies
     the tables. A file that is damaged or cut is refused with the reason.
 
@@ -161,4 +178,4 @@ def load(program: str | Path | bytes) -> LoadedProgram:
     path = Path(program)
     if not path.exists():
         raise FileNotFoundError(f"program={str(path)!r}: no such file")
-    return LoadedProgram(path.read_bytes(), path.name)
+    return LoadedProgram(path, path.name)

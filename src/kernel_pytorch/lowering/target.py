@@ -6,9 +6,10 @@ Ours is ``CPU``. A third party's ``Backend`` names its own as ``lowering="packag
 from __future__ import annotations
 
 import importlib
+import mmap
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,8 @@ class Lowering:
     """What that CMake project calls itself: ``libNAME_backend``, ``NAME_runner``, ``NAME::backend``."""
     probes: tuple[Probe, ...]
     """A small model for each operator, from which the table of operators is found out."""
+    alternatives: Mapping[str, Any] = field(default_factory=dict)
+    """Other options by a name for the report: the ways that ``measure=True`` compares with the default one."""
     probe_options: Any = None
     """The options to probe with, where not the default ones."""
     bundled: str = "Not part of ExecuTorch's pre-built libraries, on any platform: build it from source."
@@ -114,6 +117,12 @@ CPU = Lowering(
     sources=SOURCES,
     native_name="kernel_pytorch",
     probes=PROBES,
+    alternatives={
+        "attention, norms and softmax in our delegate": PartitionerOptions(linears=False, activations=False),
+        "XNNPACK alone": PartitionerOptions(
+            attention=False, linears=False, norms=False, softmax=False, activations=False, glue=False
+        ),
+    },
     probe_options=PartitionerOptions(glue_alone=True),
 )
 
@@ -136,7 +145,7 @@ def lowering_of(name: str) -> Lowering:
     return lowering_from(path)
 
 
-def register_delegates(program: bytes) -> None:
+def register_delegates(program: bytes | mmap.mmap) -> None:
     """Register the third parties' delegates that a program names."""
     for record in backends():
         if record.lowering is None or record.name == "cpu":
@@ -146,5 +155,5 @@ def register_delegates(program: bytes) -> None:
         except Exception as error:  # a plug-in may fail in any way; programs without it still run
             warnings.warn(f"backend {record.name!r} cannot be used: {error}", stacklevel=2)
             continue
-        if target.delegate.encode() in program:
+        if program.find(target.delegate.encode()) >= 0:
             target.register()

@@ -11,10 +11,12 @@ Shapes: D batch entries of the intervals, S slots, Q queries, T tiles of queries
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
-from typing import Any
+from functools import cached_property
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -22,37 +24,18 @@ import torch
 from kernel_pytorch.masks import code as mask_code
 from kernel_pytorch.masks import part as mask_part
 from kernel_pytorch.masks.code import Node
+from kernel_pytorch.masks.walk import Walk, visited, walk_of
 
-__all__ = ["Layout", "Walk", "layout"]
+__all__ = ["LAYOUTS", "Layout", "LayoutCache", "Walk", "layout"]
 
 Array = np.ndarray[Any, Any]
 
 
-@dataclass(frozen=True)
-class Walk:
-    """For each row of tiles, the tiles to visit: a span of full ones, other full ones, and partial ones.
+class _HasTensors(Protocol):
+    def tensors(self) -> Iterable[torch.Tensor]: ...
 
-    A row is (batch, head, tile of queries), or of keys in the transposed walk; batch and head are 1 where the
-    mask is the same for all.
-    """
 
-    span: torch.Tensor
-    """(rows, 2): first and last (exclusive) tile of the longest run of full tiles."""
-    full_offsets: torch.Tensor
-    full: torch.Tensor
-    """Full tiles outside the span; row r has those from full_offsets[r] to full_offsets[r + 1]."""
-    partial_offsets: torch.Tensor
-    partial: torch.Tensor
-    slots: torch.Tensor
-    """The first slot whose intervals a partial tile compares with; it compares with ``Layout.slots`` of them."""
-
-    def tensors(self) -> tuple[torch.Tensor, ...]:
-        return (self.span, self.full_offsets, self.full, self.partial_offsets, self.partial, self.slots)
-
-    @property
-    def tiles(self) -> int:
-        """How many tiles are visited."""
-        return int((self.span[:, 1] - self.span[:, 0]).sum()) + len(self.full) + len(self.partial)
+_Keeps = TypeVar("_Keeps", bound=_HasTensors)
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,6 +51,15 @@ class Layout:
     """Slots of each combination of block-table entries; combinations have the first table as the lowest bit."""
     tables: tuple[Node, ...]
     _kept: dict[Any, Any] = field(default_factory=dict)
+
+    @property
+    def bytes(self) -> int:
+        """The memory of the intervals, and of what was made of them for kernels, on any device."""
+        tensors: list[torch.Tensor] = []
+        for kept in list(self._kept.values()):
+            tensors += kept if isinstance(kept, tuple) else kept.tensors()
+        size = self.first.nbytes + self.last.nbytes + sum(x.numel() * x.element_size() for x in tensors)
+        return int(size)
 
     @property
     def batch(self) -> int:
@@ -95,7 +87,7 @@ class Layout:
         attended = 0
         tile = self.finest_block
         walk = self.walk(tile, tile)
-        for full, t, n, slot, batch in _visited(walk, self, tile):
+        for full, t, n, slot, batch in visited(walk, self, tile):
             queries = slice(t * tile, min(self.q_len, (t + 1) * tile))
             low, high = n * tile, min(self.kv_len, (n + 1) * tile)
             if full:
@@ -131,6 +123,13 @@ class Layout:
         found: tuple[torch.Tensor, torch.Tensor] = self._kept[key]
         return found
 
+    def keep(self, key: Hashable, make: Callable[[Layout], _Keeps]) -> _Keeps:
+        """What a kernel made of this layout, with a method ``tensors``; made where nothing is kept under the key."""
+        if key not in self._kept:
+            self._kept[key] = make(self)
+        found: _Keeps = self._kept[key]
+        return found
+
     def walk(self, queries: int, keys: int, *, by_key: bool = False, device: torch.device | str = "cpu") -> Walk:
         """The tiles of queries x keys that a kernel visits, for each tile of queries, or of keys where ``by_key``.
 
@@ -149,14 +148,57 @@ class Layout:
                     raise ValueError(
                         f"{name}={tile}: it must divide the blocks of the tables, so {self.finest_block}"
                     )
-            found = _walk_of(self, queries, keys, by_key)
+            found = walk_of(self, queries, keys, by_key)
         self._kept[key] = found
         return found
 
 
-@lru_cache(maxsize=256)
+class LayoutCache:
+    """The layouts that were used last, as many as fit into a number of bytes."""
+
+    def __init__(self, most_bytes: int) -> None:
+        self.most_bytes = most_bytes
+        self._lock = threading.Lock()
+        self._layouts: OrderedDict[tuple[Node, int, int], Layout] = OrderedDict()
+
+    @property
+    def bytes(self) -> int:
+        return sum(known.bytes for known in self._layouts.values())
+
+    def __len__(self) -> int:
+        return len(self._layouts)
+
+    def clear(self) -> None:
+        with self._lock:
+            self._layouts.clear()
+
+    def find(self, node: Node, q_len: int, kv_len: int) -> Layout:
+        key = (node, q_len, kv_len)
+        with self._lock:
+            found = self._layouts.get(key)
+            if found is not None:
+                self._layouts.move_to_end(key)
+                return found
+        made = _layout(node, q_len, kv_len)
+        with self._lock:
+            self._layouts[key] = made
+            total = self.bytes  # summed here, because kernels add to a layout what they need of it
+            while len(self._layouts) > 1 and (total > self.most_bytes or len(self._layouts) > _MOST_LAYOUTS):
+                _, oldest = self._layouts.popitem(last=False)
+                total -= oldest.bytes
+        return made
+
+
+_MOST_LAYOUTS = 1024
+LAYOUTS = LayoutCache(most_bytes=256 << 20)
+
+
 def layout(node: Node, q_len: int, kv_len: int) -> Layout:
     """The mask at these lengths; a mask that does not fit them is an error that says why."""
+    return LAYOUTS.find(node, q_len, kv_len)
+
+
+def _layout(node: Node, q_len: int, kv_len: int) -> Layout:
     if node.kind == mask_code.PART:
         return _part_layout(node, q_len, kv_len)
     tables = tuple(_nodes(node, mask_code.BLOCKS))
@@ -384,216 +426,3 @@ def _merged_many(first: Array, last: Array) -> tuple[Array, Array]:
         first[:, before] = np.where(joins, _NEVER, first[:, before])
         last[:, before] = np.where(joins, _NEVER, last[:, before])
     return in_order(first, last)
-
-
-@dataclass(frozen=True)
-class _Spans:
-    """For each batch entry, slot and tile row: tiles that may hold a pair, and tiles in which all attend."""
-
-    may_first: Array
-    may_last: Array
-    all_first: Array
-    all_last: Array
-
-
-def _spans(first: Array, last: Array, queries: int, tile: int) -> _Spans:
-    """Spans of (D, S, T); the may-spans of a row are disjoint, each tile belonging to the first that has it."""
-    tiles = -(-first.shape[-1] // queries)
-    starts = np.arange(tiles) * queries
-    empty = last <= first
-
-    def reduced(function: Any, values: Array) -> Array:
-        return function.reduceat(values, starts, axis=-1) if tiles else values[..., :0]
-
-    low = reduced(np.minimum, np.where(empty, np.int32(2**31 - 1), first))
-    high = reduced(np.maximum, np.where(empty, 0, last))
-    used = high > 0
-    may_first = np.where(used, low // tile, 0)
-    may_last = np.where(used, -(-high // tile), 0)
-    whole = ~reduced(np.logical_or, empty)
-    all_first = np.where(whole, -(-reduced(np.maximum, first) // tile), 0)
-    all_last = np.where(whole, reduced(np.minimum, last) // tile, 0)
-    for slot in range(1, first.shape[1]):
-        taken = may_last[:, :slot].max(axis=1)
-        may_first[:, slot] = np.maximum(may_first[:, slot], taken)
-        may_last[:, slot] = np.maximum(may_last[:, slot], may_first[:, slot])
-    all_first = np.clip(all_first, may_first, may_last)
-    all_last = np.clip(all_last, all_first, may_last)
-    return _Spans(may_first, may_last, all_first, all_last)
-
-
-def _expand(first: Array, last: Array) -> tuple[Array, Array]:
-    """Every integer of every range [first, last): (index of the range, integer)."""
-    counts = np.maximum(last - first, 0).astype(np.int64)
-    owner = np.repeat(np.arange(len(counts)), counts)
-    inside = np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts)
-    return owner, first[owner].astype(np.int64) + inside
-
-
-def _walk_of(known: Layout, queries: int, keys: int, by_key: bool) -> Walk:
-    rows, columns = -(-known.q_len // queries), -(-known.kv_len // keys)
-    entries = known.batch * known.heads
-    if known.tables:
-        row, column, partial, variant = _tiles_with_tables(known, queries, keys)
-        span = np.zeros((entries * rows, 2), dtype=np.int64)
-    else:
-        span, row, column, partial = _tiles_of_spans(_spans(known.first, known.last, queries, keys), rows)
-        variant = np.zeros(len(row), dtype=np.int64)
-    if by_key:
-        if known.q_len % queries:
-            # A kernel that walks queries checks their number in partial tiles only.
-            ragged = np.arange(len(span)) % rows == rows - 1
-            owner, inner = _expand(np.where(ragged, span[:, 0], 0), np.where(ragged, span[:, 1], 0))
-            span = np.where(ragged[:, None], 0, span)
-            row, column = np.concatenate([row, owner]), np.concatenate([column, inner])
-            partial = np.concatenate([partial, np.ones(len(owner), dtype=bool)]) | (row % rows == rows - 1)
-            variant = np.concatenate([variant, np.zeros(len(owner), dtype=np.int64)])
-        span, row, column, partial, variant = _transposed(
-            span, row, column, partial, variant, entries, rows, columns
-        )
-    return _sorted_walk(span, row, column, partial, variant * known.slots, len(span))
-
-
-def _tiles_of_spans(spans: _Spans, rows: int) -> tuple[Array, Array, Array, Array]:
-    """The longest all-span of each row, and every other tile as (row, column, is it partial)."""
-    lengths = spans.all_last - spans.all_first
-    best = lengths.argmax(axis=1)[:, None]
-    span = np.stack(
-        [np.take_along_axis(a, best, axis=1)[:, 0] for a in (spans.all_first, spans.all_last)], axis=-1
-    ).reshape(-1, 2)
-    chosen = np.arange(lengths.shape[1])[None, :, None] == best
-    pieces = [
-        (spans.may_first, spans.all_first, True),
-        (np.where(chosen, 0, spans.all_first), np.where(chosen, 0, spans.all_last), False),
-        (spans.all_last, spans.may_last, True),
-    ]
-    # (D, S, T) -> the row of each range is (D, T), whatever its slot.
-    owner = np.broadcast_to(
-        (np.arange(lengths.shape[0])[:, None, None] * rows + np.arange(rows)[None, None, :]), lengths.shape
-    ).reshape(-1)
-    found = [(*_expand(first.reshape(-1), last.reshape(-1)), partial) for first, last, partial in pieces]
-    row = np.concatenate([owner[index] for index, _, _ in found])
-    column = np.concatenate([column for _, column, _ in found])
-    partial = np.concatenate([np.full(len(column), flag) for _, column, flag in found])
-    return span.astype(np.int64), row, column, partial
-
-
-def _tiles_with_tables(known: Layout, queries: int, keys: int) -> tuple[Array, Array, Array, Array]:
-    """Tiles as (row, column, is it partial, variant), where block tables take part."""
-    rows, columns = -(-known.q_len // queries), -(-known.kv_len // keys)
-    width = columns + 1
-    held = []
-    for table in known.tables:
-        batch, heads, table_rows, _, block = table.numbers[:5]
-        counts = np.array(table.numbers[5 : 5 + batch * heads * table_rows], dtype=np.int64)
-        kept = np.array(table.numbers[5 + batch * heads * table_rows :], dtype=np.int64)
-        owner = np.repeat(np.arange(len(counts)), counts)
-        tall, wide = block // queries, block // keys  # tiles of a block
-        row_in, column_in = np.divmod(np.arange(tall * wide), wide)
-        t = ((owner % table_rows)[:, None] * tall + row_in).reshape(-1)
-        n = (kept[:, None] * wide + column_in).reshape(-1)
-        b, h = np.divmod(np.repeat(owner // table_rows, tall * wide), heads)
-        inside = (t < rows) & (n < columns)
-        t, n, b, h = t[inside], n[inside], b[inside], h[inside]
-        repeated = []
-        for batch_entry in range(known.batch) if batch == 1 else [None]:
-            for head in range(known.heads) if heads == 1 else [None]:
-                entry = b if batch_entry is None else np.full_like(b, batch_entry)
-                which = h if head is None else np.full_like(h, head)
-                repeated.append(((entry * known.heads + which) * rows + t) * width + n)
-        held.append(np.sort(np.concatenate(repeated)))
-    sets = [slice(n * known.slots, (n + 1) * known.slots) for n in range(1 << len(known.tables))]
-    spans = [_spans(known.first[:, own], known.last[:, own], queries, keys) for own in sets]
-    in_tables = np.unique(np.concatenate(held))
-    number = np.zeros(len(in_tables), dtype=np.int64)
-    for bit, own_keys in enumerate(held):
-        number |= np.isin(in_tables, own_keys, assume_unique=True).astype(np.int64) << bit
-    found: list[tuple[Array, Array, int]] = []
-    for variant, span in enumerate(spans):
-        if variant == 0:
-            # No table holds the tile: every tile of the spans that is in none.
-            main, row, column, partial = _tiles_of_spans(span, rows)
-            owner, inner = _expand(main[:, 0], main[:, 1])
-            row, column = np.concatenate([row, owner]), np.concatenate([column, inner])
-            partial = np.concatenate([partial, np.zeros(len(owner), dtype=bool)])
-            entries = np.arange(known.batch * known.heads)
-            source = entries // known.heads if known.first.shape[0] > 1 else np.zeros_like(entries)
-            own = [row // rows == entry for entry in range(known.first.shape[0])] if len(row) else []
-            for entry in entries.tolist() if len(row) else []:
-                picked = own[source[entry]]
-                key = (entry * rows + row[picked] % rows) * width + column[picked]
-                free = ~np.isin(key, in_tables)
-                found.append((key[free], partial[picked][free], variant))
-        else:
-            key = in_tables[number == variant]
-            own_entry, t, n = key // width // rows, key // width % rows, key % width
-            d = own_entry // known.heads if known.first.shape[0] > 1 else np.zeros_like(own_entry)
-            may = np.zeros(len(key), dtype=bool)
-            every = np.zeros(len(key), dtype=bool)
-            for slot in range(span.may_first.shape[1]):
-                may |= (n >= span.may_first[d, slot, t]) & (n < span.may_last[d, slot, t])
-                every |= (n >= span.all_first[d, slot, t]) & (n < span.all_last[d, slot, t])
-            found.append((key[may], ~every[may], variant))
-    every_key = np.concatenate([key for key, _, _ in found])
-    flags = np.concatenate([flag for _, flag, _ in found])
-    variants = np.concatenate([np.full(len(key), variant) for key, _, variant in found])
-    return every_key // width, every_key % width, flags, variants
-
-
-def _transposed(
-    span: Array, row: Array, column: Array, partial: Array, slots: Array, entries: int, rows: int, columns: int
-) -> tuple[Array, Array, Array, Array, Array]:
-    """The same tiles by column: spans stay spans where their ends only grow, else they are written out."""
-    by_entry = span.reshape(entries, rows, 2)
-    # An empty span may lie anywhere: put it where it does not disturb the order.
-    ends = np.maximum.accumulate(by_entry[..., 1], axis=1) if rows else by_entry[..., 1]
-    starts = np.where(by_entry[..., 0] == by_entry[..., 1], ends, by_entry[..., 0])
-    span_t = np.zeros((entries, columns, 2), dtype=np.int64)
-    if rows and (ends == np.where(starts == ends, ends, by_entry[..., 1])).all() and (np.diff(starts) >= 0).all():
-        for entry in range(entries):
-            span_t[entry, :, 0] = np.searchsorted(ends[entry], np.arange(columns), side="right")
-            span_t[entry, :, 1] = np.searchsorted(starts[entry], np.arange(columns), side="right")
-        span_t[..., 1] = np.maximum(span_t[..., 0], span_t[..., 1])
-    else:
-        owner, inner = _expand(span[:, 0], span[:, 1])
-        row, column = np.concatenate([row, owner]), np.concatenate([column, inner])
-        partial = np.concatenate([partial, np.zeros(len(owner), dtype=bool)])
-        slots = np.concatenate([slots, np.zeros(len(owner), dtype=np.int64)])
-    entry_of_row = row // max(rows, 1)
-    return span_t.reshape(-1, 2), entry_of_row * columns + column, row % max(rows, 1), partial, slots
-
-
-def _sorted_walk(span: Array, row: Array, column: Array, partial: Array, slot: Array, rows: int) -> Walk:
-    order = np.lexsort((column, row))
-    row, column, partial, slot = row[order], column[order], partial[order], slot[order]
-
-    def offsets(owner: Array) -> torch.Tensor:
-        return torch.from_numpy(
-            np.concatenate([[0], np.cumsum(np.bincount(owner, minlength=rows))]).astype(np.int32)
-        )
-
-    def numbers(values: Array) -> torch.Tensor:
-        return torch.from_numpy(np.ascontiguousarray(values).astype(np.int32))
-
-    return Walk(
-        span=numbers(span),
-        full_offsets=offsets(row[~partial]),
-        full=numbers(column[~partial]),
-        partial_offsets=offsets(row[partial]),
-        partial=numbers(column[partial]),
-        slots=numbers(slot[partial]),
-    )
-
-
-def _visited(walk: Walk, known: Layout, tile: int) -> Iterator[tuple[bool, int, int, int, int]]:
-    """Each visited tile: (is it full, tile of queries, tile of keys, its first slot, batch entry)."""
-    rows = -(-known.q_len // tile)
-    for r in range(len(walk.span)):
-        entry, t = divmod(r, max(rows, 1))
-        batch = entry // known.heads
-        for n in range(int(walk.span[r, 0]), int(walk.span[r, 1])):
-            yield True, t, n, 0, batch
-        for index in range(int(walk.full_offsets[r]), int(walk.full_offsets[r + 1])):
-            yield True, t, int(walk.full[index]), 0, batch
-        for index in range(int(walk.partial_offsets[r]), int(walk.partial_offsets[r + 1])):
-            yield False, t, int(walk.partial[index]), int(walk.slots[index]), batch

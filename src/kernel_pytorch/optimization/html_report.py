@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
 from html import escape
 from typing import TYPE_CHECKING
 
+from kernel_pytorch.html_page import bar_chart, document, table
 from kernel_pytorch.optimization.report import accuracy, seconds, size
 
 if TYPE_CHECKING:
@@ -13,17 +13,6 @@ if TYPE_CHECKING:
 
 __all__ = ["page"]
 
-_STYLE = """
-:root { color-scheme: light dark; --line: #8884; --bar: #3b82c4; --before: #9aa3ad; }
-body { font: 16px/1.5 system-ui, sans-serif; max-width: 56rem; margin: 0 auto; padding: 1rem; }
-h1 { font-size: 1.4rem; } h2 { font-size: 1.1rem; margin-top: 2rem; }
-.scroll { overflow-x: auto; }
-table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; }
-th, td { text-align: left; padding: .3rem .8rem .3rem 0; border-bottom: 1px solid var(--line); vertical-align: top; }
-.note { border-left: 4px solid #d9822b; padding-left: .7rem; }
-svg { width: 100%; height: auto; } svg text { font: 13px system-ui, sans-serif; fill: currentColor; }
-code { font-size: .9em; overflow-wrap: anywhere; }
-"""
 _MOST_MODULES = 200
 
 
@@ -42,15 +31,11 @@ def page(report: Report) -> str:
     body += ["<h2>Before and after</h2>", *_inputs(report)]
     body += [
         "<h2>Refused</h2>",
-        _table(("candidate", "reason"), ((one.candidate, one.reason) for one in report.refusals)),
+        table(("candidate", "reason"), ((one.candidate, one.reason) for one in report.refusals)),
     ]
     body += _modules(report)
-    body += ["<h2>Versions</h2>", _table(("package", "version"), report.versions.items())]
-    return (
-        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
-        f'<meta name="viewport" content="width=device-width, initial-scale=1"><style>{_STYLE}</style></head>\n'
-        f"<body>\n{chr(10).join(body)}\n</body></html>\n"
-    )
+    body += ["<h2>Versions</h2>", table(("package", "version"), report.versions.items())]
+    return document(title, body)
 
 
 def waterfall(report: Report) -> str:
@@ -59,22 +44,8 @@ def waterfall(report: Report) -> str:
     for step in report.steps:
         left /= step.speedup or 1.0
         shares.append((step.candidate, left))
-    widest = max(share for _, share in shares)
-    row, rows = 34, []
-    for number, (name, share) in enumerate(shares):
-        top, width = number * row, 340 * share / widest
-        colour = "var(--bar)" if number else "var(--before)"
-        rows.append(
-            f'<text x="0" y="{top + 21}">{escape(name)}</text>'
-            f'<rect x="190" y="{top + 4}" width="{width:.1f}" height="24" rx="3" fill="{colour}"/>'
-            f'<text x="{196 + width:.1f}" y="{top + 21}">{share:.0%}</text>'
-        )
-    label = ", ".join(f"{name} {share:.0%}" for name, share in shares)
     quantity = "memory" if report.goal == "memory" else "time"
-    return (
-        f'<svg viewBox="0 0 600 {row * len(shares)}" role="img" aria-label="{quantity} left after each step: '
-        f'{escape(label)}">{"".join(rows)}</svg>'
-    )
+    return bar_chart([(name, share, f"{share:.0%}") for name, share in shares], f"{quantity} left after each step")
 
 
 def _steps(report: Report) -> list[str]:
@@ -82,7 +53,7 @@ def _steps(report: Report) -> list[str]:
         (step.candidate, step.summary, f"{step.speedup:.2f}x", step.kind, accuracy(step), ", ".join(step.drops))
         for step in report.steps
     ]
-    return [_table(("step", "what it does", "gain", "kind", "accuracy so far", "leaves out"), rows)]
+    return [table(("step", "what it does", "gain", "kind", "accuracy so far", "leaves out"), rows)]
 
 
 def _inputs(report: Report) -> list[str]:
@@ -101,22 +72,14 @@ def _inputs(report: Report) -> list[str]:
         for one in report.inputs
     ]
     heads = ("input", "eager", "torch.compile", "optimised", "over eager", "over compile", report.memory_kind)
-    return [_table(heads, rows)]
+    return [table(heads, rows)]
 
 
 def _modules(report: Report) -> list[str]:
     if not report.modules:
         return []
     rows = [(one.name, one.kind, ", ".join(one.changes), "; ".join(one.left_alone)) for one in report.modules]
-    shown = [_table(("module", "class", "changed by", "left alone"), rows[:_MOST_MODULES])]
+    shown = [table(("module", "class", "changed by", "left alone"), rows[:_MOST_MODULES])]
     if len(rows) > _MOST_MODULES:
         shown.append(f"<p>and {len(rows) - _MOST_MODULES} more modules.</p>")
     return ["<h2>Modules</h2>", *shown]
-
-
-def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    rows = list(rows)
-    kept = [column for column in range(len(heads)) if any(row[column] for row in rows)]
-    head = "".join(f"<th>{escape(heads[column])}</th>" for column in kept)
-    body = "".join(f"<tr>{''.join(f'<td>{escape(row[column])}</td>' for column in kept)}</tr>" for row in rows)
-    return f'<div class="scroll"><table><tr>{head}</tr>{body}</table></div>'

@@ -13,6 +13,7 @@ from torch import nn
 from kernel_pytorch.optimization.candidate import Candidate, Context, Sites, Stage
 from kernel_pytorch.optimization.compiler import compilations
 from kernel_pytorch.optimization.edits import Edits
+from kernel_pytorch.optimization.examples import Example
 from kernel_pytorch.optimization.timing import (
     TOO_NOISY,
     Arm,
@@ -32,6 +33,7 @@ State = tuple[str, ...]
 """Names of candidates in the order of application."""
 EAGER: State = ()
 COMPILE: State = ("compile",)
+_CALLS = 4  # a compiled model settles within so many calls of one shape
 _LOST_DB = 1.0  # rounding in another order moves the ratio by less
 
 
@@ -276,19 +278,25 @@ class Search:
             self._forget(state)
 
     def _recompiles(self, state: State) -> str:
-        """Why a compiled combination is refused: it compiles anew for every shape of its inputs."""
-        shapes = {example.signature: example for example in self._context.examples}
-        if len(shapes) < 3 or not any(self._candidates[name].stage is Stage.COMPILE for name in state):
+        """Why a compiled combination is refused: it goes on compiling, for each call or for each input shape."""
+        if not any(self._candidates[name].stage is Stage.COMPILE for name in state):
             return ""
+        shapes = {example.signature: example for example in self._context.examples}
         self._switch(state)
         compiled = 0
         for number, example in enumerate(shapes.values()):
-            before = compilations()
-            with self._workload.kept():
-                self._workload.step(example)
-            compiled += number >= 2 and (compilations() - before).graphs > 0
-        # The first shape is compiled as it is, the second with dynamic sizes: any other should fit that.
+            graphs = [self._graphs_of(example) for _ in range(_CALLS)]
+            if graphs[-1]:
+                return f"compiles anew for each call on input {example.label}"
+            # The first shape is compiled as it is, the second with dynamic sizes: any other should fit that.
+            compiled += number >= 2 and graphs[0] > 0
         return f"compiles anew for {compiled} of {len(shapes)} input shapes" if compiled else ""
+
+    def _graphs_of(self, example: Example) -> int:
+        before = compilations()
+        with self._workload.kept():
+            self._workload.step(example)
+        return (compilations() - before).graphs
 
     def _measured(self, base: State, state: State) -> tuple[float, ...]:
         if self._context.goal == "memory":
@@ -316,9 +324,9 @@ class Search:
                 found.append((pair[0], pair[1]))
         return found
 
-    def _arm(self, state: State, example: object) -> Arm:
+    def _arm(self, state: State, example: Example) -> Arm:
         name = " + ".join(state) or "eager"
-        return Arm(name, lambda: self._switch(state), lambda: self._workload.step(example))  # type: ignore[arg-type]
+        return Arm(name, lambda: self._switch(state), lambda: self._workload.step(example))
 
     def _loses(self, ratios: Sequence[float], *, smaller: bool) -> str:
         """Why a measured combination is not kept. One that has a step less is kept where it is not slower."""
@@ -335,7 +343,9 @@ class Search:
             return "" if total < 1 - noise else f"gains {1 - total:.1%} on average, within the noise of {noise:.1%}"
         if ratios[worst] >= 1 - noise:
             gain = 1 - ratios[worst]
-            return f"gains {gain:.1%} of the {quantity} on input {labels[worst]}, within the noise of {noise:.1%}"
+            verb = "gains" if gain >= 0 else "loses"
+            change = f"{verb} {abs(gain):.1%} of the {quantity} on input {labels[worst]}"
+            return f"{change}, within the noise of {noise:.1%}"
         return ""
 
     # Noise and confirmation.
@@ -370,8 +380,9 @@ class Search:
             result.best = result.steps[-1].state if result.steps else EAGER
         self._switch(EAGER)
         result.memory = self._memory(EAGER, result.best) if self._workload.training else []
-        if not result.over_eager:
-            result.over_eager = self._timed(EAGER, result.best)
+        if not result.best:  # eager beside itself
+            result.over_eager = [replace(one, after=one.before, ratio=1.0) for one in self._timed(EAGER, EAGER)]
+            result.over_compile = []
 
     def _unconfirmed(self, state: State) -> str:
         try:

@@ -11,10 +11,11 @@ void linear(const KernelTable& kernels, std::mt19937& random, DType dtype) {
     for (const auto& [inputs, outputs] : {std::pair<int64_t, int64_t>{1, 1}, {7, 33}, {64, 31}, {200, 64}}) {
       const int64_t panels = (outputs + kPanel - 1) / kPanel;
       Tensor x(DType::kFloat32, rows * (inputs + 3), random), y(DType::kFloat32, rows * outputs);
-      Tensor weights(dtype, panels * inputs * kPanel, random, 0.5), unpacked(DType::kFloat32, inputs * kPanel);
+      Tensor weights(dtype, panels * inputs * kPanel, random, 0.5), scratch(DType::kFloat32, inputs * kPanel);
       Tensor bias(DType::kFloat32, outputs, random), scales(DType::kFloat32, outputs, random);
       const bool biased = rows % 2 == 1, scaled = dtype == DType::kInt8;
       LinearTask task = {};
+      task.dtype = dtype;
       task.rows = rows;
       task.inputs = inputs;
       task.outputs = outputs;
@@ -26,13 +27,8 @@ void linear(const KernelTable& kernels, std::mt19937& random, DType dtype) {
       }
       for (task.panel = 0; task.panel < panels; ++task.panel) {
         const int64_t offset = task.panel * inputs * kPanel;
-        const char* const packed = weights.data() + offset * static_cast<int64_t>(size_of(dtype));
-        kernels.to_float(packed, dtype, unpacked.floats(), inputs * kPanel);
-        for (int64_t n = 0; n < inputs * kPanel; ++n) {
-          expect_close(unpacked.at(n), weights.at(offset + n), 0, "to_float");
-        }
-        task.weights = unpacked.floats();
-        kernels.linear(task);
+        task.weights = weights.data() + offset * static_cast<int64_t>(size_of(dtype));
+        kernels.linear(task, scratch.floats());
       }
       for (int64_t r = 0; r < rows; ++r) {
         for (int64_t o = 0; o < outputs; ++o) {

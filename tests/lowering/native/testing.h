@@ -53,6 +53,7 @@ struct Test {
   const char* name;
   void (*run)(const KernelTable& kernels, std::mt19937& random);
 };
-extern const std::vector<Test> kAttentionTests, kCacheTests, kLinearTests, kPointwiseTests, kRowTests;
+extern const std::vector<Test> kAttentionTests, kCacheTests, kLinearTests, kPointwiseTests, kQuantizedLinearTests,
+    kRowTests;
 
 }  // namespace kernel_pytorch::testing

@@ -176,7 +176,7 @@ def _across_ranks(
         raise NotImplementedError(
             "group: attention across ranks has no softcap, bias or alibi_slopes; leave out group, or these"
         )
-    return spread_attention(q, k, v, mask, scale, wanted in ("lse", "parts") and trains, group, kernel)
+    return spread_attention(q, k, v, mask, scale, wanted in ("lse", "parts") and trains, group, kernel, trains)
 
 
 def _may_train(*tensors: torch.Tensor | None) -> bool:

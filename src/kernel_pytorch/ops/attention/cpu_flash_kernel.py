@@ -50,3 +50,26 @@ def backward(
         *(adjacent(x.to(lse.dtype)) for x in (dout, q, k_all, v_all, out)), lse, 0.0, mask.is_causal, scale=scale
     )
     return dq.to(q.dtype).contiguous(), summed(dk, k), summed(dv, v)
+
+
+def masked_backward(
+    dout: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    scale: float,
+    addends: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The backward under a mask of addends, which broadcasts to the scores; every query attends to some key."""
+    k_all, v_all = _heads(q, k, v)
+    dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        *(adjacent(x.to(lse.dtype)) for x in (dout, q, k_all, v_all, out)),
+        lse,
+        0.0,
+        False,
+        attn_mask=addends,
+        scale=scale,
+    )
+    return dq.to(q.dtype).contiguous(), summed(dk, k), summed(dv, v)

@@ -1,6 +1,7 @@
 """The delegate's attention in C++, in eager mode, on torch's own threads.
 
-The backward is that of cpu-flash for full and causal masks, and that of the tiled kernel for all others.
+The backward is that of cpu-flash for full and causal masks and for small calls, and that of the tiled kernel for
+all others.
 
 A call becomes a payload of one op over the tensors where they are, strides and all, which is kept for the next call
 of its shapes and mask.
@@ -8,8 +9,9 @@ of its shapes and mask.
 
 from __future__ import annotations
 
+import math
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
@@ -25,6 +27,8 @@ if TYPE_CHECKING:
     from kernel_pytorch.masks import Mask
 
 __all__ = ["backward", "forward"]
+
+_SMALL_PAIRS = 1 << 14
 
 
 class _Tables:
@@ -44,7 +48,7 @@ class _Tables:
         self, name: str, shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype, *, out: bool
     ) -> None:
         """A tensor as a view of one flat run of numbers."""
-        span = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+        span = _span(shape, strides)
         table = self.payload.outputs if out else self.payload.inputs
         table.append(Parameter(name, dtype, (self.number(span),)))
         kind = BufferKind.OUTPUT if out else BufferKind.INPUT
@@ -57,7 +61,7 @@ class _Tables:
 def _program(
     shapes: tuple[tuple[int, ...], ...], strides: tuple[tuple[int, ...], ...], dtype: torch.dtype, mask: Mask,
     scale: float, threads: int,
-) -> tuple[DirectProgram, threading.Lock]:  # fmt: skip
+) -> tuple[Callable[[Sequence[int], Sequence[int]], None], threading.Lock]:  # fmt: skip
     made = _Tables()
     for name, shape, stride in zip("qkv", shapes, strides, strict=True):
         made.add(name, shape, stride, dtype, out=False)
@@ -66,26 +70,29 @@ def _program(
         made.add(name, shape, torch.empty(shape, device="meta").stride(), kind, out=True)
     made.payload.ops.append(Op(OpCode.ATTENTION, (0, 1, 2, None), (3, 4), tuple(mask.code.tolist()), (scale,)))
     # A program has one set of scratch memory: calls from two threads take turns.
-    return DirectProgram(made.payload, on_torch_threads=threads), threading.Lock()
+    taken = [(dtype, _span(shape, stride)) for shape, stride in zip(shapes, strides, strict=True)]
+    given = [(dtype, math.prod(rows) * shapes[2][3]), (torch.float32, math.prod(rows))]
+    return DirectProgram(made.payload, on_torch_threads=threads).at_addresses(taken, given), threading.Lock()
 
 
-def _flat(x: torch.Tensor) -> torch.Tensor:
-    span = 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
-    return x.as_strided((span,), (1,))
+def _span(shape: Sequence[int], strides: Sequence[int]) -> int:
+    """The elements from the first to the last of a tensor in memory."""
+    return 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
 
 
 def forward(
     device: Device, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask, scale: float, wanted: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    if 0 in q.shape or 0 in k.shape or 0 in v.shape:  # no row, or rows without a key
-        out = q.new_zeros((*q.shape[:3], v.shape[3]))
-        return out, q.new_full(q.shape[:3], -torch.inf, dtype=torch.float32)
-    shapes, strides = zip(*((tuple(x.shape), tuple(x.stride())) for x in (q, k, v)), strict=True)
-    program, lock = _program(shapes, strides, q.dtype, mask, scale, torch.get_num_threads())
-    out = q.new_empty((*q.shape[:3], v.shape[3]))
-    lse = q.new_empty(q.shape[:3], dtype=torch.float32)
+    shapes = q.shape, k.shape, v.shape
+    rows = shapes[0][:3]
+    if not (q.numel() and k.numel() and v.numel()):  # no row, or rows without a key
+        return q.new_zeros((*rows, shapes[2][3])), q.new_full(rows, -torch.inf, dtype=torch.float32)
+    strides = q.stride(), k.stride(), v.stride()
+    run, lock = _program(shapes, strides, q.dtype, mask, scale, torch.get_num_threads())
+    out = q.new_empty((*rows, shapes[2][3]))
+    lse = torch.empty(rows, dtype=torch.float32)
     with lock:
-        program([_flat(q), _flat(k), _flat(v)], [_flat(out), _flat(lse)])
+        run((q.data_ptr(), k.data_ptr(), v.data_ptr()), (out.data_ptr(), lse.data_ptr()))
     return out, lse
 
 
@@ -102,8 +109,27 @@ def backward(
     scale: float,
     wanted: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    dense = mask.is_full or (mask.is_causal and q.shape[2] == k.shape[2])
     # What cpu-flash refuses: gradients of lse, empty tensors, two head dimensions, scales of 0 and below.
-    served = not lse_flows(wanted) and q.shape[3] == v.shape[3] and q.numel() and k.numel() and scale >= 1e-30
-    run = cpu_flash_kernel.backward if dense and served else tiled_kernel.backward
-    return run(device, dout, dlse, q, k, v, out, lse, mask, scale, wanted)
+    if lse_flows(wanted) or q.shape[3] != v.shape[3] or scale < 1e-30 or not (q.numel() and k.numel()):
+        return tiled_kernel.backward(device, dout, dlse, q, k, v, out, lse, mask, scale, wanted)
+    if mask.is_full or (mask.is_causal and q.shape[2] == k.shape[2]):
+        return cpu_flash_kernel.backward(device, dout, dlse, q, k, v, out, lse, mask, scale, wanted)
+    addends = _small_addends(mask, q.shape[2], k.shape[2], lse.dtype)
+    if addends is None:
+        return tiled_kernel.backward(device, dout, dlse, q, k, v, out, lse, mask, scale, wanted)
+    return cpu_flash_kernel.masked_backward(dout, q, k, v, out, lse, scale, addends)
+
+
+@lru_cache(maxsize=64)
+def _small_addends(mask: Mask, q_len: int, kv_len: int, dtype: torch.dtype) -> torch.Tensor | None:
+    """0 where a pair attends and -inf where not, for calls so small that skipping tiles gains nothing.
+
+    None for larger calls, and for masks under which some query attends to nothing.
+    """
+    if q_len * kv_len > _SMALL_PAIRS:
+        return None
+    keep = mask.dense(q_len, kv_len)
+    if keep.numel() > 16 * _SMALL_PAIRS or not bool(keep.any(dim=-1).all()):
+        return None
+    with torch.inference_mode(False):
+        return torch.zeros(keep.shape, dtype=dtype).masked_fill_(~keep, -torch.inf)

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Piece", "Scores", "Work", "backward", "forward", "grouped", "tiled_backward", "tiled_forward"]
 
+_KEPT_BYTES = 1 << 20
+_KEPT_TILES = 4096
 _KEYS_A_PIECE = 1024  # scores of a piece fit the second-level cache of a core
 
 
@@ -72,6 +74,26 @@ class _Cutter:
         self.walk = [tensor.tolist() for tensor in known.walk(known.finest_block, known.finest_block).tensors()]
         self.made: dict[Any, tuple[torch.Tensor, torch.Tensor | None]] = {}
 
+    @staticmethod
+    def of(known: Layout, group: int, like: torch.Tensor) -> _Cutter:
+        """The cutter that the layout keeps for such calls: small calls would spend half their time on making it."""
+        walk = known.walk(known.finest_block, known.finest_block)
+        if len(walk.span) + len(walk.full) + len(walk.partial) > _KEPT_TILES:
+            return _Cutter(known, group, like)
+        key = ("tiled", group, like.dtype, str(like.device))
+        return known.keep(key, lambda known: _Cutter(known, group, like.new_empty(0)))
+
+    def trim(self) -> None:
+        """Keep for the next call what is small."""
+        if sum(x.numel() * x.element_size() for x in self.tensors()) > _KEPT_BYTES:
+            self.made.clear()
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        for bias, nothing in list(self.made.values()):
+            yield bias
+            if nothing is not None:
+                yield nothing
+
     def pieces(self, work: Work) -> Iterator[Piece]:
         span, full_offsets, full, partial_offsets, listed, slots = self.walk
         tile, row = self.known.finest_block, work.row
@@ -104,13 +126,14 @@ class _Cutter:
         first = (self.first[batch, :, work.queries] - keys.start).clamp_(0, width)
         last = (self.last[batch, :, work.queries] - keys.start).clamp_(0, width)
         pattern = (width, first.numpy().tobytes(), last.numpy().tobytes())
-        if pattern not in self.made:
+        found = self.made.get(pattern)
+        if found is None:
             key = torch.arange(width, dtype=torch.int32)
             allowed = ((key >= first.unsqueeze(-1)) & (key < last.unsqueeze(-1))).any(dim=0)
             if len(self.made) >= 64:
                 self.made.clear()
-            self.made[pattern] = self._finished(allowed)
-        return self.made[pattern]
+            self.made[pattern] = found = self._finished(allowed)
+        return found
 
     def _allowed(
         self, work: Work, chosen: list[int], ranges: list[tuple[int, int]], partial: dict[int, int]
@@ -194,7 +217,7 @@ def tiled_forward(
     out = torch.empty((batch, heads, q_len, v.shape[3]), dtype=result_dtype(q.dtype, wanted), device=q.device)
     lse = torch.empty((batch, heads, q_len), dtype=wide, device=q.device)
     q_wide, k_wide, v_wide = q.to(wide), k.to(wide), v.to(wide)
-    cutter = _Cutter(known, group, q_wide)
+    cutter = _Cutter.of(known, group, q_wide)
     for work in _work(known, batch, heads, group):
         q_tile = grouped(q_wide, work) * scale
         acc: torch.Tensor | None = None
@@ -228,6 +251,7 @@ def tiled_forward(
         out[work.batch, work.heads, work.queries] = acc.reshape(*shape, v.shape[3])
         if not unsummed:
             lse[work.batch, work.heads, work.queries] = sums.reshape(shape)
+    cutter.trim()
     return out, lse
 
 
@@ -271,7 +295,7 @@ def tiled_backward(
     # exp(score - inf) is 0: a query that attends to nothing gives nothing, instead of NaN.
     lse_safe = lse.masked_fill(lse == -math.inf, math.inf)
     dq, dk, dv = (torch.zeros(x.shape, dtype=wide, device=x.device) for x in (q, k, v))
-    cutter = _Cutter(known, group, q_wide)
+    cutter = _Cutter.of(known, group, q_wide)
     for work in _work(known, batch, heads, group):
         q_tile, dout_tile = grouped(q_wide, work) * scale, grouped(dout_wide, work)
         lse_tile, delta_tile = grouped(lse_safe, work).unsqueeze(-1), grouped(delta, work).unsqueeze(-1)
@@ -289,6 +313,7 @@ def tiled_backward(
             _add(dk, work, piece.keys, torch.bmm(ds.transpose(1, 2), q_tile))
         shape = (-1, work.heads.stop - work.heads.start, work.queries.stop - work.queries.start, q.shape[3])
         dq[work.batch, work.heads, work.queries] = dq_tile.mul_(scale).reshape(shape)
+    cutter.trim()
     narrow = result_dtype(q.dtype, wanted)
     return dq.to(narrow), dk.to(narrow), dv.to(narrow)
 

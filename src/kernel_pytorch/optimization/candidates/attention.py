@@ -13,6 +13,7 @@ from kernel_pytorch import masks
 from kernel_pytorch.ops.attention import attention
 from kernel_pytorch.optimization.candidate import Candidate, Context, Sites, Stage
 from kernel_pytorch.optimization.edits import Edits
+from kernel_pytorch.optimization.examples import leaves
 
 __all__ = ["HF_ATTENTION", "NAME"]
 
@@ -38,7 +39,11 @@ def _mask(
     sdpa = importlib.import_module("transformers.masking_utils").sdpa_mask
     padding, queries, keys = (arguments.get(name) for name in ("attention_mask", "q_length", "kv_length"))
     at_start = arguments.get("q_offset", 0) == 0 and arguments.get("kv_offset", 0) == 0
-    if local_size is not None and allow_is_causal_skip and padding is None and queries == keys and at_start:
+    config = arguments.get("config")
+    # Chunked attention passes the size of its chunks here, which is no window.
+    sliding = local_size is not None and local_size == getattr(config, "sliding_window", None)
+    sliding = sliding and getattr(config, "attention_chunk_size", None) is None
+    if sliding and allow_is_causal_skip and padding is None and queries == keys and at_start:
         return None  # a sliding window: the layer passes its width to the attention
     found: torch.Tensor | None = sdpa(local_size=local_size, allow_is_causal_skip=allow_is_causal_skip, **arguments)
     return found
@@ -84,6 +89,19 @@ def _register() -> None:
     importlib.import_module("transformers.masking_utils").AttentionMaskInterface.register(NAME, _mask)
 
 
+def _window_unseen(config: Any, context: Context) -> bool:
+    """Whether no example reaches beyond the model's sliding window. A plan that is applied was verified before."""
+    window = getattr(config, "sliding_window", None)
+    if window is None or not context.examples:
+        return False
+    sizes = [
+        max(tensor.shape, default=0)
+        for one in context.examples
+        for _, tensor in leaves((one.args, dict(one.kwargs)))
+    ]
+    return bool(max(sizes, default=0) <= window)
+
+
 def _match(model: nn.Module, context: Context) -> Sites | str:
     models = pretrained_models(model)
     if not models:
@@ -97,6 +115,11 @@ def _match(model: nn.Module, context: Context) -> Sites | str:
             reasons[name] = "it does not use the attention interface"
         elif getattr(module.config, "output_attentions", False):
             reasons[name] = "it returns attention weights"
+        elif _window_unseen(module.config, context):
+            reasons[name] = (
+                f"no input is longer than its sliding window of {module.config.sliding_window}, so that the window "
+                "could not be verified; give one that is"
+            )
         elif "" in names and module.config is models[""].config:
             continue  # shares the configuration of the model around it
         else:

@@ -33,6 +33,7 @@ enum class OpCode : uint32_t {
   kLinear = 7,
   kCacheWrite = 8,
   kCachedAttention = 9,
+  kQuantizedLinear = 10,
 };
 enum class Reduction : int64_t { kSum, kMean, kMaximum, kCount };
 

@@ -20,7 +20,8 @@ struct Schedule {
   int64_t tasks = 0;
   int64_t tasks_per_claim = 1;  // a worker claims this many at a time
   int64_t workers = 1;
-  size_t scratch_bytes = 0;  // per worker
+  size_t scratch_bytes = 0;    // per worker
+  size_t workspace_bytes = 0;  // shared by all workers
 
   // One task per row, on several workers if `elements` are enough to pay for waking them.
   void split_rows(int64_t rows, int64_t elements, int64_t max_workers);
@@ -51,7 +52,7 @@ class Operator {
   // rejected call changes nothing.
   virtual bool accept(Reason& /*reason*/) { return true; }
 
-  // Called once per run on one thread, before the tasks.
+  // Called once per run on one thread, before the tasks. May fill `workspace` for them.
   virtual void start() {}
 
   // Computes tasks [begin, end). Called concurrently, with `schedule.scratch_bytes` of scratch for each worker.
@@ -74,6 +75,9 @@ class Operator {
 
   // Set by resolve().
   Schedule schedule;
+
+  // Set by Program before start(): `schedule.workspace_bytes`, which the next op reuses.
+  char* workspace = nullptr;
 
  protected:
   // Whether the op has these numbers of operands, the first `required` inputs among them.

@@ -97,20 +97,23 @@ bool Program::allocate(Reason& reason) {
   for (const Symbol& symbol : payload_.symbols) largest.push_back(symbol.high);
   if (!resolve(largest, reason)) return false;
   size_t scratch = 0;
-  for (const auto& op : ops_) scratch = std::max(scratch, op->schedule.scratch_bytes);
+  for (const auto& op : ops_) {
+    scratch = std::max(scratch, op->schedule.scratch_bytes);
+    workspace_bytes_ = std::max(workspace_bytes_, op->schedule.workspace_bytes);
+  }
   scratch_bytes_ = (scratch + kAlignment - 1) / kAlignment * kAlignment;
   // Copy constants that the loader put at an unaligned address: vector loads that straddle cache lines are slow.
   const uint64_t copied = is_aligned(payload_.constants, kAlignment) ? 0 : payload_.constants_bytes;
-  const uint64_t total =
-      payload_.arena_bytes + copied + scratch_bytes_ * static_cast<uint64_t>(workers_) + 3 * kAlignment;
+  const uint64_t total = payload_.arena_bytes + copied + scratch_bytes() + 4 * kAlignment;
   memory_.reset(new (std::nothrow) char[total]);
   if (!memory_) {
     return reason.set("no memory: the program needs %llu bytes", static_cast<unsigned long long>(total));
   }
   arena_ = align_up(memory_.get());
   scratch_ = align_up(arena_ + payload_.arena_bytes);
+  workspace_ = align_up(scratch_ + scratch_bytes_ * static_cast<size_t>(workers_));
   if (copied > 0) {
-    char* const copy = align_up(scratch_ + scratch_bytes_ * static_cast<size_t>(workers_));
+    char* const copy = align_up(workspace_ + workspace_bytes_);
     std::memcpy(copy, payload_.constants, copied);
     payload_.constants = reinterpret_cast<const uint8_t*>(copy);
   }
@@ -206,6 +209,7 @@ bool Program::run(void* const* outputs, Reason& reason) {
     if (!op->accept(reason)) return false;
   }
   for (const auto& op : ops_) {
+    op->workspace = workspace_;
     op->start();
     const Schedule& schedule = op->schedule;
     if (schedule.tasks == 0) continue;

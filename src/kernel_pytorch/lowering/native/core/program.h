@@ -62,7 +62,7 @@ class Program {
   bool has_caches() const { return !caches_.empty(); }
 
   uint64_t arena_bytes() const { return payload_.arena_bytes; }
-  uint64_t scratch_bytes() const { return scratch_bytes_ * static_cast<uint64_t>(workers_); }
+  uint64_t scratch_bytes() const { return scratch_bytes_ * static_cast<uint64_t>(workers_) + workspace_bytes_; }
 
  private:
   // program.cpp
@@ -96,7 +96,9 @@ class Program {
   std::unique_ptr<char[]> memory_;
   char* arena_ = nullptr;
   char* scratch_ = nullptr;
+  char* workspace_ = nullptr;
   size_t scratch_bytes_ = 0;  // per worker
+  size_t workspace_bytes_ = 0;
   const Operator* running_ = nullptr;
   std::atomic<int64_t> next_task_{0};
 };

@@ -100,7 +100,7 @@ bool Program::resolve_operator(Operator& op, Reason& reason) {
   op.schedule = {};
   if (!op.resolve(reason)) return false;
   // Scratch was allocated for the largest lengths; only a malformed payload needs more for smaller ones.
-  if (memory_ && op.schedule.scratch_bytes > scratch_bytes_) {
+  if (memory_ && (op.schedule.scratch_bytes > scratch_bytes_ || op.schedule.workspace_bytes > workspace_bytes_)) {
     return reason.set("%s needs more scratch memory than at the largest lengths", op.name);
   }
   return true;

@@ -13,30 +13,6 @@ using kernel_pytorch::kMaxTileRows;
 
 constexpr int64_t kFewRows = 4;
 
-struct Float32 {
-  using Element = float;
-  static Vec vector(const float* p) { return load(p); }
-  static float element(const float* p) { return *p; }
-};
-
-struct Float16 {
-  using Element = uint16_t;
-  static Vec vector(const uint16_t* p) { return from_float16(load_halves(p)); }
-  static float element(const uint16_t* p) { return half_at(p, false); }
-};
-
-struct BFloat16 {
-  using Element = uint16_t;
-  static Vec vector(const uint16_t* p) { return from_bfloat16(load_halves(p)); }
-  static float element(const uint16_t* p) { return half_at(p, true); }
-};
-
-struct Int8 {
-  using Element = int8_t;
-  static Vec vector(const int8_t* p) { return from_int8(p); }
-  static float element(const int8_t* p) { return *p; }
-};
-
 inline size_t few_scratch_floats(int64_t dim, int64_t value_dim) {
   return static_cast<size_t>(kFewRows * (dim + value_dim + kKeyBlock));
 }

@@ -4,6 +4,11 @@
 
 #include "kernels/table.h"
 
+#if defined(__aarch64__) && defined(__linux__)
+#include <asm/hwcap.h>
+#include <sys/auxv.h>
+#endif
+
 namespace kernel_pytorch {
 
 #if defined(__x86_64__)
@@ -11,6 +16,9 @@ const KernelTable* kernels_for_avx512();
 const KernelTable* kernels_for_avx2();
 #endif
 const KernelTable* kernels_for_baseline();
+#if defined(__x86_64__) || defined(__aarch64__)
+const KernelTable* kernels_with_dot_product();
+#endif
 
 int available_kernels(const KernelTable* tables[kMaxTables]) {
   int count = 0;
@@ -20,8 +28,13 @@ int available_kernels(const KernelTable* tables[kMaxTables]) {
   const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
   const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                       __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+  if (avx512 && __builtin_cpu_supports("avx512vnni")) tables[count++] = kernels_with_dot_product();
   if (avx512) tables[count++] = kernels_for_avx512();
   if (avx2) tables[count++] = kernels_for_avx2();
+#elif defined(__aarch64__) && defined(__APPLE__)
+  tables[count++] = kernels_with_dot_product();  // part of all of Apple's
+#elif defined(__aarch64__) && defined(__linux__)
+  if (getauxval(AT_HWCAP) & HWCAP_ASIMDDP) tables[count++] = kernels_with_dot_product();
 #endif
   tables[count++] = kernels_for_baseline();  // SSE2 on x86-64, NEON on 64-bit Arm
   return count;

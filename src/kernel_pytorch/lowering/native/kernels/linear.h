@@ -21,15 +21,15 @@ constexpr int kLinearVectors = 4, kLinearRows = 6;  // 24 accumulators in NEON's
 #endif
 
 // Multiplies rows of x with kLinearVectors vectors of a panel, into y[row][32].
-template <int Rows>
-inline void linear_tile(const float* const* x, int64_t inputs, const float* panel, float* y) {
+template <typename Format, int Rows>
+inline void linear_tile(const float* const* x, int64_t inputs, const typename Format::Element* panel, float* y) {
   Vec acc[Rows][kLinearVectors];
   for (int r = 0; r < Rows; ++r) {
     for (int v = 0; v < kLinearVectors; ++v) acc[r][v] = Vec{};
   }
   for (int64_t k = 0; k < inputs; ++k) {
     Vec own[kLinearVectors];
-    for (int v = 0; v < kLinearVectors; ++v) own[v] = load(panel + k * kPanel + v * kLanes);
+    for (int v = 0; v < kLinearVectors; ++v) own[v] = Format::vector(panel + k * kPanel + v * kLanes);
     for (int r = 0; r < Rows; ++r) {
       const Vec factor = splat(x[r][k]);
       for (int v = 0; v < kLinearVectors; ++v) acc[r][v] += factor * own[v];
@@ -40,24 +40,21 @@ inline void linear_tile(const float* const* x, int64_t inputs, const float* pane
   }
 }
 
-// Converts weights to float32. Scales of int8 are applied to the accumulators instead.
-inline void to_float(const char* from, DType dtype, float* to, int64_t count) { read_row(to, from, dtype, 1, count); }
-
-inline void linear(const LinearTask& task) {
+template <typename Format>
+inline void linear_panel(const LinearTask& task, const typename Format::Element* panel) {
   float y[kLinearRows * kPanel];
   const int64_t columns = task.outputs - task.panel * kPanel;
   const int64_t count = columns < kPanel ? columns : kPanel;
-  const float* const panel = task.weights;
   for (int64_t row = 0; row < task.rows;) {
     const int64_t left = task.rows - row;
     const int64_t rows = left >= kLinearRows ? kLinearRows : left >= 4 ? 4 : 1;
     for (int column = 0; column < kPanel; column += kLinearVectors * kLanes) {
       if (rows == kLinearRows) {
-        linear_tile<kLinearRows>(task.x + row, task.inputs, panel + column, y + column);
+        linear_tile<Format, kLinearRows>(task.x + row, task.inputs, panel + column, y + column);
       } else if (rows == 4) {
-        linear_tile<4>(task.x + row, task.inputs, panel + column, y + column);
+        linear_tile<Format, 4>(task.x + row, task.inputs, panel + column, y + column);
       } else {
-        linear_tile<1>(task.x + row, task.inputs, panel + column, y + column);
+        linear_tile<Format, 1>(task.x + row, task.inputs, panel + column, y + column);
       }
     }
     for (int64_t r = 0; r < rows; ++r) {
@@ -72,6 +69,20 @@ inline void linear(const LinearTask& task) {
     }
     row += rows;
   }
+}
+
+// Few rows convert weights in registers, as decoding is bound by reading them. Many rows convert a panel once, into
+// scratch. Scales of int8 are applied to the accumulators in both.
+inline void linear(const LinearTask& task, float* scratch) {
+  if (task.dtype == DType::kFloat32) return linear_panel<Float32>(task, reinterpret_cast<const float*>(task.weights));
+  if (task.rows > 4) {
+    read_row(scratch, task.weights, task.dtype, 1, task.inputs * kPanel);
+    return linear_panel<Float32>(task, scratch);
+  }
+  if (task.dtype == DType::kInt8) return linear_panel<Int8>(task, reinterpret_cast<const int8_t*>(task.weights));
+  const uint16_t* const halves = reinterpret_cast<const uint16_t*>(task.weights);
+  if (task.dtype == DType::kFloat16) return linear_panel<Float16>(task, halves);
+  return linear_panel<BFloat16>(task, halves);
 }
 
 }  // namespace

@@ -16,6 +16,31 @@ inline float half_at(const uint16_t* p, bool bfloat) {
   return (bfloat ? from_bfloat16(one) : from_float16(one))[0];
 }
 
+// How a kernel reads one dtype: a vector of elements, or one element, as float32.
+struct Float32 {
+  using Element = float;
+  static Vec vector(const float* p) { return load(p); }
+  static float element(const float* p) { return *p; }
+};
+
+struct Float16 {
+  using Element = uint16_t;
+  static Vec vector(const uint16_t* p) { return from_float16(load_halves(p)); }
+  static float element(const uint16_t* p) { return half_at(p, false); }
+};
+
+struct BFloat16 {
+  using Element = uint16_t;
+  static Vec vector(const uint16_t* p) { return from_bfloat16(load_halves(p)); }
+  static float element(const uint16_t* p) { return half_at(p, true); }
+};
+
+struct Int8 {
+  using Element = int8_t;
+  static Vec vector(const int8_t* p) { return from_int8(p); }
+  static float element(const int8_t* p) { return *p; }
+};
+
 inline void read_row(float* to, const char* from, DType dtype, int64_t stride, int64_t count) {
   if (dtype == DType::kFloat32) {
     const float* p = reinterpret_cast<const float*>(from);

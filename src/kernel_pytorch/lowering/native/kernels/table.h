@@ -9,10 +9,11 @@
 
 namespace kernel_pytorch {
 
-constexpr int64_t kPointwiseChunk = 256;  // elements of each operand that stay in L1 while all steps run on them
-constexpr int64_t kKeyBlock = 64;         // keys whose scores are held at once
-constexpr int64_t kMaxTileRows = 32;      // rows of the largest attention tile
-constexpr int64_t kMaxLinearRows = 96;    // rows of x in one linear task
+constexpr int64_t kPointwiseChunk = 256;   // elements of each operand that stay in L1 while all steps run on them
+constexpr int64_t kKeyBlock = 64;          // keys whose scores are held at once
+constexpr int64_t kMaxTileRows = 32;       // rows of the largest attention tile
+constexpr int64_t kMaxLinearRows = 96;     // rows of x in one linear task
+constexpr int64_t kMaxQuantizedRows = 32;  // rows of x in one quantized linear task
 
 // One tile of rows (queries of all heads that share the keys) and the keys that they attend to.
 struct AttentionTile {
@@ -72,9 +73,31 @@ struct LinearTask {
   int64_t rows, inputs, outputs, panel;
   const float* x[kMaxLinearRows];
   float* y[kMaxLinearRows];
-  const float* weights;  // of this panel, [input][kPanel]
-  const float* scales;   // per output, for int8 weights; null otherwise
-  const float* bias;     // null if absent
+  const char* weights;  // of this panel, [input][kPanel]
+  DType dtype;          // of the weights
+  const float* scales;  // per output, for int8 weights; null otherwise
+  const float* bias;    // null if absent
+};
+
+// One row of x in 8 bits: element = scale (data - zero_point).
+struct QuantizedRow {
+  uint8_t* data;        // padded elements
+  int32_t* group_sums;  // of the data, per group
+  float* scale;
+  int32_t* zero_point;
+  int64_t padded, group;
+};
+
+// Rows of quantized x times one panel of quantized weights.
+struct QuantizedLinearTask {
+  int64_t rows, padded, group, bits;
+  int64_t columns;  // outputs of this panel, at most kPanel
+  QuantizedRow x[kMaxQuantizedRows];
+  float* y[kMaxQuantizedRows];  // of this panel
+  const char* weights;
+  const float* scales;  // [group][kPanel]
+  const float* sums;    // [kPanel]: the sum of the dequantized weights of each output
+  const float* bias;    // of this panel; null if absent
 };
 
 // One key or value that is written to a cache.
@@ -96,9 +119,10 @@ struct KernelTable {
   void (*norm)(const NormTask& task, int64_t begin, int64_t end, float* scratch);    // scratch: three rows
   void (*softmax)(const RowTask& task, int64_t begin, int64_t end, float* scratch);  // scratch: one row
   void (*reduce)(const RowTask& task, format::Reduction reduction, int64_t begin, int64_t end, float* scratch);
-  void (*linear)(const LinearTask& task);
-  void (*to_float)(const char* from, DType dtype, float* to, int64_t count);
+  void (*linear)(const LinearTask& task, float* scratch);  // scratch: kPanel x inputs, unless weights are float32
   void (*cache_row)(const CacheRow& row, float* scratch);  // scratch: one row
+  void (*quantize_row)(const float* x, int64_t count, const QuantizedRow& row);
+  void (*quantized_linear)(const QuantizedLinearTask& task);
 };
 
 // The best table for this processor, or the one named by KERNEL_PYTORCH_TARGET; null if the processor lacks it.

@@ -4,6 +4,7 @@
 #include "kernels/linear.h"
 #include "kernels/norm.h"
 #include "kernels/pointwise.h"
+#include "kernels/quantized_linear.h"
 #include "kernels/reduce.h"
 #include "kernels/softmax.h"
 #include "kernels/table.h"
@@ -26,8 +27,9 @@ const KernelTable* KP_CONCAT(kernels_for_, KP_TARGET_NAME)() {
       softmax,
       reduce,
       linear,
-      to_float,
       cache_row,
+      quantize_row,
+      quantized_linear,
   };
   return &table;
 }

@@ -72,7 +72,9 @@ class Linear final : public Operator {
     task.outputs = y.dims[y.rank - 1];
     task.bias = has_input[2] ? reinterpret_cast<const float*>(inputs[2].data) : nullptr;
     task.scales = has_input[3] ? reinterpret_cast<const float*>(inputs[3].data) : nullptr;
-    const int64_t all_rows = x.numel() / task.inputs, panel_elements = task.inputs * kPanel;
+    task.dtype = weight.dtype;
+    const int64_t all_rows = x.numel() / task.inputs;
+    const int64_t panel_bytes = task.inputs * kPanel * static_cast<int64_t>(size_of(weight.dtype));
     int64_t block = -1;
     for (int64_t n = begin; n < end; ++n) {
       if (n / panels != block) {
@@ -85,15 +87,8 @@ class Linear final : public Operator {
         }
       }
       task.panel = n % panels;
-      const int64_t panel_bytes = panel_elements * static_cast<int64_t>(size_of(weight.dtype));
-      const char* const panel = weight.data + task.panel * panel_bytes;
-      if (weight.dtype == DType::kFloat32) {
-        task.weights = reinterpret_cast<const float*>(panel);
-      } else {
-        kernels->to_float(panel, weight.dtype, reinterpret_cast<float*>(scratch), panel_elements);
-        task.weights = reinterpret_cast<const float*>(scratch);
-      }
-      kernels->linear(task);
+      task.weights = weight.data + task.panel * panel_bytes;
+      kernels->linear(task, reinterpret_cast<float*>(scratch));
     }
   }
 

@@ -19,6 +19,7 @@ constexpr OperatorEntry kOperators[] = {
     {OpCode::kLinear, "linear", make_linear},
     {OpCode::kCacheWrite, "cache_write", make_cache_write},
     {OpCode::kCachedAttention, "cached_attention", make_cached_attention},
+    {OpCode::kQuantizedLinear, "quantized_linear", make_quantized_linear},
 };
 
 }  // namespace

@@ -16,5 +16,6 @@ std::unique_ptr<Operator> make_reduce();
 std::unique_ptr<Operator> make_linear();
 std::unique_ptr<Operator> make_cache_write();
 std::unique_ptr<Operator> make_cached_attention();
+std::unique_ptr<Operator> make_quantized_linear();
 
 }  // namespace kernel_pytorch

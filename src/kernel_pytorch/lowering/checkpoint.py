@@ -1,0 +1,202 @@
+"""Lower a Hugging Face checkpoint folder (config, safetensors, tokenizer) to a ``.pte`` that generates text.
+
+The program has one method, ``forward(tokens, position)``, with a KV cache inside, and constant methods with the
+metadata that ExecuTorch's ``TextLLMRunner`` reads. Programs are cached by the content of the folder.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import json
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import platformdirs
+import torch
+
+import kernel_pytorch
+from kernel_pytorch.lowering.checksum import write_whole
+
+if TYPE_CHECKING:
+    from kernel_pytorch.lowering.program import LoweredProgram
+
+__all__ = ["TextProgram", "cached_program", "content_digest", "lower_checkpoint"]
+
+_VERSIONS = ("torch", "executorch", "torchao", "transformers")
+_DTYPES = {"float32": torch.float32, "float16": torch.float16, "int8": torch.int8}
+_LONGEST_CONTEXT = 4096
+
+
+@dataclass(frozen=True)
+class TextProgram:
+    """How a checkpoint is lowered.
+
+    Example:
+        >>> TextProgram(recipe="int8-weight", window=1024, sinks=4).cache_dtype
+        'float32'
+    """
+
+    recipe: str | None = None
+    """Quantization, such as ``"int4-weight"``; None for float32."""
+    window: int | None = None
+    """Attend to this many tokens back, in memory of constant size. None attends to the whole context, which ends at
+    the model's ``max_position_embeddings`` or 4,096 tokens, whichever is smaller."""
+    sinks: int = 0
+    """The first tokens that every token attends to, beside the window."""
+    chunk: int = 128
+    """The most tokens of one call: longer prompts are passed in chunks."""
+    cache_dtype: str = "float32"
+    """``"float32"``, ``"float16"`` or ``"int8"``."""
+
+    def __post_init__(self) -> None:
+        if self.cache_dtype not in _DTYPES:
+            raise ValueError(f"cache_dtype={self.cache_dtype!r}: use one of {', '.join(_DTYPES)}")
+        if self.chunk < 2:
+            raise ValueError(f"chunk={self.chunk}: at least 2 tokens are needed")
+        if self.sinks and self.window is None:
+            raise ValueError(
+                f"sinks={self.sinks} without a window: the whole context is attended to; give a window too"
+            )
+
+
+def config_of(folder: Path) -> dict[str, Any]:
+    """The folder's ``config.json``; an error that says what a checkpoint is where there is none."""
+    path = folder / "config.json"
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"folder={str(folder)!r} has no config.json: pass a Hugging Face checkpoint folder, with config.json, "
+            "*.safetensors and the tokenizer's files"
+        )
+    return dict(json.loads(path.read_text()))
+
+
+def _metadata(config: Any, generation: Any, how: TextProgram, context: int) -> dict[str, Any]:
+    """Constant methods that ExecuTorch's TextLLMRunner reads, by its names."""
+    first, last = (
+        next(
+            (value for value in (getattr(own, name, None) for own in (generation, config)) if value is not None),
+            None,
+        )
+        for name in ("bos_token_id", "eos_token_id")
+    )
+    ends = [] if last is None else list(last) if isinstance(last, (list, tuple)) else [last]
+    return {
+        "get_max_seq_len": how.chunk,
+        "get_max_context_len": context,
+        "get_vocab_size": config.vocab_size,
+        "get_n_layers": config.num_hidden_layers,
+        "get_bos_id": -1 if first is None else first,
+        "get_eos_ids": ends,
+        "use_kv_cache": True,
+        "use_sdpa_with_kv_cache": False,
+        "enable_dynamic_shape": True,
+    }
+
+
+def lower_checkpoint(
+    folder: str | Path, how: TextProgram, tell: Callable[[str], None] | None = None
+) -> LoweredProgram:
+    """Lower the causal language model in a folder; returns a ``LoweredProgram``.
+
+    Args:
+        folder: with ``config.json`` and ``*.safetensors``.
+        how: quantization, window and chunk.
+        tell: gets a line for each step.
+
+    Example:
+        >>> import pathlib, tempfile
+        >>> from kernel_pytorch.testing.checkpoints import tiny_checkpoint
+        >>> program = lower_checkpoint(tiny_checkpoint(pathlib.Path(tempfile.mkdtemp())), TextProgram(chunk=16))
+        >>> program.load().run("get_max_seq_len", ())
+        16
+    """
+    from transformers import AutoModelForCausalLM
+
+    from kernel_pytorch.lowering.language_model import CachedLanguageModel
+    from kernel_pytorch.lowering.program import lower
+
+    folder = Path(folder)
+    tell = tell or (lambda text: None)
+    config_of(folder)
+    tell("reading the checkpoint")
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True)
+    model.requires_grad_(False).eval()
+    if hasattr(model, "set_experts_implementation"):
+        model.set_experts_implementation("batched_mm")  # the default has no kernel on devices
+    config = model.config.get_text_config()
+    most = getattr(config, "max_position_embeddings", None) or _LONGEST_CONTEXT
+    context = min(most, _LONGEST_CONTEXT) if how.window is None else 1 << 30
+    window = context - 1 if how.window is None else how.window
+    chunk = min(how.chunk, most)
+    cached = CachedLanguageModel(
+        model, window=window, sinks=how.sinks, longest=chunk, dtype=_DTYPES[how.cache_dtype]
+    ).eval()
+    length = torch.export.Dim("length", min=1, max=chunk)
+    example = torch.zeros(1, min(chunk, 5), dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
+    metadata = _metadata(config, model.generation_config, how, context)
+    return lower(
+        cached,
+        example,
+        recipe=how.recipe,
+        dynamic_shapes=({1: length}, None),
+        metadata={**metadata, "get_max_seq_len": chunk},
+        tell=tell,
+    )
+
+
+def _programs_folder() -> Path:
+    own = os.environ.get("KERNEL_PYTORCH_PROGRAMS")
+    return Path(own) if own else platformdirs.user_cache_path("kernel_pytorch") / "programs"
+
+
+def _file_digest(path: Path, known: Mapping[str, Any]) -> tuple[str, str]:
+    """(key, SHA-256) of a file; a file of the same path, size and time is not read again."""
+    facts = path.stat()
+    key = f"{path.resolve()}:{facts.st_size}:{facts.st_mtime_ns}"
+    if key in known:
+        return key, str(known[key])
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(1 << 22):
+            digest.update(block)
+    return key, digest.hexdigest()
+
+
+def content_digest(folder: Path, how: TextProgram, programs: Path) -> str:
+    """A digest of everything a program depends on: config, weights, settings and versions."""
+    index = programs / "digests.json"
+    try:
+        known = json.loads(index.read_text())
+    except (OSError, ValueError):
+        known = {}
+    files = [folder / "config.json", folder / "generation_config.json", *sorted(folder.glob("*.safetensors"))]
+    files += sorted(folder.glob("pytorch_model*.bin"))
+    found = {path.name: _file_digest(path, known) for path in files if path.is_file()}
+    fresh = dict(found.values())
+    if not fresh.items() <= known.items():
+        write_whole(index, json.dumps({**known, **fresh}, indent=0).encode())
+    versions = {name: importlib.metadata.version(name) for name in _VERSIONS}
+    versions["kernel-pytorch"] = kernel_pytorch.__version__
+    whole = {"files": {name: digest for name, (_, digest) in found.items()}, "how": asdict(how), **versions}
+    sources = hashlib.sha256()
+    for source in sorted(Path(__file__).parent.glob("*.py")):
+        sources.update(source.read_bytes())
+    whole["lowering"] = sources.hexdigest()
+    return hashlib.sha256(json.dumps(whole, sort_keys=True).encode()).hexdigest()[:24]
+
+
+def cached_program(folder: Path, how: TextProgram, tell: Callable[[str], None] | None = None) -> Path:
+    """The ``.pte`` of a checkpoint folder, lowered now where the cache has none of the same content."""
+    config_of(folder)
+    tell = tell or (lambda text: None)
+    programs = _programs_folder()
+    programs.mkdir(parents=True, exist_ok=True)
+    tell("looking for a lowered program")
+    path = programs / f"{content_digest(folder, how, programs)}.pte"
+    if not path.is_file():
+        write_whole(path, lower_checkpoint(folder, how, tell).buffer)
+    return path

@@ -1,0 +1,203 @@
+// y = x w^T with x quantized to 8 bits per row and weights of 4 or 8 bits with a scale per group of inputs.
+//
+// Weights are packed into panels of 32 outputs so that a vector holds four inputs of each of its outputs, which is what
+// dot-product instructions take. A step is one vector row of a panel, 32 outputs x 4 bytes: four inputs for 8 bits, and
+// eight for 4 bits, the first four in the low halves of the bytes. Integers accumulate over a group, floats over
+// groups.
+#pragma once
+
+#include "kernels/rows.h"
+#include "kernels/table.h"
+
+#if defined(__ARM_FEATURE_DOTPROD)
+#include <arm_neon.h>
+#elif defined(__SSE2__)
+#include <immintrin.h>
+#endif
+
+namespace {
+
+using kernel_pytorch::QuantizedLinearTask;
+using kernel_pytorch::QuantizedRow;
+using kernel_pytorch::format::kPanel;
+
+constexpr int kPanelVectors = static_cast<int>(kPanel) / kLanes;
+constexpr int kStepBytes = static_cast<int>(kPanel) * 4;
+#if defined(KP_TARGET_AVX512)
+constexpr int kQuantizedTileRows = 4;  // 8 integer accumulators
+#else
+constexpr int kQuantizedTileRows = 2;  // 8 with AVX2, 16 with NEON
+#endif
+
+// acc[lane] += sum over j < 4 of a[j] * w[4 lane + j]; `a` is the same four unsigned bytes in every lane, w is signed.
+inline IntVec dot4(IntVec acc, IntVec a, IntVec w) {
+#if defined(__AVX512VNNI__) && defined(KP_TARGET_AVX512)
+  return reinterpret_cast<IntVec>(
+      _mm512_dpbusd_epi32(reinterpret_cast<__m512i>(acc), reinterpret_cast<__m512i>(a), reinterpret_cast<__m512i>(w)));
+#elif defined(__ARM_FEATURE_DOTPROD)
+  // Signed x signed: a - 128 is signed, and 128 times the sum of w is added by the caller's correction.
+  return reinterpret_cast<IntVec>(
+      vdotq_s32(reinterpret_cast<int32x4_t>(acc), reinterpret_cast<int8x16_t>(w), reinterpret_cast<int8x16_t>(a)));
+#elif defined(__SSE2__)
+  // Even and odd bytes as 16-bit integers, whose products add up in pairs without overflow.
+  const IntVec low = splat_int(0x00ff00ff);
+  typedef int16_t Shorts __attribute__((vector_size(4 * KP_LANES)));
+  const Shorts w_even = (reinterpret_cast<Shorts>(w) << 8) >> 8, w_odd = reinterpret_cast<Shorts>(w) >> 8;
+  const IntVec a_even = a & low, a_odd = (a >> 8) & low;
+#if defined(KP_TARGET_AVX512)
+  acc +=
+      reinterpret_cast<IntVec>(_mm512_madd_epi16(reinterpret_cast<__m512i>(w_even), reinterpret_cast<__m512i>(a_even)));
+  acc +=
+      reinterpret_cast<IntVec>(_mm512_madd_epi16(reinterpret_cast<__m512i>(w_odd), reinterpret_cast<__m512i>(a_odd)));
+#elif defined(KP_TARGET_AVX2)
+  acc +=
+      reinterpret_cast<IntVec>(_mm256_madd_epi16(reinterpret_cast<__m256i>(w_even), reinterpret_cast<__m256i>(a_even)));
+  acc +=
+      reinterpret_cast<IntVec>(_mm256_madd_epi16(reinterpret_cast<__m256i>(w_odd), reinterpret_cast<__m256i>(a_odd)));
+#else
+  acc += reinterpret_cast<IntVec>(_mm_madd_epi16(reinterpret_cast<__m128i>(w_even), reinterpret_cast<__m128i>(a_even)));
+  acc += reinterpret_cast<IntVec>(_mm_madd_epi16(reinterpret_cast<__m128i>(w_odd), reinterpret_cast<__m128i>(a_odd)));
+#endif
+  return acc;
+#else
+  for (int j = 0; j < 4; ++j) acc += ((w << (24 - 8 * j)) >> 24) * ((a >> (8 * j)) & 0xff);
+  return acc;
+#endif
+}
+
+// Quantizes a row as torchao's asymmetric per-token quantization does: the range includes zero, ties round to even.
+// Stored as unsigned bytes, q + 128; bytes past the end are zero. Rows that are not finite give NaN outputs.
+inline void quantize_row(const float* x, int64_t count, const QuantizedRow& row) {
+  Vec low = {}, high = {}, finite = {};
+  int64_t n = 0;
+  for (; n + kLanes <= count; n += kLanes) {
+    const Vec own = load(x + n);
+    low = select(own < low, own, low);
+    high = select(own > high, own, high);
+    finite += own * 0.0f;  // NaN for infinities and NaN
+  }
+  float least = 0, greatest = 0, check = sum(finite);
+  for (int lane = 0; lane < kLanes; ++lane) {
+    least = low[lane] < least ? low[lane] : least;
+    greatest = high[lane] > greatest ? high[lane] : greatest;
+  }
+  for (; n < count; ++n) {
+    least = x[n] < least ? x[n] : least;
+    greatest = x[n] > greatest ? x[n] : greatest;
+    check += x[n] * 0.0f;
+  }
+  for (n = count; n < row.padded; ++n) row.data[n] = 0;
+  float scale = (greatest - least) / 255.0f;
+  if (check != 0 || scale - scale != 0) {
+    __builtin_memset(row.data, 0, static_cast<size_t>(count));
+    *row.scale = __builtin_nanf("");
+    *row.zero_point = 0;
+  } else {
+    scale = scale > 1.1920928955078125e-7f ? scale : 1.1920928955078125e-7f;  // torchao's eps, that of float32
+    const float inverse = 1.0f / scale;
+    const float zero = -__builtin_rintf(least / scale);  // of the unsigned bytes
+    const float zero_point = zero < 0 ? 0.0f : zero > 255 ? 255.0f : zero;
+    for (n = 0; n < count; ++n) {
+      // rint, not an added constant: with that the product would be fused, and not rounded as the definition does.
+      const float q = __builtin_rintf(x[n] * inverse) + zero_point;
+      row.data[n] = static_cast<uint8_t>(q < 0 ? 0.0f : q > 255 ? 255.0f : q);
+    }
+    *row.scale = scale;
+    *row.zero_point = static_cast<int32_t>(zero_point);
+  }
+  for (int64_t group = 0; group * row.group < row.padded; ++group) {
+    int32_t total = 0;
+    for (int64_t i = 0; i < row.group; ++i) total += row.data[group * row.group + i];
+    row.group_sums[group] = total;
+  }
+}
+
+inline IntVec load_bytes(const void* p) { return *reinterpret_cast<const UnalignedIntVec*>(p); }
+
+// The four activations of a step in every lane.
+inline IntVec splat_bytes(const uint8_t* p) {
+  int32_t four;
+  __builtin_memcpy(&four, p, sizeof(four));
+#if defined(__ARM_FEATURE_DOTPROD)
+  four ^= static_cast<int32_t>(0x80808080);  // a - 128
+#endif
+  return splat_int(four);
+}
+
+// What dot4 leaves out of sum(a * w): on Arm the activations are 128 too small. For 4 bits, w is stored as w + 8.
+#if defined(__ARM_FEATURE_DOTPROD)
+constexpr int32_t kActivationOffset = 128;
+#else
+constexpr int32_t kActivationOffset = 0;
+#endif
+
+template <int Bits, int Rows>
+inline void quantized_tile(const QuantizedLinearTask& task, int64_t first_row) {
+  constexpr int kInputsPerStep = Bits == 4 ? 8 : 4;
+  const int64_t steps = task.group / kInputsPerStep, groups = task.padded / task.group;
+  Vec acc[Rows][kPanelVectors];
+  for (int r = 0; r < Rows; ++r) {
+    for (int v = 0; v < kPanelVectors; ++v) acc[r][v] = Vec{};
+  }
+  const char* weights = task.weights;
+  for (int64_t group = 0; group < groups; ++group) {
+    IntVec sums[Rows][kPanelVectors];
+    for (int r = 0; r < Rows; ++r) {
+      for (int v = 0; v < kPanelVectors; ++v) sums[r][v] = IntVec{};
+    }
+    for (int64_t step = 0; step < steps; ++step, weights += kStepBytes) {
+      const int64_t input = group * task.group + step * kInputsPerStep;
+      IntVec a[Rows], b[Rows];
+      for (int r = 0; r < Rows; ++r) {
+        a[r] = splat_bytes(task.x[first_row + r].data + input);
+        if (Bits == 4) b[r] = splat_bytes(task.x[first_row + r].data + input + 4);
+      }
+      for (int v = 0; v < kPanelVectors; ++v) {
+        const IntVec w = load_bytes(weights + v * kLanes * 4);
+        if (Bits == 4) {
+          const IntVec low = w & 0x0f0f0f0f, high = (w >> 4) & 0x0f0f0f0f;
+          for (int r = 0; r < Rows; ++r) sums[r][v] = dot4(dot4(sums[r][v], a[r], low), b[r], high);
+        } else {
+          for (int r = 0; r < Rows; ++r) sums[r][v] = dot4(sums[r][v], a[r], w);
+        }
+      }
+    }
+    for (int r = 0; r < Rows; ++r) {
+      // sum(q (n - 8)) = sum(q n) - 8 sum(q), where n is the stored nibble.
+      const int32_t own = task.x[first_row + r].group_sums[group];
+      const int32_t shift = Bits == 4 ? 8 * (own - kActivationOffset * static_cast<int32_t>(task.group)) : 0;
+      for (int v = 0; v < kPanelVectors; ++v) {
+        const Vec total = __builtin_convertvector(sums[r][v] - shift, Vec);
+        acc[r][v] += total * load(task.scales + group * kPanel + v * kLanes);
+      }
+    }
+  }
+  for (int r = 0; r < Rows; ++r) {
+    const QuantizedRow& x = task.x[first_row + r];
+    float y[kPanel];
+    for (int v = 0; v < kPanelVectors; ++v) {
+      const float zero_point = static_cast<float>(*x.zero_point - kActivationOffset);
+      store(y + v * kLanes, (acc[r][v] - zero_point * load(task.sums + v * kLanes)) * *x.scale);
+    }
+    for (int64_t n = 0; n < task.columns; ++n) task.y[first_row + r][n] = y[n] + (task.bias ? task.bias[n] : 0.0f);
+  }
+}
+
+template <int Bits>
+inline void quantized_linear_of(const QuantizedLinearTask& task) {
+  int64_t row = 0;
+  for (; row + kQuantizedTileRows <= task.rows; row += kQuantizedTileRows) {
+    quantized_tile<Bits, kQuantizedTileRows>(task, row);
+  }
+  for (; row < task.rows; ++row) quantized_tile<Bits, 1>(task, row);
+}
+
+inline void quantized_linear(const QuantizedLinearTask& task) {
+  if (task.bits == 4) {
+    quantized_linear_of<4>(task);
+  } else {
+    quantized_linear_of<8>(task);
+  }
+}
+
+}  // namespace

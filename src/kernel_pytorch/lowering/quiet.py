@@ -1,0 +1,44 @@
+"""Keep other libraries' warnings and progress bars off the terminal while a model is lowered."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import sys
+import warnings
+from collections.abc import Iterator
+
+__all__ = ["quiet_libraries"]
+
+_LOGGERS = ("torch", "torchao", "executorch", "transformers", "root")
+
+
+@contextlib.contextmanager
+def quiet_libraries(quiet: bool = True) -> Iterator[None]:
+    """Silence Python warnings, log records below ERROR and progress bars of the libraries underneath.
+
+    Example:
+        >>> with quiet_libraries():
+        ...     import warnings
+        ...     warnings.warn("from a library", stacklevel=1)
+    """
+    if not quiet:
+        yield
+        return
+    loggers = [logging.getLogger(None if name == "root" else name) for name in _LOGGERS]
+    levels = [logger.level for logger in loggers]
+    bars = sys.modules.get("transformers.utils.logging")
+    shown = bars is not None and bars.is_progress_bar_enabled()
+    try:
+        for logger in loggers:
+            logger.setLevel(logging.ERROR)
+        if bars is not None:
+            bars.disable_progress_bar()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
+        if bars is not None and shown:
+            bars.enable_progress_bar()

@@ -1,0 +1,269 @@
+"""Generate text with a lowered language model: prompt in chunks, decode with the KV cache, stream the text."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kernel_pytorch.lowering.checkpoint import TextProgram, cached_program
+from kernel_pytorch.lowering.runtime import LoadedProgram, load
+from kernel_pytorch.lowering.sampling import Sampling, sample
+
+__all__ = ["Conversation", "Generation", "TextGenerator"]
+
+
+@dataclass(frozen=True)
+class Generation:
+    """Generated text and how long it took."""
+
+    text: str
+    tokens: tuple[int, ...]
+    """The generated ids, with the end-of-sequence id where the model gave one."""
+    prompt_tokens: int
+    reused_tokens: int
+    """How many of the prompt's tokens were in the cache from the call before."""
+    stopped: str
+    """``"end"`` of sequence, ``"max_tokens"``, ``"context"`` full, or ``"closed"`` by the reader of a stream."""
+    first_token_seconds: float
+    decode_seconds: float
+    """From the first token to the last."""
+
+    def __str__(self) -> str:
+        return self.text
+
+    @property
+    def tokens_per_second(self) -> float:
+        """The rate after the first token."""
+        return (len(self.tokens) - 1) / self.decode_seconds if self.decode_seconds else 0.0
+
+
+class _Detokenizer:
+    """Text of tokens as they come: a character of several tokens is held back until it is whole."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer, self._ids = tokenizer, list[int]()
+        self._start = self._read = 0  # decoding starts at the text read before: spaces depend on the token before
+
+    def _decoded(self, start: int, end: int) -> str:
+        return str(self._tokenizer.decode(self._ids[start:end], skip_special_tokens=True))
+
+    def add(self, token: int) -> str:
+        self._ids.append(token)
+        return self._new(last=False)
+
+    def finish(self) -> str:
+        return self._new(last=True)
+
+    def _new(self, *, last: bool) -> str:
+        before, now = self._decoded(self._start, self._read), self._decoded(self._start, len(self._ids))
+        if len(now) <= len(before) or (now.endswith("�") and not last):
+            return ""
+        self._start, self._read = self._read, len(self._ids)
+        return now[len(before) :]
+
+
+class TextGenerator:
+    """Text in, text out, on ExecuTorch with our delegate; a checkpoint folder is lowered once and cached.
+
+    The cache of keys and values holds one sequence: a prompt that begins like the sequence before reuses it. Use a
+    generator from one thread at a time; ``from_pretrained`` again gives another with a cache of its own.
+
+    Args:
+        program: a ``.pte`` that ``lower --hf`` made, as a file or loaded.
+        tokenizer: a tokenizer of transformers.
+
+    Example:
+        >>> import pathlib, tempfile
+        >>> from kernel_pytorch.testing.checkpoints import tiny_checkpoint
+        >>> folder = tiny_checkpoint(pathlib.Path(tempfile.mkdtemp()))
+        >>> generator = TextGenerator.from_pretrained(folder)
+        >>> len(generator.generate("once upon", max_tokens=4).tokens)
+        4
+    """
+
+    def __init__(self, program: LoadedProgram | str | Path, tokenizer: Any) -> None:
+        self._program = program if isinstance(program, LoadedProgram) else load(program)
+        missing = {"forward", "get_max_seq_len", "get_max_context_len", "get_eos_ids"} - set(self._program.methods)
+        if missing:
+            raise ValueError(
+                f"program has no method {', '.join(sorted(missing))}: make it with kernel-pytorch lower --hf, or "
+                "TextGenerator.from_pretrained"
+            )
+        self.tokenizer = tokenizer
+        self.chunk = int(self._program.run("get_max_seq_len", ()))
+        """The most tokens of one call of the program."""
+        self.context = int(self._program.run("get_max_context_len", ()))
+        """The most tokens of a sequence; 2**30 where a window keeps memory constant."""
+        ends = self._program.run("get_eos_ids", ())
+        self._ends = {int(end) for end in (ends if isinstance(ends, tuple) else (ends,))}
+        self._held: list[int] = []  # the ids whose keys and values are in the cache
+        self._furthest = 0  # the longest the sequence in the cache has been since it began
+        self.last: Generation | None = None
+        """The latest generation, complete once its stream has ended."""
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        folder: str | Path,
+        *,
+        recipe: str | None = None,
+        window: int | None = None,
+        sinks: int = 0,
+        cache_dtype: str = "float32",
+        tell: Callable[[str], None] | None = None,
+    ) -> TextGenerator:
+        """Lower a Hugging Face checkpoint folder, or load the program lowered before.
+
+        Args:
+            folder: with ``config.json``, ``*.safetensors`` and the tokenizer's files.
+            recipe: quantization, such as ``"int4-weight"``; float32 when left out.
+            window: attend to this many tokens back, in constant memory; the whole context when left out.
+            sinks: the first tokens that every token attends to, beside the window.
+            cache_dtype: of keys and values: ``"float32"``, ``"float16"`` or ``"int8"``.
+            tell: gets a line for each step.
+        """
+        from transformers import AutoTokenizer
+
+        folder = Path(folder)
+        how = TextProgram(recipe=recipe, window=window, sinks=sinks, cache_dtype=cache_dtype)
+        path = cached_program(folder, how, tell)
+        return cls(path, AutoTokenizer.from_pretrained(folder, local_files_only=True))
+
+    def generate(self, prompt: str, *, max_tokens: int = 256, sampling: Sampling | None = None) -> Generation:
+        """Return the text that follows a prompt.
+
+        Args:
+            prompt: text; the tokenizer adds its special tokens.
+            max_tokens: the most tokens to generate.
+            sampling: temperature, top-p and seed; greedy when left out.
+        """
+        for _ in self.stream(prompt, max_tokens=max_tokens, sampling=sampling):
+            pass
+        assert self.last is not None
+        return self.last
+
+    def stream(self, prompt: str, *, max_tokens: int = 256, sampling: Sampling | None = None) -> Iterator[str]:
+        """Yield the text that follows a prompt as it is generated; ``last`` has the whole at the end."""
+        ids = self.tokenizer(prompt)["input_ids"]
+        if not ids:
+            raise ValueError(f"prompt={prompt!r} has no tokens: pass some text")
+        return self.stream_tokens(ids, max_tokens=max_tokens, sampling=sampling)
+
+    def chat(self) -> Conversation:
+        """Start a conversation with the model's own chat template."""
+        return Conversation(self)
+
+    def stream_tokens(
+        self, ids: Sequence[int], *, max_tokens: int = 256, sampling: Sampling | None = None
+    ) -> Iterator[str]:
+        """``stream`` for a prompt of token ids."""
+        if max_tokens < 1:
+            raise ValueError(f"max_tokens={max_tokens}: at least 1 is needed")
+        if len(ids) >= self.context:
+            raise ValueError(
+                f"the prompt has {len(ids)} tokens and the context {self.context}: shorten it, or give a window"
+            )
+        return self._stream(list(ids), max_tokens, sampling or Sampling())
+
+    def _stream(self, ids: list[int], max_tokens: int, how: Sampling) -> Iterator[str]:
+        generator = torch.Generator().manual_seed(how.seed)
+        text, pieces = _Detokenizer(self.tokenizer), list[str]()
+        tokens, stopped = list[int](), "closed"
+        start = time.perf_counter()
+        first = start
+        reused = self._reusable(ids)
+        try:
+            logits = self._run(ids, reused)
+            while True:
+                token = sample(logits, how, generator)
+                tokens.append(token)
+                if len(tokens) == 1:
+                    first = time.perf_counter()
+                if token in self._ends:
+                    stopped = "end"
+                    break
+                if piece := text.add(token):
+                    pieces.append(piece)
+                    yield piece
+                if len(tokens) == max_tokens or len(self._held) >= self.context:
+                    stopped = "max_tokens" if len(tokens) == max_tokens else "context"
+                    break
+                logits = self._run([*self._held, token], len(self._held))
+            if piece := text.finish():
+                pieces.append(piece)
+                yield piece
+        finally:
+            seconds = time.perf_counter() - first
+            self.last = Generation(
+                "".join(pieces), tuple(tokens), len(ids), reused, stopped, first - start, seconds
+            )
+
+    def _reusable(self, ids: Sequence[int]) -> int:
+        """How many tokens of a prompt are in the cache: the last one is always computed, for its logits."""
+        same = next(
+            (n for n, pair in enumerate(zip(ids, self._held, strict=False)) if pair[0] != pair[1]),
+            min(len(ids), len(self._held)),
+        )
+        same = min(same, len(ids) - 1)
+        # A ring that has wrapped around can be taken back by one chunk; without a window it never wraps.
+        wrapped = self.context == 1 << 30
+        return 0 if wrapped and self._furthest - same > self.chunk else same
+
+    def _run(self, ids: list[int], start: int) -> torch.Tensor:
+        """Pass the tokens from ``start`` on to the program, in chunks; logits of the last one."""
+        logits = torch.empty(0)
+        if start == 0:
+            self._furthest = 0
+        for at in range(start, len(ids), self.chunk):
+            part = ids[at : at + self.chunk]
+            self._held = ids[:at]  # right even where the call below fails
+            logits = self._program(torch.tensor([part]), torch.tensor([at]))
+            self._held = ids[: at + len(part)]
+            self._furthest = max(self._furthest, len(self._held))
+        return logits[0, -1]
+
+
+class Conversation:
+    """Messages under the model's chat template; the cache goes on from turn to turn.
+
+    Example:
+        >>> import pathlib, tempfile
+        >>> from kernel_pytorch.testing.checkpoints import tiny_checkpoint
+        >>> chat = TextGenerator.from_pretrained(tiny_checkpoint(pathlib.Path(tempfile.mkdtemp()))).chat()
+        >>> _ = "".join(chat.stream("hello", max_tokens=3))
+        >>> [message["role"] for message in chat.messages]
+        ['user', 'assistant']
+        >>> chat.rewind()
+        >>> chat.messages
+        []
+    """
+
+    def __init__(self, generator: TextGenerator) -> None:
+        if not getattr(generator.tokenizer, "chat_template", None):
+            raise ValueError("the tokenizer has no chat template: use generate or stream with a prompt")
+        self._generator = generator
+        self.messages: list[dict[str, str]] = []
+
+    def stream(self, message: str, *, max_tokens: int = 256, sampling: Sampling | None = None) -> Iterator[str]:
+        """Send a message and yield the answer as it is generated."""
+        asked = [*self.messages, {"role": "user", "content": message}]
+        found = self._generator.tokenizer.apply_chat_template(asked, add_generation_prompt=True)
+        ids = found if isinstance(found, list) else found["input_ids"]
+        pieces = []
+        for piece in self._generator.stream_tokens(ids, max_tokens=max_tokens, sampling=sampling):
+            pieces.append(piece)
+            yield piece
+        self.messages = [*asked, {"role": "assistant", "content": "".join(pieces)}]
+
+    def reset(self) -> None:
+        """Forget every message."""
+        self.messages = []
+
+    def rewind(self) -> None:
+        """Take back the last message and its answer; nothing where there is none."""
+        self.messages = self.messages[:-2]

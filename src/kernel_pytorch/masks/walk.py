@@ -1,0 +1,267 @@
+"""The tiles of queries x keys that a kernel visits under a mask, from the mask's intervals and block tables."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+if TYPE_CHECKING:
+    from kernel_pytorch.masks.layout import Layout
+
+__all__ = ["Walk", "visited", "walk_of"]
+
+Array = np.ndarray[Any, Any]
+
+
+@dataclass(frozen=True)
+class Walk:
+    """For each row of tiles, the tiles to visit: a span of full ones, other full ones, and partial ones.
+
+    A row is (batch, head, tile of queries), or of keys in the transposed walk; batch and head are 1 where the
+    mask is the same for all.
+    """
+
+    span: torch.Tensor
+    """(rows, 2): first and last (exclusive) tile of the longest run of full tiles."""
+    full_offsets: torch.Tensor
+    full: torch.Tensor
+    """Full tiles outside the span; row r has those from full_offsets[r] to full_offsets[r + 1]."""
+    partial_offsets: torch.Tensor
+    partial: torch.Tensor
+    slots: torch.Tensor
+    """The first slot whose intervals a partial tile compares with; it compares with ``Layout.slots`` of them."""
+
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        return (self.span, self.full_offsets, self.full, self.partial_offsets, self.partial, self.slots)
+
+    @property
+    def tiles(self) -> int:
+        """How many tiles are visited."""
+        return int((self.span[:, 1] - self.span[:, 0]).sum()) + len(self.full) + len(self.partial)
+
+
+@dataclass(frozen=True)
+class _Spans:
+    """For each batch entry, slot and tile row: tiles that may hold a pair, and tiles in which all attend."""
+
+    may_first: Array
+    may_last: Array
+    all_first: Array
+    all_last: Array
+
+
+def _spans(first: Array, last: Array, queries: int, tile: int) -> _Spans:
+    """Spans of (D, S, T); the may-spans of a row are disjoint, each tile belonging to the first that has it."""
+    tiles = -(-first.shape[-1] // queries)
+    starts = np.arange(tiles) * queries
+    empty = last <= first
+
+    def reduced(function: Any, values: Array) -> Array:
+        return function.reduceat(values, starts, axis=-1) if tiles else values[..., :0]
+
+    low = reduced(np.minimum, np.where(empty, np.int32(2**31 - 1), first))
+    high = reduced(np.maximum, np.where(empty, 0, last))
+    used = high > 0
+    may_first = np.where(used, low // tile, 0)
+    may_last = np.where(used, -(-high // tile), 0)
+    whole = ~reduced(np.logical_or, empty)
+    all_first = np.where(whole, -(-reduced(np.maximum, first) // tile), 0)
+    all_last = np.where(whole, reduced(np.minimum, last) // tile, 0)
+    for slot in range(1, first.shape[1]):
+        taken = may_last[:, :slot].max(axis=1)
+        may_first[:, slot] = np.maximum(may_first[:, slot], taken)
+        may_last[:, slot] = np.maximum(may_last[:, slot], may_first[:, slot])
+    all_first = np.clip(all_first, may_first, may_last)
+    all_last = np.clip(all_last, all_first, may_last)
+    return _Spans(may_first, may_last, all_first, all_last)
+
+
+def _expand(first: Array, last: Array) -> tuple[Array, Array]:
+    """Every integer of every range [first, last): (index of the range, integer)."""
+    counts = np.maximum(last - first, 0).astype(np.int64)
+    owner = np.repeat(np.arange(len(counts)), counts)
+    inside = np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts)
+    return owner, first[owner].astype(np.int64) + inside
+
+
+def walk_of(known: Layout, queries: int, keys: int, by_key: bool) -> Walk:
+    rows, columns = -(-known.q_len // queries), -(-known.kv_len // keys)
+    entries = known.batch * known.heads
+    if known.tables:
+        row, column, partial, variant = _tiles_with_tables(known, queries, keys)
+        span = np.zeros((entries * rows, 2), dtype=np.int64)
+    else:
+        span, row, column, partial = _tiles_of_spans(_spans(known.first, known.last, queries, keys), rows)
+        variant = np.zeros(len(row), dtype=np.int64)
+    if by_key:
+        if known.q_len % queries:
+            # A kernel that walks queries checks their number in partial tiles only.
+            ragged = np.arange(len(span)) % rows == rows - 1
+            owner, inner = _expand(np.where(ragged, span[:, 0], 0), np.where(ragged, span[:, 1], 0))
+            span = np.where(ragged[:, None], 0, span)
+            row, column = np.concatenate([row, owner]), np.concatenate([column, inner])
+            partial = np.concatenate([partial, np.ones(len(owner), dtype=bool)]) | (row % rows == rows - 1)
+            variant = np.concatenate([variant, np.zeros(len(owner), dtype=np.int64)])
+        span, row, column, partial, variant = _transposed(
+            span, row, column, partial, variant, entries, rows, columns
+        )
+    return _sorted_walk(span, row, column, partial, variant * known.slots, len(span))
+
+
+def _tiles_of_spans(spans: _Spans, rows: int) -> tuple[Array, Array, Array, Array]:
+    """The longest all-span of each row, and every other tile as (row, column, is it partial)."""
+    lengths = spans.all_last - spans.all_first
+    best = lengths.argmax(axis=1)[:, None]
+    span = np.stack(
+        [np.take_along_axis(a, best, axis=1)[:, 0] for a in (spans.all_first, spans.all_last)], axis=-1
+    ).reshape(-1, 2)
+    chosen = np.arange(lengths.shape[1])[None, :, None] == best
+    pieces = [
+        (spans.may_first, spans.all_first, True),
+        (np.where(chosen, 0, spans.all_first), np.where(chosen, 0, spans.all_last), False),
+        (spans.all_last, spans.may_last, True),
+    ]
+    # (D, S, T) -> the row of each range is (D, T), whatever its slot.
+    owner = np.broadcast_to(
+        (np.arange(lengths.shape[0])[:, None, None] * rows + np.arange(rows)[None, None, :]), lengths.shape
+    ).reshape(-1)
+    found = [(*_expand(first.reshape(-1), last.reshape(-1)), partial) for first, last, partial in pieces]
+    row = np.concatenate([owner[index] for index, _, _ in found])
+    column = np.concatenate([column for _, column, _ in found])
+    partial = np.concatenate([np.full(len(column), flag) for _, column, flag in found])
+    return span.astype(np.int64), row, column, partial
+
+
+def _tiles_with_tables(known: Layout, queries: int, keys: int) -> tuple[Array, Array, Array, Array]:
+    """Tiles as (row, column, is it partial, variant), where block tables take part."""
+    rows, columns = -(-known.q_len // queries), -(-known.kv_len // keys)
+    width = columns + 1
+    held = []
+    for table in known.tables:
+        batch, heads, table_rows, _, block = table.numbers[:5]
+        counts = np.array(table.numbers[5 : 5 + batch * heads * table_rows], dtype=np.int64)
+        kept = np.array(table.numbers[5 + batch * heads * table_rows :], dtype=np.int64)
+        owner = np.repeat(np.arange(len(counts)), counts)
+        tall, wide = block // queries, block // keys  # tiles of a block
+        row_in, column_in = np.divmod(np.arange(tall * wide), wide)
+        t = ((owner % table_rows)[:, None] * tall + row_in).reshape(-1)
+        n = (kept[:, None] * wide + column_in).reshape(-1)
+        b, h = np.divmod(np.repeat(owner // table_rows, tall * wide), heads)
+        inside = (t < rows) & (n < columns)
+        t, n, b, h = t[inside], n[inside], b[inside], h[inside]
+        repeated = []
+        for batch_entry in range(known.batch) if batch == 1 else [None]:
+            for head in range(known.heads) if heads == 1 else [None]:
+                entry = b if batch_entry is None else np.full_like(b, batch_entry)
+                which = h if head is None else np.full_like(h, head)
+                repeated.append(((entry * known.heads + which) * rows + t) * width + n)
+        tiles = np.concatenate(repeated)
+        held.append(tiles if (tiles[1:] > tiles[:-1]).all() else np.sort(tiles))
+    sets = [slice(n * known.slots, (n + 1) * known.slots) for n in range(1 << len(known.tables))]
+    spans = [_spans(known.first[:, own], known.last[:, own], queries, keys) for own in sets]
+    in_tables, number = _combinations(held)
+    found: list[tuple[Array, Array, int]] = []
+    for variant, span in enumerate(spans):
+        if variant == 0:
+            # No table holds the tile: every tile of the spans that is in none.
+            main, row, column, partial = _tiles_of_spans(span, rows)
+            owner, inner = _expand(main[:, 0], main[:, 1])
+            row, column = np.concatenate([row, owner]), np.concatenate([column, inner])
+            partial = np.concatenate([partial, np.zeros(len(owner), dtype=bool)])
+            entries = np.arange(known.batch * known.heads)
+            source = entries // known.heads if known.first.shape[0] > 1 else np.zeros_like(entries)
+            own = [row // rows == entry for entry in range(known.first.shape[0])] if len(row) else []
+            for entry in entries.tolist() if len(row) else []:
+                picked = own[source[entry]]
+                key = (entry * rows + row[picked] % rows) * width + column[picked]
+                free = ~np.isin(key, in_tables)
+                found.append((key[free], partial[picked][free], variant))
+        else:
+            key = in_tables[number == variant]
+            own_entry, t, n = key // width // rows, key // width % rows, key % width
+            d = own_entry // known.heads if known.first.shape[0] > 1 else np.zeros_like(own_entry)
+            may = np.zeros(len(key), dtype=bool)
+            every = np.zeros(len(key), dtype=bool)
+            for slot in range(span.may_first.shape[1]):
+                may |= (n >= span.may_first[d, slot, t]) & (n < span.may_last[d, slot, t])
+                every |= (n >= span.all_first[d, slot, t]) & (n < span.all_last[d, slot, t])
+            found.append((key[may], ~every[may], variant))
+    every_key = np.concatenate([key for key, _, _ in found])
+    flags = np.concatenate([flag for _, flag, _ in found])
+    variants = np.concatenate([np.full(len(key), variant) for key, _, variant in found])
+    return every_key // width, every_key % width, flags, variants
+
+
+def _combinations(held: list[Array]) -> tuple[Array, Array]:
+    """The tiles of all tables, sorted, and for each which tables hold it, the first as the lowest bit."""
+    if len(held) == 1:
+        return held[0], np.ones(len(held[0]), dtype=np.int64)
+    every = np.sort(np.concatenate(held))  # np.unique hashes, which takes longer than sorting runs
+    in_tables = every[np.concatenate([[True], every[1:] != every[:-1]])] if len(every) else every
+    number = np.zeros(len(in_tables), dtype=np.int64)
+    for bit, own in enumerate(held):
+        number[np.searchsorted(in_tables, own)] |= 1 << bit
+    return in_tables, number
+
+
+def _transposed(
+    span: Array, row: Array, column: Array, partial: Array, slots: Array, entries: int, rows: int, columns: int
+) -> tuple[Array, Array, Array, Array, Array]:
+    """The same tiles by column: spans stay spans where their ends only grow, else they are written out."""
+    by_entry = span.reshape(entries, rows, 2)
+    # An empty span may lie anywhere: put it where it does not disturb the order.
+    ends = np.maximum.accumulate(by_entry[..., 1], axis=1) if rows else by_entry[..., 1]
+    starts = np.where(by_entry[..., 0] == by_entry[..., 1], ends, by_entry[..., 0])
+    span_t = np.zeros((entries, columns, 2), dtype=np.int64)
+    if rows and (ends == np.where(starts == ends, ends, by_entry[..., 1])).all() and (np.diff(starts) >= 0).all():
+        for entry in range(entries):
+            span_t[entry, :, 0] = np.searchsorted(ends[entry], np.arange(columns), side="right")
+            span_t[entry, :, 1] = np.searchsorted(starts[entry], np.arange(columns), side="right")
+        span_t[..., 1] = np.maximum(span_t[..., 0], span_t[..., 1])
+    else:
+        owner, inner = _expand(span[:, 0], span[:, 1])
+        row, column = np.concatenate([row, owner]), np.concatenate([column, inner])
+        partial = np.concatenate([partial, np.zeros(len(owner), dtype=bool)])
+        slots = np.concatenate([slots, np.zeros(len(owner), dtype=np.int64)])
+    entry_of_row = row // max(rows, 1)
+    return span_t.reshape(-1, 2), entry_of_row * columns + column, row % max(rows, 1), partial, slots
+
+
+def _sorted_walk(span: Array, row: Array, column: Array, partial: Array, slot: Array, rows: int) -> Walk:
+    order = np.lexsort((column, row))
+    row, column, partial, slot = row[order], column[order], partial[order], slot[order]
+
+    def offsets(owner: Array) -> torch.Tensor:
+        return torch.from_numpy(
+            np.concatenate([[0], np.cumsum(np.bincount(owner, minlength=rows))]).astype(np.int32)
+        )
+
+    def numbers(values: Array) -> torch.Tensor:
+        return torch.from_numpy(np.ascontiguousarray(values).astype(np.int32))
+
+    return Walk(
+        span=numbers(span),
+        full_offsets=offsets(row[~partial]),
+        full=numbers(column[~partial]),
+        partial_offsets=offsets(row[partial]),
+        partial=numbers(column[partial]),
+        slots=numbers(slot[partial]),
+    )
+
+
+def visited(walk: Walk, known: Layout, tile: int) -> Iterator[tuple[bool, int, int, int, int]]:
+    """Each visited tile: (is it full, tile of queries, tile of keys, its first slot, batch entry)."""
+    rows = -(-known.q_len // tile)
+    for r in range(len(walk.span)):
+        entry, t = divmod(r, max(rows, 1))
+        batch = entry // known.heads
+        for n in range(int(walk.span[r, 0]), int(walk.span[r, 1])):
+            yield True, t, n, 0, batch
+        for index in range(int(walk.full_offsets[r]), int(walk.full_offsets[r + 1])):
+            yield True, t, int(walk.full[index]), 0, batch
+        for index in range(int(walk.partial_offsets[r]), int(walk.partial_offsets[r + 1])):
+            yield False, t, int(walk.partial[index]), int(walk.slots[index]), batch

@@ -1,0 +1,181 @@
+"""kp.TextGenerator: the tokens of Hugging Face's own generation, chats, windows, cached programs, the commands."""
+
+import io
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+import kernel_pytorch as kp
+from kernel_pytorch.cli import main
+from kernel_pytorch.lowering import Sampling, checkpoint
+from kernel_pytorch.lowering.runtime import registered
+from kernel_pytorch.lowering.text_generator import _Detokenizer
+from kernel_pytorch.testing.checkpoints import tiny_checkpoint
+
+PROMPT = "once upon a time there was a lazy dog that kept the memory of a conversation"
+
+
+PROGRAMS = Path(os.environ["KERNEL_PYTORCH_PROGRAMS"])  # the run's own, set by conftest.py
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory) -> Path:
+    return tiny_checkpoint(tmp_path_factory.mktemp("llama"))
+
+
+def wanted(folder: Path, prompt: str, count: int) -> tuple[int, ...]:
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    given = tokenizer(prompt, return_tensors="pt")
+    found = model.generate(**given, max_new_tokens=count, do_sample=False)
+    return tuple(found[0, given["input_ids"].shape[1] :].tolist())
+
+
+def test_tokens_are_those_of_transformers(llama: Path) -> None:
+    generator = kp.TextGenerator.from_pretrained(llama)
+    found = generator.generate(PROMPT, max_tokens=40)
+    assert found.tokens == wanted(llama, PROMPT, 40)
+    assert len(set(found.tokens)) > 10  # no model that repeats one token
+    assert found.text == generator.tokenizer.decode(found.tokens, skip_special_tokens=True)
+    assert found.text == "".join(generator.stream(PROMPT, max_tokens=40))
+    assert generator.last.reused_tokens == found.prompt_tokens - 1
+    longer = PROMPT * 9  # more than a chunk
+    assert len(generator.tokenizer(longer)["input_ids"]) > generator.chunk
+    assert generator.generate(longer, max_tokens=8).tokens == wanted(llama, longer, 8)
+
+
+@pytest.mark.parametrize(("kind", "sizes"), [("qwen3", {}), ("gemma3_text", {"sliding_window": 6})])
+def test_other_models(kind: str, sizes: dict[str, int], tmp_path: Path) -> None:
+    folder = tiny_checkpoint(tmp_path / kind, kind, **sizes)
+    found = kp.TextGenerator.from_pretrained(folder).generate(PROMPT, max_tokens=24)
+    assert found.tokens == wanted(folder, PROMPT, len(found.tokens))
+
+
+def test_a_program_is_lowered_once_for_each_content(llama: Path) -> None:
+    steps: list[str] = []
+    kp.TextGenerator.from_pretrained(llama)
+    kp.TextGenerator.from_pretrained(llama, tell=steps.append)
+    assert steps == ["looking for a lowered program"]
+    plain = checkpoint.TextProgram()
+    digest = checkpoint.content_digest(llama, plain, PROGRAMS)
+    assert digest == checkpoint.content_digest(llama, plain, PROGRAMS)
+    assert digest != checkpoint.content_digest(llama, checkpoint.TextProgram(window=8), PROGRAMS)
+    config = llama / "config.json"
+    before = config.read_text()
+    config.write_text(before + " ")
+    assert digest != checkpoint.content_digest(llama, plain, PROGRAMS)
+    config.write_text(before)
+
+
+def test_a_chat_reuses_the_cache_and_can_be_taken_back(llama: Path) -> None:
+    generator = kp.TextGenerator.from_pretrained(llama)
+    chat = generator.chat()
+    first = "".join(chat.stream("hello dog", max_tokens=6))
+    assert generator.last.reused_tokens == 0
+    second = "".join(chat.stream("says the fox", max_tokens=6))
+    assert generator.last.reused_tokens > 6
+    chat.rewind()
+    assert [message["content"] for message in chat.messages] == ["hello dog", first]
+    assert "".join(chat.stream("says the fox", max_tokens=6)) == second
+    chat.reset()
+    assert "".join(chat.stream("hello dog", max_tokens=6)) == first
+
+
+def test_the_context_is_an_end(llama: Path) -> None:
+    generator = kp.TextGenerator.from_pretrained(llama)
+    assert generator.context == 512
+    with pytest.raises(ValueError, match=r"the prompt has \d+ tokens and the context 512: shorten it, or give a"):
+        generator.generate(PROMPT * 40)
+    ids = (generator.tokenizer(PROMPT)["input_ids"] * 40)[:510]
+    list(generator.stream_tokens(ids, max_tokens=9))
+    assert generator.last.stopped == "context"
+    assert len(generator.last.tokens) == 3
+
+
+def test_a_window_goes_on_beyond_any_context(llama: Path) -> None:
+    generator = kp.TextGenerator.from_pretrained(llama, window=8, sinks=2, cache_dtype="int8")
+    ids = generator.tokenizer(PROMPT)["input_ids"] * 40
+    assert len(ids) > 512
+    again = []
+    for _ in range(2):  # the ring has wrapped around: the second begins anew
+        list(generator.stream_tokens(ids, max_tokens=5))
+        again.append(generator.last.tokens)
+        assert generator.last.reused_tokens == 0 or len(again) == 2
+    assert again[0] == again[1]
+
+
+def test_sampling_is_repeatable(llama: Path) -> None:
+    generator = kp.TextGenerator.from_pretrained(llama)
+    warm = [
+        generator.generate(PROMPT, max_tokens=12, sampling=Sampling(2.0, 0.9, seed)).tokens for seed in (1, 1, 2)
+    ]
+    assert warm[0] == warm[1] != warm[2]
+    with pytest.raises(ValueError, match=r"top_p=0: use a number above 0"):
+        Sampling(1.0, 0)
+
+
+def test_the_command_line(llama: Path, tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(SystemExit) as done:
+        main(["generate", str(llama), "--prompt", PROMPT, "--max-tokens", "8"])
+    assert not done.value.code
+    said = capsys.readouterr()
+    generator = kp.TextGenerator.from_pretrained(llama)
+    assert said.out == generator.generate(PROMPT, max_tokens=8).text + "\n"
+    assert "8 tokens at" in said.err
+    monkeypatch.setattr("sys.stdin", io.StringIO("hello dog\n/rewind\n/reset\nhello dog\n"))
+    with pytest.raises(SystemExit):
+        main(["generate", str(llama), "--chat", "--max-tokens", "4"])
+    answers = capsys.readouterr().out
+    half = len(answers) // 2
+    assert answers[:half] == answers[half:]
+    out = tmp_path / "llama.pte"
+    with pytest.raises(SystemExit) as done:
+        main(["lower", "--hf", str(llama), "--out", str(out)])
+    assert not done.value.code
+    assert (tmp_path / "tokenizer.json").is_file()
+    found = kp.TextGenerator(out, generator.tokenizer).generate(PROMPT, max_tokens=8)
+    assert found.tokens == generator.generate(PROMPT, max_tokens=8).tokens
+
+
+def test_a_folder_that_is_no_checkpoint(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"has no config.json: pass a Hugging Face checkpoint folder"):
+        kp.TextGenerator.from_pretrained(tmp_path)
+
+
+def test_a_place_that_cannot_be_written_is_found_first(llama: Path, tmp_path: Path, capsys) -> None:
+    with pytest.raises(SystemExit):
+        main(["lower", "--hf", str(llama), "--out", str(tmp_path / "missing" / "x.pte")])
+    assert "there is no folder" in capsys.readouterr().err
+
+
+def test_executorch_runs_the_program_with_its_own_runner(llama: Path, tmp_path: Path) -> None:
+    runner = pytest.importorskip("executorch.extension.llm.runner")
+    out = tmp_path / "llama.pte"
+    shutil.copy(checkpoint.cached_program(llama, checkpoint.TextProgram()), out)
+    registered()  # our delegate; the rest is ExecuTorch's, the tokenizer too
+    pieces: list[str] = []
+    config = runner.GenerationConfig(max_new_tokens=16, temperature=0.0, echo=False)
+    runner.TextLLMRunner(str(out), str(llama / "tokenizer.json")).generate(PROMPT, config, pieces.append)
+    wanted = kp.TextGenerator.from_pretrained(llama).generate(PROMPT, max_tokens=16).text
+    assert "".join(pieces) == wanted
+
+
+def test_a_character_of_several_tokens_is_held_back() -> None:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    made = Tokenizer(models.BPE({letter: number for number, letter in enumerate(alphabet)}, []))
+    made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=made)
+    text = "añ 猫!"
+    detokenizer = _Detokenizer(tokenizer)
+    assert [detokenizer.add(token) for token in tokenizer(text)["input_ids"]] == [
+        *("a", "", "ñ", " ", "", "", "猫", "!"),
+    ]
+    assert detokenizer.finish() == ""
+    assert detokenizer.add(tokenizer("é")["input_ids"][0]) == ""
+    assert detokenizer.finish() == "�"

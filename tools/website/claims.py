@@ -1,0 +1,156 @@
+"""Claims about speed, memory and gain: how a sentence makes one, and the prose of each kind of file.
+
+``numbers`` finds amounts with a unit of speed or gain, ``words`` finds comparisons without one. ``prose`` has the
+sentences of Markdown, reStructuredText, notebooks, diagrams and docstrings; ``tools.website.measured`` compares
+Markdown with the records as well.
+"""
+
+from __future__ import annotations
+
+import ast
+import html
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+__all__ = ["ALLOWED", "DIAGRAMS", "notebook", "numbers", "prose", "visible_html", "without_behaviour", "words"]
+
+ALLOWED = re.compile(r"<!-- not a measurement: .+? -->|\.\. not a measurement: .+|\(not a measurement: .+?\)")
+"""What stands in a paragraph whose numbers are none of ours: a definition, a setting, a vendor's datasheet."""
+
+DIAGRAMS = frozenset({"mermaid", "dot", "graphviz", "plantuml", "d2"})
+"""Languages of fenced blocks that readers see as a picture."""
+
+_ONES = "one|two|three|four|five|six|seven|eight|nine|ten|eleven|twelve"
+_TENS = "twenty|thirty|forty|fifty|sixty|seventy|eighty|ninety"
+_SPELT = rf"(?:(?:{_TENS})(?:[ -](?:{_ONES}))?|{_ONES}|fifteen|(?:a |one )?hundred)"
+_AMOUNT = rf"(?:(?<![\w.])\d[\d.,]*|\b{_SPELT}\b)"
+_UNITS = (
+    r"%|per ?cents?\b|percentage points?\b|(?:milli|micro|nano)(?:-?seconds?|secs?)\b|"
+    r"(?:ns|ms|msecs?|us|[µμ]s)(?![\w/])|"
+    r"[KMGTP]i?B(?:/s|ps| (?:per|a) second)(?!\w)|[GTP]?FLOP/?s(?:/s)?\b|[GTP]FLOPS\b|TOPS\b|"
+    r"(?:tok(?:en)?s?|samples|images|steps|iterations|requests|queries)(?:/s(?:ec)?| (?:per|a|each) second)(?!\w)"
+)
+_NUMBER = re.compile(
+    rf"(?<![\w.])\d[\d.,]*(?:[x×]|\s+[x×](?!\s*\d))(?![\w/])"  # noqa: RUF001 - "x86", "16384x4096" and "2 x 3" are no gains
+    rf"|{_AMOUNT}[\s-]*(?:{_UNITS})"
+    rf"|\b(?:\d[\d.,]*|{_SPELT})[ -]?fold\b"
+    rf"|{_AMOUNT} times (?:less|more|fewer|smaller|lower|higher|better|cheaper|larger|the (?:throughput|speed))\b",
+    re.IGNORECASE,
+)
+_GAINED = r"(?:throughput|speed|performance|latency|run-?time|bandwidth|memory|footprint|training time|step time)"
+_WORD = re.compile(
+    r"\b(?:faster|fastest|quicker|quickest|slower|speed-?ups?|speeds? up|sped up|speeding up"
+    r"|outperform(?:s|ed|ing)?|outpaces?|state[ -]of[ -]the[ -]art|best[ -]in[ -]class|lightning[ -]fast"
+    r"|blazing(?:ly)?[ -]fast|orders? of magnitude|record-breaking"
+    r"|(?:twice|thrice|half|\w+ times|a (?:third|quarter|fraction) of) (?:as|the) "
+    r"(?:fast|slow|speed|time|throughput|latency|memory)"
+    rf"|(?:doubl|tripl|quadrupl|halv)(?:e|es|ed|ing) (?:\w+ ){{0,3}}?{_GAINED}"
+    rf"|{_GAINED} (?:is |was |has |are )?(?:more than |nearly |almost )?(?:doubled|tripled|quadrupled|halved)"
+    rf"|(?:higher|better|superior|unmatched|unrivall?ed) (?:throughput|performance)|lower latency"
+    rf"|(?:cuts?|reduces?|slash(?:es)?) (?:\w+ ){{0,3}}?{_GAINED}(?: \w+)?(?: (?:in|by)) (?:half|two thirds|a \w+)"
+    r"|beats (?:\w+ ){0,2}?(?:SDPA|FlashAttention|FlexAttention|cuDNN|cuBLAS|torchao|torch\.compile|PyTorch|vLLM)"
+    r"|as fast as)\b",
+    re.IGNORECASE,
+)
+
+
+# Where code is described, "takes the fastest kernel" and "within 5 % of the mean" say what it does, not how well.
+_BEHAVIOUR = re.compile(
+    r"\b(?:faster|fastest|quicker|quickest|slower|speed-?ups?|speeds? up|sped up|speeding up|as fast as)\b"
+    r"(?! than (?:SDPA|Flash|Flex|cuDNN|cuBLAS|torchao|torch\.compile|PyTorch|eager|vLLM|bf16|any|all))"
+    r"|(?<!by )(?<!by up to )\b\d[\d.,]*\s?%"
+    r"(?! (?:faster|slower|quicker|less|more|fewer|better|higher|lower|of peak))",
+    re.IGNORECASE,
+)
+
+
+def without_behaviour(text: str) -> str:
+    """The text of a docstring or diagram without what describes behaviour.
+
+    Example:
+        >>> without_behaviour("Take the fastest."), without_behaviour("It is faster than SDPA.")
+        ('Take the .', 'It is faster than SDPA.')
+    """
+    return _BEHAVIOUR.sub("", text)
+
+
+def numbers(text: str) -> re.Match[str] | None:
+    """The first amount with a unit of speed or gain.
+
+    Example:
+        >>> numbers("It saves forty percent.")[0], numbers("AVX on x86, case 16384x4096")
+        ('forty percent', None)
+    """
+    return _NUMBER.search(text)
+
+
+def words(text: str) -> re.Match[str] | None:
+    """The first comparison that says no amount.
+
+    Example:
+        >>> words("It doubles throughput.")[0], words("A double buffer.")
+        ('doubles throughput', None)
+    """
+    return _WORD.search(text)
+
+
+def visible_html(text: str) -> str:
+    """The text of HTML with that of its pictures; comments are left out.
+
+    Example:
+        >>> visible_html('<pre>one</pre><!-- two --><img alt="three">').split()
+        ['one', 'three']
+    """
+    text = re.sub(r"<!--.*?-->|<style.*?</style>|<metadata.*?</metadata>", " ", text, flags=re.DOTALL)
+    said = re.findall(r"""\b(?:alt|title|aria-label)\s*=\s*"([^"]*)\"""", text)
+    return html.unescape(" ".join([re.sub(r"<[^>]*>", " ", text), *said]))
+
+
+def prose(path: Path) -> Iterator[tuple[int, str]]:
+    """The paragraphs of a file that is not Markdown, each with its first line: by its ending."""
+    text = path.read_text(encoding="utf-8")
+    if path.suffix == ".svg":
+        yield 1, visible_html(re.sub(r"\s*</?tspan[^>]*>\s*", " ", text))
+    elif path.suffix == ".rst":
+        yield from _rst(text)
+    elif path.suffix == ".py":
+        yield from _docstrings(text)
+    else:
+        raise ValueError(f"path={str(path)!r}: the prose of .svg, .rst and .py files is read")
+
+
+def notebook(text: str) -> Iterator[str]:
+    """The Markdown cells of a notebook."""
+    for cell in json.loads(text)["cells"]:
+        source = cell["source"] if isinstance(cell["source"], str) else "".join(cell["source"])
+        if cell["cell_type"] == "markdown":
+            yield source
+
+
+def _rst(text: str) -> Iterator[tuple[int, str]]:
+    """Paragraphs; ``::`` and directives of code take the indented lines after them."""
+    line, code = 1, False
+    for block in re.split(r"(\n\s*\n)", text):
+        indented = block.startswith((" ", "\t"))
+        code = code and (indented or not block.strip())
+        if block.strip() and not code:
+            plain = re.sub(r"``.*?``", "", block, flags=re.DOTALL)
+            yield line, plain
+            code = bool(re.search(r"::\s*$", block)) or bool(
+                re.match(r"\.\. (?:code|sourcecode|literalinclude)", block)
+            )
+        line += block.count("\n")
+
+
+def _docstrings(source: str) -> Iterator[tuple[int, str]]:
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+            text = ast.get_docstring(node, clean=True)
+            if text:
+                plain = re.sub(r"``.*?``|`[^`\n]*`", "", text, flags=re.DOTALL)
+                plain = re.sub(r"^\s*>>> (?:.*\n?(?!\s*$))*", "", plain, flags=re.MULTILINE)
+                first = node.body[0].lineno if node.body else 1
+                for found in re.finditer(r"(?:.+\n?)+", plain):
+                    yield first + plain.count("\n", 0, found.start()), found[0]
