@@ -54,9 +54,7 @@ class Attends(torch.nn.Module):
 
 def test_a_way_that_cannot_be_lowered_is_left_out() -> None:
     q = torch.randn(1, 2, 8, 4)
-    with pytest.raises(
-        ValueError, match=r"no kernel for \(kernel_pytorch::attention: no rule for this operator\)"
-    ):
+    with pytest.raises(ValueError, match=r"no kernel for \(kernel_pytorch::attention: no rule for this operator\)"):
         kp.lower(Attends().eval(), (q,), options=PartitionerOptions(attention=False))
     program = kp.lower(Attends().eval(), (q,), measure=True)
     assert "XNNPACK alone" not in dict(program.report.measured)
