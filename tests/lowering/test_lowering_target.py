@@ -13,7 +13,7 @@ from kernel_pytorch.hardware_abstraction import backend, registry
 from kernel_pytorch.lowering import PartitionerOptions, lowering_of, target
 from kernel_pytorch.lowering.build import runtime_prefix
 from kernel_pytorch.lowering.target import lowering_from, register_delegates
-from kernel_pytorch.ops import attention as attention_op
+from kernel_pytorch.ops.attention import kernels as attention_op
 
 LATER: list[str] = []
 THEIRS = replace(lowering_of("cpu"), delegate="TheirBackend", register=lambda: LATER.append("registered"))
