@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 import re
 import textwrap
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from html import escape
 from pathlib import Path
 
 import torch
@@ -22,7 +23,6 @@ from kernel_pytorch.fp8.module import Float8Linear
 from kernel_pytorch.fp8.monitor import CastStats, cast_stats, layers_of
 from kernel_pytorch.fp8.quantize import output_accumulation
 from kernel_pytorch.fp8.recipe import PRODUCTS
-from kernel_pytorch.fp8.report_page import page
 from kernel_pytorch.hardware_abstraction.dispatch import explain
 from kernel_pytorch.hardware_abstraction.formats import FORMATS
 from kernel_pytorch.hardware_abstraction.registry import device_of
@@ -34,6 +34,22 @@ __all__ = ["LayerGroup", "LayerReport", "Report", "report"]
 WIDTH = 100
 UNDECIDED, NOT_COMPUTED = "?", "-"
 _SHORT = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+_STYLE = """
+:root { color-scheme: light dark; --line: #8884; --soft: #8882; --good: #1a7f37; --bad: #b35900; }
+@media (prefers-color-scheme: dark) { :root { --good: #4ac26b; --bad: #f0a35e; } }
+body { font: 16px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 0 auto; padding: 1rem; }
+h1 { font-size: 1.3rem; } h2 { font-size: 1.05rem; margin-top: 2rem; }
+.summary { font-size: 1.1rem; padding: .8rem 1rem; border-left: 4px solid var(--good); background: var(--soft); }
+article { border: 1px solid var(--line); border-radius: .5rem; padding: .6rem .9rem; margin: .6rem 0; }
+h3 { font: 600 .95rem ui-monospace, monospace; margin: 0; overflow-wrap: anywhere; }
+p { margin: .3rem 0; } .facts { color: GrayText; font-size: .9rem; }
+.gemms { display: flex; flex-wrap: wrap; gap: .4rem; margin: .4rem 0; }
+.gemms span { border: 1px solid var(--line); border-radius: 1rem; padding: 0 .7rem; font-size: .9rem; }
+.gemms .fp8 { border-color: var(--good); color: var(--good); }
+.bad { color: var(--bad); } ul { padding-left: 1.2rem; margin: .3rem 0; } li { overflow-wrap: anywhere; }
+""".strip()
+
+_GEMMS = ("output y", "input gradient dx", "weight gradient dW")
 
 
 @dataclass(frozen=True)
@@ -143,7 +159,7 @@ class Report:
         path = Path(path)
         if path.suffix != ".html":
             raise ValueError(f"path={str(path)!r}: use a name that ends in .html")
-        path.write_text(page(self.summary, self.groups, self.remarks), encoding="utf-8")
+        path.write_text(_page(self.summary, self.groups, self.remarks), encoding="utf-8")
         return path
 
     def __str__(self) -> str:
@@ -334,4 +350,44 @@ def _layer_report(name: str, layer: Float8Linear, fused: str | None, norm: str |
         stats=cast_stats(counts),
         notes=tuple(notes),
         fell_back=layer.fp8_fallback is not None,
+    )
+
+
+def _page(summary: str, groups: Sequence[LayerGroup], remarks: Sequence[str]) -> str:
+    """Return the page: the summary, what is not covered, and a card for each group of layers."""
+    parts = [
+        "<!doctype html>",
+        '<html lang="en"><head><meta charset="utf-8">',
+        '<meta name="viewport" content="width=device-width, initial-scale=1">',
+        f"<title>FP8 report</title><style>{_STYLE}</style></head><body>",
+        f'<h1>FP8 report</h1><p class="summary">{escape(summary)}</p>',
+    ]
+    if remarks:
+        parts.append(f"<h2>Remarks</h2>{_list(remarks)}")
+    parts.append("<h2>Converted layers</h2>")
+    parts += map(_card, groups)
+    parts.append("</body></html>")
+    return "\n".join(parts) + "\n"
+
+
+def _list(items: Iterable[str]) -> str:
+    return f"<ul>{''.join(f'<li>{escape(item)}</li>' for item in items)}</ul>"
+
+
+def _card(group: LayerGroup) -> str:
+    gemms = "".join(
+        f'<span class="{"fp8" if how == "fp8" else "other"}">{gemm}: {escape(how)}</span>'
+        for gemm, how in zip(_GEMMS, group.products, strict=True)
+    )
+    repeated = f" &middot; {group.count} layers" if group.count > 1 else ""
+    stats = (
+        f"{group.saturated:.2%} saturated &middot; {group.underflowed:.2%} underflowed &middot; "
+        f"{group.nonfinite} non-finite"
+    )
+    warn = group.nonfinite > 0 or group.underflowed > 0.5 or group.saturated > 1e-3
+    notes = _list(group.notes) if group.notes else ""
+    return (
+        f'<article><h3>{escape(group.name)}</h3><p class="facts">{escape(group.shape)} &middot; '
+        f'{escape(group.recipe)}{repeated}</p><div class="gemms">{gemms}</div>'
+        f'<p class="{"bad" if warn else "facts"}">{stats}</p>{notes}</article>'
     )
