@@ -32,7 +32,7 @@ _MODULES = {
     ),
     "kernel_pytorch.fp8": (
         "Training in 8 bits: reach it as `kp.fp8`. [docs/fp8.md](docs/fp8.md) is the guide.",
-        "from kernel_pytorch.fp8 import RECIPES, Format, Recipe, convert, gather, linear, report, revert\n"
+        "from kernel_pytorch.fp8 import RECIPES, Format, Recipe, convert, linear, report, revert\n"
         "from kernel_pytorch.hardware_abstraction.formats import E4M3FN, E4M3FNUZ, E5M2\n"
         "from kernel_pytorch.fp8.autograd import COUNTS_SHAPE, fp8_linear",
     ),

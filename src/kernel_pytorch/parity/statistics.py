@@ -31,7 +31,7 @@ class Gap:
     loss: float
     by_seed: dict[int, float]
     spread: float
-    """Largest less smallest loss of the bf16 seeds, in this measure."""
+    """Range (max - min) of the loss over the bf16 seeds."""
     deviation: float
     """Their standard deviation; 0 for one seed."""
     yardstick: float
@@ -76,7 +76,7 @@ class Arm:
     peak_bytes: int | None
     failure: Finished | None
     fell_back: tuple[str, ...] = ()
-    """Layers that ended in their own precision, from any seed."""
+    """Layers that fell back to their dtype, for any seed."""
     steps_to_loss: int | None = None
     """Steps until the smoothed curve reaches the summary's target; None where it does not."""
 
@@ -121,7 +121,7 @@ class Summary:
 
 
 def smoothed(losses: Sequence[float] | npt.NDArray[np.float64], window: int) -> npt.NDArray[np.float64]:
-    """The mean of the last ``window`` numbers at each; of fewer at the beginning.
+    """Return the moving average over the last ``window`` values; over fewer at the beginning.
 
     Example:
         >>> smoothed([4.0, 2.0, 0.0, 0.0], 2).tolist()
@@ -174,7 +174,7 @@ def _with_time(arm: Arm, target: float, window: int) -> Arm:
 
 
 def _spread(losses: dict[int, float]) -> tuple[float, float]:
-    """(largest less smallest, standard deviation)."""
+    """Return (max - min, standard deviation)."""
     values = list(losses.values())
     deviation = statistics.stdev(values) if len(values) > 1 else 0.0
     return max(values) - min(values), deviation

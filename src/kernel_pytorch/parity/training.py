@@ -1,4 +1,4 @@
-"""Paired training runs: does a model in 8 bits learn what it learns in bfloat16, and how fast?
+"""Paired training runs in bf16 and FP8: loss curves and step times from the same seeds and batches.
 
 Every arm (``bf16`` and each recipe) trains the same transformer for every seed, from the same parameters on the same
 batches in the same order; only the linear layers of the blocks differ. Two seeds differ in parameters and batches,
@@ -92,7 +92,7 @@ class Finished(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="fin
     """Counted from 0."""
     failed_loss: str = ""
     fell_back: tuple[str, ...] = ()
-    """Names of the layers that ended in their own precision: of those the run says nothing."""
+    """Names of the layers that fell back to their dtype."""
 
     def __str__(self) -> str:
         if self.failed_step is None:
