@@ -17,6 +17,7 @@ linears, blocks, small-block, batches, memory and grid have a record each.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import importlib.metadata
 import math
@@ -149,8 +150,10 @@ class Runner:
         return x, y
 
     def step(self) -> None:
-        for batch in range(self.batches):
-            self.run(batch == 0 or self.arm.recipe.endswith(EACH))
+        share = self.batches > 1 and self.arm.ours and not self.arm.recipe.endswith(EACH)
+        with kp.fp8.accumulate(self.model) if share else contextlib.nullcontext():
+            for batch in range(self.batches):
+                self.run(batch == 0 or self.arm.recipe.endswith(EACH))
         if self.optimizer is not None:
             self.optimizer.step()
         for parameter in self.parameters:

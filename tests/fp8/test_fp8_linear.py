@@ -171,7 +171,7 @@ def products(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
         seen.append((a.shape[0], a.shape[1], b.shape[0], rest[3]))
         return matmul_module.fp8_matmul(a, b, *rest[:4])
 
-    monkeypatch.setattr(autograd, "product", watched)
+    monkeypatch.setattr(autograd, "scaled_matmul", watched)
     return seen
 
 

@@ -54,9 +54,9 @@ __all__ = [
 ]
 
 COUNTS_SHAPE = (3, 2, 4)
-"""Of counts: input, weight, gradient; the copy as it is, its transpose; outgrown, underflowed, not finite, all."""
+"""Counts: (input, weight, gradient), (data, data_t), (saturated, underflowed, non-finite, all elements)."""
 STATE_SHAPE = (2, HISTORY)
-"""Of the state of delayed scaling: the histories of the input and of the gradient."""
+"""Amax histories of delayed scaling: of the input and of the gradient."""
 
 
 def fp8_linear(
@@ -69,12 +69,12 @@ def fp8_linear(
     state: torch.Tensor | None = None,
     quantized_weight: ScaledTensor | None = None,
 ) -> torch.Tensor:
-    """``torch.nn.functional.linear`` with its three matrix gemms in 8 bits; ``Recipe`` has the equations.
+    """``torch.nn.functional.linear`` with its three GEMMs in FP8; ``Recipe`` has the equations.
 
     What is not finite in x, in the weight or in a gradient is NaN in every number that it is part of.
 
     Args:
-        x: (..., K), float32, float16 or bfloat16, any strides, also no numbers at all.
+        x: (..., K), float32, float16 or bfloat16, any strides, may be empty.
         weight: (N, K), in any of these formats.
         bias: (N), or None.
         recipe: one of ``RECIPES`` by name, or a ``Recipe``.
@@ -113,16 +113,16 @@ def fp8_linear(
 
 
 class Buffers(NamedTuple):
-    """What the calls of a layer bring up to date: the forward two tensors, its backward two others.
+    """Counts and amax histories that a layer's calls update: two by the forward, two by the backward.
 
     A compiler that finds one tensor changed by both copies it, twice a step.
     """
 
     counts: torch.Tensor | None = None
-    """(2, 2, 4): of the input and of the weight."""
+    """int64 (2, 2, 4): input and weight."""
     history: torch.Tensor | None = None
     gradient_counts: torch.Tensor | None = None
-    """(1, 2, 4)."""
+    """int64 (1, 2, 4)."""
     gradient_history: torch.Tensor | None = None
 
 
@@ -159,7 +159,7 @@ class GemmSpec(NamedTuple):
 
 
 def gemm_spec_of(x: torch.Tensor, weight: torch.Tensor, recipe: Recipe) -> GemmSpec:
-    """For calls with tensors such as these."""
+    """Return the spec of calls with such tensors."""
     recording = torch.is_grad_enabled()
     return gemm_spec_for(
         x.device.type,
@@ -174,7 +174,7 @@ def gemm_spec_of(x: torch.Tensor, weight: torch.Tensor, recipe: Recipe) -> GemmS
 def gemm_spec_for(
     kind: str, index: int | None, dtype: torch.dtype, needs_dx: bool, needs_dw: bool, recipe: Recipe
 ) -> GemmSpec:
-    """For calls on this device that compute in this format."""
+    """Return the spec of calls on a device that compute in ``dtype``."""
     forward_format, gradient_format = formats_on(kind, index, recipe.gradient_format)
     return GemmSpec(
         dtype=NAMES.get(dtype, str(dtype)),  # check_linear has an error for any other
@@ -201,7 +201,7 @@ def checked_linear(
     buffers: Buffers,
     quantized_weight: ScaledTensor | None,
 ) -> torch.Tensor:
-    """``fp8_linear`` with arguments that were checked before."""
+    """``fp8_linear`` without checks of its arguments."""
     if torch.compiler.is_compiling():
         from kernel_pytorch.fp8.compiled import compiled_linear
 
@@ -226,7 +226,7 @@ def check_linear(
     weight: torch.Tensor,
     bias: torch.Tensor | None,
 ) -> None:
-    """An error that names it where an argument of ``fp8_linear`` is not what it must be."""
+    """Raise an error that names the argument of ``fp8_linear`` that is not valid."""
     for name, value in (("x", x), ("weight", weight), ("bias", bias)):
         if value is None and name == "bias":
             continue
@@ -252,8 +252,8 @@ def check_linear(
 def _check_memory(x: torch.Tensor, recipe: Recipe, counts: torch.Tensor | None, state: torch.Tensor | None) -> None:
     if recipe.delayed and state is None:
         raise ValueError(
-            f"state=None with the recipe {recipe.name!r}, which remembers earlier steps: pass a tensor that starts "
-            f"as torch.zeros({STATE_SHAPE}), or use kp.fp8.convert, which keeps one for each layer"
+            f"state=None with the recipe {recipe.name!r}, which uses the amax of earlier steps: pass a tensor that "
+            f"starts as torch.zeros({STATE_SHAPE}), or use kp.fp8.convert, which keeps one for each layer"
         )
     for name, kept, dtype, shape in (
         ("counts", counts, torch.int64, COUNTS_SHAPE),
@@ -271,7 +271,7 @@ def _check_memory(x: torch.Tensor, recipe: Recipe, counts: torch.Tensor | None, 
 
 @constant_in_graph
 def formats_on(kind: str, index: int | None, gradient_family: str) -> tuple[str, str]:
-    """The names of the formats of x and weight, and of the gradient, for a device; a constant to torch.compile."""
+    """Return the format of x and weight, and that of the gradient, on a device."""
     device = torch.device(kind) if index is None else torch.device(kind, index)
     pair = FormatPair(E4M3FN, E5M2) if kind == "meta" else for_device(device_of(device))
     return pair.e4m3.name, (pair.e4m3 if gradient_family == "e4m3" else pair.e5m2).name
@@ -331,7 +331,7 @@ def recomputing() -> bool:
 
 
 def compute_dtype(x: torch.Tensor) -> torch.dtype:
-    """The format that a layer computes in, and gives: the input's, or that of ``torch.autocast``."""
+    """Return the dtype of the output: the input's, or that of ``torch.autocast``."""
     kind = "cuda" if x.is_cuda else x.device.type  # the former is asked for in less time
     mixed = kind != "meta" and torch.is_autocast_enabled(kind)
     return torch.get_autocast_dtype(kind) if mixed else x.dtype
@@ -345,7 +345,7 @@ def forward_gemms(
     x: ScaledTensor | None,
     quantized_weight: ScaledTensor | None,
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """y, and what the backward needs."""
+    """Return y and the tensors that the backward saves."""
     if gemms.y_fp8:
         assert x is not None
         assert quantized_weight is not None
@@ -376,7 +376,7 @@ def backward_gemms(
     counts: torch.Tensor | None,
     history: torch.Tensor | None,
 ) -> tuple[torch.Tensor | None, ...]:
-    """dx, dweight, dbias; no dbias where its dtype is None."""
+    """Return dx, dweight and dbias; dbias is None if its dtype is."""
     dx_fp8, dw_fp8 = gemms.needs_dx and gemms.dx_fp8, gemms.needs_dw and gemms.dw_fp8
     x_dtype, weight_dtype, bias_dtype = dtypes
     left = list(saved)
@@ -412,7 +412,7 @@ def backward_gemms(
 
 
 class _Linear(torch.autograd.Function):
-    """The eager path's autograd: objects pass through it as they are."""
+    """The autograd of eager mode; ``compiled`` has that of torch.compile."""
 
     @staticmethod
     def forward(
@@ -447,7 +447,7 @@ class _Linear(torch.autograd.Function):
 
 
 def refuse_double_backward(gradient: torch.Tensor | None, dy_MN: torch.Tensor) -> torch.Tensor | None:
-    """The gradient; differentiating it again is an error."""
+    """Return the gradient; differentiating it raises an error."""
     if gradient is None:
         return None
     refusing: torch.Tensor = _Refusing.apply(gradient.detach().requires_grad_(), dy_MN)  # type: ignore[no-untyped-call]
@@ -455,7 +455,7 @@ def refuse_double_backward(gradient: torch.Tensor | None, dy_MN: torch.Tensor) -
 
 
 class _Refusing(torch.autograd.Function):
-    """A gradient as it is; differentiating it is an error instead of a zero."""
+    """Identity whose backward raises an error, instead of a second derivative of zero."""
 
     @staticmethod
     def forward(ctx: Any, gradient: torch.Tensor, dy_MN: torch.Tensor) -> torch.Tensor:  # noqa: ARG004

@@ -1,13 +1,13 @@
-"""Which of a layer's three products are in 8 bits: measured on this device, for the layer's own shapes.
+"""Recipe auto: choose which of a layer's three GEMMs run in FP8 by measuring them for the layer's own shapes.
 
-Every choice of products is timed as it would run: forward and backward of the layer, one after another without
-waiting, so that what Python costs counts where the device waits for it. One that is not clearly faster than the
-layer in its own precision is not taken, so a converted layer is never slower than it was.
+Every choice of GEMMs is timed as it would run: forward and backward of the layer, queued without synchronising, so
+host time counts where the device waits for it. A choice must be clearly faster than the layer in its own dtype, so a
+converted layer is never slower than before.
 
-In a loop of the same calls the CPU is quicker than in a step, where other code comes in between. Inside a model the
-work of other layers makes up for that; a layer that is alone must be faster even if it waits for ``ALONE`` times the
-CPU's part of such a call. A layer that is being compiled cannot be timed as it will run: inside a model it is less
-work for the CPU than an eager call, which then errs on the safe side, and alone ``COMPILED`` times as much.
+In a loop of equal calls the host is quicker than in a training step with other code in between. Inside a model the
+other layers hide that; a layer that is converted alone must be faster even with ``ALONE`` times the host time of such
+a call. A layer under torch.compile cannot be timed as it will run: inside a model it takes less host time than an
+eager call, alone up to ``COMPILED`` times as much.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -39,19 +39,19 @@ from kernel_pytorch.hardware_abstraction.registry import device_of
 __all__ = ["Measured", "call_of", "may_gain", "measured_choice", "measured_for", "rounded"]
 
 CLEARLY = 0.98
-"""A choice must take at most this part of the time of the layer as it was."""
+"""A choice must take at most this fraction of the time in the layer's dtype."""
 ALONE = 1.3
-"""The CPU's part of a layer's call in a step, over that in a loop."""
+"""Host time of a layer's call in a step over that in a loop."""
 COMPILED = 1.5
-"""The CPU's part of a call of one compiled layer, over that of an eager call, at most."""
+"""Host time of a call of one compiled layer over that of an eager call, at most."""
 _ROUNDS, _SECONDS_A_ROUND = 5, 0.004
 _OWN = "own"
-"""The name of the choice of no product."""
+"""The name of the choice of no GEMM in FP8."""
 
 
 @dataclass(frozen=True)
 class Measured:
-    """What the products of one shape of layer take."""
+    """Timings of the GEMMs of one layer shape."""
 
     rows: int
     seconds: tuple[tuple[tuple[str, ...], float], ...]
@@ -147,13 +147,32 @@ def _measured_products(kind: str, index: int | None, *call: Any) -> tuple[str, .
     return measured_choice(torch.device(kind, 0 if index is None else index), *call).best
 
 
-_kept: dict[tuple[object, ...], Measured] = {}
+class _Kind(NamedTuple):
+    """What a measurement is of: the arguments of ``measured_choice``."""
+
+    device: torch.device
+    rows: int
+    weight_shape: tuple[int, ...]
+    dtype: torch.dtype
+    weight_dtype: torch.dtype
+    bias: bool
+    recipe: Recipe
+    needs_dx: bool
+    needs_dw: bool
+    waits: float
+
+
+_kept: dict[_Kind, Measured] = {}
 
 
 def measured_for(weight: torch.Tensor, bias: bool, recipe: Recipe, needs_dx: bool) -> tuple[Measured, ...]:
     """Every measurement of layers of this shape in training, in the order of their rows."""
     same = (weight.device, tuple(weight.shape), weight.dtype, bias, recipe, needs_dx, True)
-    found = [kept for key, kept in _kept.items() if (key[0], key[2], key[4], *key[5:9]) == same]
+    found = [
+        kept
+        for of, kept in _kept.items()
+        if (of.device, of.weight_shape, of.weight_dtype, of.bias, of.recipe, of.needs_dx, of.needs_dw) == same
+    ]
     return tuple(sorted(found, key=lambda measured: measured.rows))
 
 
@@ -175,7 +194,7 @@ def measured_choice(
     Args:
         waits: how often the CPU's part of a call in 8 bits must fit into the time of the layer as it was.
     """
-    key = (device, rows, weight_shape, dtype, weight_dtype, bias, recipe, needs_dx, needs_dw, waits)
+    key = _Kind(device, rows, weight_shape, dtype, weight_dtype, bias, recipe, needs_dx, needs_dw, waits)
     found = _kept.get(key)
     if found is None:
         name = _name_of(*key)

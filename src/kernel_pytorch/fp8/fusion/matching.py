@@ -54,7 +54,7 @@ class NormOutput:
     def __init__(self, caster: CastingNorm, again: bool, request: CastRequest | None, version: int) -> None:
         self.caster, self.again, self.request, self.version = caster, again, request, version
         self.met = False
-        """Whether a layer has been given the tensor and wants it in 8 bits."""
+        """Whether a layer has requested the cast of this tensor."""
 
 
 class CastingNorm:
@@ -122,7 +122,7 @@ class CastingNorm:
     def request_cast(
         self, output: NormOutput, y: torch.Tensor, layer: Any, recipe: Recipe, number_format: str, transposed: bool
     ) -> None:
-        """A layer, the first of those that are given y, wants it in 8 bits."""
+        """Record the request of the first layer that quantizes y."""
         self._met = True
         if self.auto and (self._consumer is None or self._consumer() is None):
             self._consumer, self._weight_version = weakref.ref(layer), _version_of(layer.weight)
@@ -145,7 +145,7 @@ class CastingNorm:
         self._requests[output.again] = CastRequest(weakref.ref(layer), *wanted, self._conditions(layer, y))
 
     def forget(self) -> None:
-        """What a layer wished for that the norm cannot give."""
+        """Drop all requests: the op cannot take this norm's calls."""
         self._requests.clear()
 
     def layer(self) -> Any:
@@ -170,7 +170,7 @@ def _version_of(weight: torch.Tensor) -> int:
 
 
 def request_cast(x: torch.Tensor, layer: Any, recipe: Recipe, number_format: str, transposed: bool) -> None:
-    """A layer is about to take x in 8 bits: where that is a norm's output, the norm learns of it."""
+    """Request the cast of x from the norm that computed it, if one did."""
     output: NormOutput | None = getattr(x, MARK, None)
     if output is not None and not output.met:
         output.met = True

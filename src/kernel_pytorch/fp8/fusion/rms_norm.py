@@ -99,7 +99,7 @@ def _caster(module: nn.Module, auto: bool, traced: bool) -> CastingNorm | None:
 
 
 def _computes(module: nn.Module, width: int, eps: float) -> bool:
-    """Whether the module gives the formula's result, in training and outside, for numbers of all sizes."""
+    """Whether the module gives the formula's result, in training and outside, for elements of all magnitudes."""
     training = module.training
     try:
         # Of the size of sqrt(eps), every other eps gives something else.
@@ -215,7 +215,7 @@ def _is_the_norm_of(caster: CastingNorm, x: Any, weight: torch.Tensor | None) ->
 def _norm(
     x: torch.Tensor, weight: torch.Tensor | None, eps: float, request: CastRequest | None
 ) -> tuple[torch.Tensor, torch.Tensor, ScaledTensor | None]:
-    """y and rstd, and the cast that is wished for, with what it lost added to the counts of the layer behind.
+    """Return y, rstd and the requested cast, whose counts are added to those of the layer behind.
 
     Where no gradient is recorded.
     """

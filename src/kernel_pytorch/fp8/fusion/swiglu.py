@@ -1,12 +1,10 @@
-"""``down(silu(gate(x)) * up(x))`` in 8 bits as one function, under the modules that a model already has.
+"""Run ``down(silu(gate(x)) * up(x))`` of three converted layers as one function, inside the model's own modules.
 
-Between the products nothing is written in high precision that is only read to be cast: the activation goes straight
-into 8 bits, and its gradients into 8 bits in both layouts. h is not kept for the backward, which has what it takes to
-make its transposed copy again in passing.
+Nothing between the GEMMs is written in high precision: the activation is quantized as it is computed, its gradients
+in both layouts. h is not saved; the backward recomputes its transposed data from gate and up.
 
-A module is taken for a SwiGLU by what it computes, not by its name: it must have three linear layers and nothing else
-to learn, and give the same as the formula with small random weights in their place. Where its other attributes are no
-longer what they were then, it runs as it is.
+A module is matched by what it computes, not by its name: it must have three linear layers, no other parameters, and
+agree with the formula on small random weights. If another attribute of it changes later, its own forward runs.
 """
 
 from __future__ import annotations
@@ -100,7 +98,7 @@ def _roles(module: nn.Module) -> tuple[str, str, str] | None:
 
 
 def _computes(module: nn.Module, gate: str, up: str, down: str) -> bool:
-    """Whether the module gives the formula's result, in training and outside, for small and for large numbers."""
+    """Whether the module gives the formula's result, in training and outside, for small and for large elements."""
     modes = {child: child.training for child in module.modules()}
     layers: list[Any] = [getattr(module, name) for name in (gate, up, down)]
     before = [layer.fp8_fallback for layer in layers]
@@ -176,7 +174,7 @@ def _common_recipe(layers: list[Any], x: torch.Tensor) -> Recipe | None:
 def fp8_swiglu_mlp(
     x: torch.Tensor, gate: Float8Linear, up: Float8Linear, down: Float8Linear, recipe: Recipe
 ) -> torch.Tensor:
-    """``down(silu(gate(x)) * up(x))`` with everything between the layers in 8 bits, gradients too."""
+    """``down(silu(gate(x)) * up(x))`` with activations and gradients between the layers in FP8."""
     recording = torch.is_grad_enabled()
     layers = (gate, up, down)
     weights = [layer.weight for layer in layers]

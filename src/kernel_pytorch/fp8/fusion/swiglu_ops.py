@@ -44,9 +44,9 @@ __all__ = [
 ]
 
 _CHUNK_ROWS = 4096
-"""Of a part of dh: many enough to keep the matrix units busy."""
+"""Rows of a chunk of dh: enough to keep the matrix units busy."""
 _LARGE = 1 << 27
-"""How many numbers a dh must have to be made in parts."""
+"""Elements of dh from which on it is computed in row chunks."""
 
 
 class Saved(NamedTuple):
@@ -122,7 +122,7 @@ def swiglu_forward(
 
 
 class Between(NamedTuple):
-    """What the first half of a backward leaves to the second."""
+    """What the first half of the backward passes to the second."""
 
     dy_t: torch.Tensor
     """Or dy itself, where the transposed copies have yet to be made; those of dgate and dup are then empty."""
@@ -141,7 +141,7 @@ def is_chunked(between: Between) -> bool:
 
 
 def in_row_chunks(gate: torch.Tensor, history: torch.Tensor | None) -> bool:
-    """Whether dh, of gate's shape, is made in parts: only a history has a scale before all of it is there."""
+    """Return whether dh is computed in row chunks: only delayed scaling has a scale before all of dh is there."""
     rows, columns = gate.shape
     # Rows that torch.compile does not know stay any number: nothing may depend on them.
     large = statically_known_true(rows > _CHUNK_ROWS) and statically_known_true(rows * columns >= _LARGE)
@@ -206,27 +206,27 @@ def _rows_of_matmul(a: torch.Tensor, factors: tuple[Any, ...], first: int, last:
 def backward_gemms(
     between: list[torch.Tensor], saved: Saved, dtype: str, dx_sums: str, needs: Needs
 ) -> tuple[torch.Tensor | None, ...]:
-    """The rest. Gate and up are not read."""
+    """Return the gradients of ``swiglu_backward`` from the first half. Gate and up are not read."""
     dx = dx_of_up = dgate = dup = ddown = None
-    parted = is_chunked(Between(*between))
+    chunked = is_chunked(Between(*between))
     dy_t, dy_inverse, g, g_t, g_inverse, u, u_t, u_inverse, h_t = between
     between.clear()
     direct = not torch.compiler.is_compiling() and dispatch.plain_call(g)
     if needs.ddown:
-        dy_t = transpose_data(dy_t) if parted else dy_t
+        dy_t = transpose_data(dy_t) if chunked else dy_t
         ddown = scaled_matmul(dy_t, h_t, dy_inverse, saved.h_inverse, dtype, "promoted", direct)
     del dy_t, h_t
     if needs.dx:
         dx = scaled_matmul(g, saved.gate_t, g_inverse, saved.gate_inverse, dtype, dx_sums, direct)
     if needs.dgate:
-        g_t = transpose_data(g) if parted else g_t
+        g_t = transpose_data(g) if chunked else g_t
         del g
         dgate = scaled_matmul(g_t, saved.x_t, g_inverse, saved.x_inverse, dtype, "promoted", direct)
-    g = g_t = g_inverse  # what was of gate is let go before it is up's turn
+    g = g_t = g_inverse  # free gate's tensors before up's GEMMs
     if needs.dx:
         dx_of_up = scaled_matmul(u, saved.up_t, u_inverse, saved.up_inverse, dtype, dx_sums, direct)
     if needs.dup:
-        u_t = transpose_data(u) if parted else u_t
+        u_t = transpose_data(u) if chunked else u_t
         del u
         dup = scaled_matmul(u_t, saved.x_t, u_inverse, saved.x_inverse, dtype, "promoted", direct)
     return dx, dx_of_up, dgate, dup, ddown
@@ -315,7 +315,7 @@ def _hidden_gradients_in_chunks(
     return found
 
 
-def _count(counts: torch.Tensor, lost: torch.Tensor, numbers: int) -> None:
-    """Add the losses of an input or a gradient, the same in both copies."""
+def _count(counts: torch.Tensor, lost: torch.Tensor, elements: int) -> None:
+    """Add the counts of an input or a gradient, the same for data and data_t."""
     counts[0, :, :3].add_(lost)
-    counts[0, :, 3].add_(numbers)
+    counts[0, :, 3].add_(elements)
