@@ -88,9 +88,10 @@ class Ranks:
                 with suppress(OSError):
                     pipe.send(None)
         for process in self.processes:
-            process.join(5)
+            process.join(30)  # five seconds are too few on a busy machine
             if process.is_alive():
                 process.kill()
+                process.join()
         self.folder.cleanup()
 
 
