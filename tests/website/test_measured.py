@@ -1,5 +1,6 @@
 """Numbers in prose: each is what its record says, of the kernel that is here now; anything else is found."""
 
+import re
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ import pytest
 from tools.website import freshness
 from tools.website.measured import check, check_file, duration, refresh, resolve
 from tools.website.pages import renewed
-from tools.website.plots import PLOTS, drawn
+from tools.website.plots import PLOTS, drawn, intact
 
 from kernel_pytorch.documentation.op_support import lowering_digest
 from kernel_pytorch.evidence import (
@@ -322,6 +323,21 @@ def test_a_plot_shows_its_records_numbers_in_the_readers_colours(path: str) -> N
     assert drawn(PLOTS[path], {name: msgspec.structs.replace(record, measurements=slower)}, svg) is not svg
 
 
+def test_an_edited_plot_is_noticed_and_drawn_anew() -> None:
+    records = named_evidence(evidence_directory())
+    plot = PLOTS["docs/plots/attention-sparse.svg"]
+    svg = drawn(plot, records)
+    assert intact(svg)
+    start = svg.index("<desc>")
+    number = re.compile(r"\d\.\d\dx").search(svg, start)
+    assert number is not None
+    forged = svg[: number.start()] + "9.99x" + svg[number.end() :]
+    unsigned = svg[: svg.rindex("<!-- content")]
+    for other in (forged, unsigned, svg + "<text>9x</text>\n", svg.replace("currentColor", "red", 1)):
+        assert not intact(other)
+        assert drawn(plot, records, other) == svg
+
+
 def test_a_plot_without_its_record_says_so() -> None:
     assert "There is no record yet." in drawn(next(iter(PLOTS.values())), {})
 
@@ -362,10 +378,7 @@ def test_the_age_of_a_record(project: Path) -> None:
     assert states(project, record) == {"rms_norm.cpu": "current", gpu: "stale"}
     assert next(age.shown for age in freshness.ages(project)) == 1
 
-    api = project / "src" / "kernel_pytorch" / "ops" / "rms_norm" / "api.py"
-    api.write_text("one  # which is not two\n")
-    assert states(project, record)["rms_norm.cpu"] == "current"
-    api.write_text("two\n")
+    (project / "src" / "kernel_pytorch" / "ops" / "rms_norm" / "api.py").write_text("two\n")
     assert states(project, record)["rms_norm.cpu"] == "older"
     assert freshness.ages(project)[0].changed == ("ops/rms_norm/api.py",)
     assert states(project, msgspec.structs.replace(record, sources={"torch": "x"}))["rms_norm.cpu"] == "stale"
@@ -379,6 +392,23 @@ def test_the_age_of_a_record(project: Path) -> None:
     ran = msgspec.structs.replace(ran, passed=[Block("docs/page.md", 5, fence.digest)])
     write_record(ran, project / "benchmarks" / "evidence" / "documentation.gpu.json")
     assert gpu not in states(project, record)
+
+
+def test_a_change_that_compiles_to_the_same_code_makes_no_record_older(project: Path) -> None:
+    record = msgspec.structs.replace(RECORD, commit=git(project, "rev-parse", "HEAD"))
+    folder = project / "src" / "kernel_pytorch" / "ops" / "rms_norm"
+    (folder / "api.py").write_text('"""A docstring."""\n\none  # a comment\n')
+    (folder / "kernel.cpp").write_text("int f() { return 1; }\n")
+    git(project, "add", "-A")
+    assert states(project, record)["rms_norm.cpu"] == "older", "a file that was not there"
+    git(project, "-c", "user.name=a", "-c", "user.email=a@b", "commit", "-qm", "two")
+    record = msgspec.structs.replace(RECORD, commit=git(project, "rev-parse", "HEAD"))
+    (folder / "api.py").write_text("one\n")
+    (folder / "kernel.cpp").write_text("// one\nint f() {\n  /* two */ return 1;\n}\n")
+    assert states(project, record)["rms_norm.cpu"] == "current"
+    (folder / "kernel.cpp").write_text("int f() { return 2; }\n")
+    assert states(project, record)["rms_norm.cpu"] == "older"
+    assert freshness.ages(project)[0].changed == ("ops/rms_norm/kernel.cpp",)
 
 
 def test_the_command_has_a_table_data_and_an_exit_code(

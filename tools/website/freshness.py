@@ -2,9 +2,9 @@
 
 A record is *stale* where the code of a kernel that it names has changed: its numbers no longer count, and pages that
 show them fail to build. It is *older* where the code of other files that it measures has changed since its commit,
-which may or may not have changed its numbers; so is an operator table that was probed with another version of the
-lowering. It is *unknown* where its commit is not in this checkout's history, or its backend is not installed.
-Otherwise it is *current*. The exit code is 0 when all records are current.
+which may or may not have moved its numbers; so is a table of operators that was probed with another lowering.
+Comments, docstrings and layout are no code. It is *unknown* where its commit is not in this checkout's history, or
+its backend is not installed. Otherwise it is *current*. The exit code is 0 when all are.
 """
 
 from __future__ import annotations
@@ -114,21 +114,37 @@ def _changed_since(root: Path, commit: str, paths: tuple[str, ...]) -> tuple[str
         raise FileNotFoundError(f"{missing[0]}: _MEASURES in {Path(__file__).name} names what is not there")
     command = ["git", "-C", str(root), "diff", "--name-only", commit, "--", *paths]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
+    if done.returncode != 0:
         return None
-    changed = [file for file in done.stdout.split() if not _same_code(root, commit, file)]
+    changed = (file for file in done.stdout.split() if _code_changed(root, commit, file))
     return tuple(file.removeprefix("src/kernel_pytorch/") for file in changed)
 
 
-def _same_code(root: Path, commit: str, file: str) -> bool:
-    """Whether a Python file differs from that of a commit in comments, docstrings, imports and layout alone."""
-    if not file.endswith(".py") or not (root / file).is_file():
-        return False
-    shown = subprocess.run(["git", "-C", str(root), "show", f"{commit}:{file}"], capture_output=True, check=False)
-    if shown.returncode:
-        return False
-    before, now = (code_of(ast.parse(text)) for text in (shown.stdout, (root / file).read_bytes()))
-    return before == now
+_CPP = (".cpp", ".cc", ".h", ".hpp", ".cu", ".cuh")
+
+
+def _code_changed(root: Path, commit: str, file: str) -> bool:
+    """Whether a file's code is another than at a commit; comments, docstrings and layout are no code."""
+    then = subprocess.run(["git", "-C", str(root), "show", f"{commit}:{file}"], capture_output=True, check=False)
+    if then.returncode != 0 or not (root / file).is_file():
+        return True
+    old, new = (_code(file, data) for data in (then.stdout, (root / file).read_bytes()))
+    return old != new
+
+
+def _code(file: str, data: bytes) -> str:
+    text = data.decode("utf-8", "replace")
+    if file.endswith(".py"):
+        try:
+            return code_of(ast.parse(text))
+        except SyntaxError:
+            return text
+    if file.endswith(_CPP):
+        # A comment or a run of white space counts as one space; what looks like a comment in a string is kept.
+        parts = re.findall(r'"(?:\\.|[^"\\\n])*"|//[^\n]*|/\*.*?\*/|\s+|.', text, flags=re.DOTALL)
+        plain = "".join(" " if part.isspace() or part.startswith(("//", "/*")) else part for part in parts)
+        return re.sub(r"\s+", " ", plain).strip()
+    return text
 
 
 def _blocks_without_a_record(root: Path, records: list[Record]) -> list[Age]:

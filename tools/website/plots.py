@@ -1,11 +1,13 @@
 """Plots of recorded measurements, as SVG that follows the reader's theme and fits a phone.
 
 Each plot is a function from the records to ``Chart``s, data alone; ``drawn`` makes the picture. A picture holds the
-digest of its data, so that one whose records are unchanged is left as it is and needs no matplotlib to be checked.
+digest of its data, so that one whose records are unchanged is left as it is and needs no matplotlib to be checked. It
+holds the digest of itself as well: one that was edited is not ``intact`` and is drawn anew.
 """
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import html
 import io
@@ -18,9 +20,10 @@ from typing import Any
 import msgspec
 
 from kernel_pytorch.evidence import Benchmark, Measurement, Record
+from kernel_pytorch.hardware_abstraction.source_digest import code_of
 from tools.website.measured import provenance, stale_kernels
 
-__all__ = ["PLOTS", "Chart", "drawn"]
+__all__ = ["PLOTS", "Chart", "drawn", "intact"]
 
 _INK, _FAINT = "#010203", "#010204"  # stand for the page's own text colour; no series may have them
 _COLOURS = ("#2f7fd1", "#d9772b", "#3a9a68", "#8b8f98", "#9a6bc4")  # readable on white and on black
@@ -157,9 +160,29 @@ def drawn(plot: Plot, records: Mapping[str, Record], there: str = "") -> str:
     if isinstance(record, Benchmark):
         older = stale_kernels(record)
         source = provenance(record).partition(": ")[0] + (f" (since changed: {', '.join(older)})" if older else "")
-    data = msgspec.json.encode([source, [asdict(chart) for chart in charts]]) + Path(__file__).read_bytes()
+    code = code_of(ast.parse(Path(__file__).read_bytes()))  # a comment in this file changes no picture
+    data = msgspec.json.encode([source, [asdict(chart) for chart in charts]]) + code.encode()
     digest = hashlib.sha256(data).hexdigest()[:16]
-    return there if f"<!-- data {digest} -->" in there else _draw(name, charts, source, digest)
+    same = f"<!-- data {digest} -->" in there and intact(there)
+    return there if same else _signed(_draw(name, charts, source, digest))
+
+
+_SIGNATURE = re.compile(r"<!-- content ([0-9a-f]{16}) -->\n")
+
+
+def _signed(svg: str) -> str:
+    return f"{svg}<!-- content {hashlib.sha256(svg.encode()).hexdigest()[:16]} -->\n"
+
+
+def intact(svg: str) -> bool:
+    """Whether a picture is as it was drawn: its last line has the digest of all others.
+
+    Example:
+        >>> intact(_signed("<svg>1</svg>\\n")), intact(_signed("<svg>1</svg>\\n").replace("1", "2"))
+        (True, False)
+    """
+    content, mark, after = svg.rpartition("<!-- content ")
+    return bool(mark) and _SIGNATURE.fullmatch(mark + after) is not None and _signed(content) == svg
 
 
 def _draw(name: str, charts: list[Chart], source: str, digest: str) -> str:
