@@ -46,7 +46,7 @@ def compile_supported() -> bool:
 def constant_in_graph(function: Function) -> Function:
     """Mark a function as ``torch.compiler.assume_constant_result`` does, which imports ``torch._dynamo``.
 
-    Checked with torch 2.11 to 2.13. Where torch reads another mark, torch.compile traces into the function.
+    Where torch reads another mark, torch.compile traces into the function.
     """
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function

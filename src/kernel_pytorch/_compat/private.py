@@ -12,8 +12,8 @@ import torch
 
 __all__ = ["PRIVATE_NAMES", "CompatibilityWarning", "PrivateName", "private"]
 
-CHECKED = "torch 2.11 and 2.13"
-"""The versions whose private names the tests have passed with."""
+CHECKED = "torch 2.13"
+"""The versions that the tests of these names have passed with."""
 
 
 class CompatibilityWarning(UserWarning):

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from kernel_pytorch._compat.compiler import constant_in_graph
+from kernel_pytorch._compat.modes import backward_running
 from kernel_pytorch.fp8.fusion.matching import input_key
 from kernel_pytorch.fp8.quantize import (
     INPUT,
@@ -327,7 +328,7 @@ def quantize_layer_weight(
 
 def recomputing() -> bool:
     """Return whether a backward is running: this forward is then recomputed for activation checkpointing."""
-    return torch._C._current_graph_task_id() != -1
+    return backward_running()
 
 
 def compute_dtype(x: torch.Tensor) -> torch.dtype:

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import torch
 
 from kernel_pytorch._compat.compiler import constant_in_graph
+from kernel_pytorch._compat.modes import fake_mode_active
 from kernel_pytorch.fp8.autograd import (
     COUNTS_SHAPE,
     STATE_SHAPE,
@@ -137,7 +138,7 @@ def can_measure(kind: str) -> bool:
     """Whether calls on such a device run as they are made: neither for a graph nor on tensors without memory."""
     if kind == "cuda" and torch.cuda.is_current_stream_capturing():
         return False
-    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is None
+    return not fake_mode_active()
 
 
 def _measured_products(kind: str, index: int | None, *call: Any) -> tuple[str, ...]:

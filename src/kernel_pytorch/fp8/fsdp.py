@@ -13,9 +13,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.autograd.grad_mode import _unsafe_preserve_version_counter
-from torch.utils import _pytree as pytree
 
+from kernel_pytorch._compat.structures import disabled_torch_function, preserve_version, pytree
 from kernel_pytorch.fp8.autograd import formats_on
 from kernel_pytorch.fp8.quantize import weight_power_of_two
 from kernel_pytorch.fp8.recipe import Recipe
@@ -54,7 +53,7 @@ class ShardedWeight(torch.Tensor):
         made.tensor = tensor
         return made
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = disabled_torch_function  # type: ignore[assignment]
 
     def __tensor_flatten__(self) -> tuple[list[str], None]:
         return ["tensor"], None
@@ -120,7 +119,7 @@ class ShardedWeight(torch.Tensor):
     ) -> tuple[torch.Tensor, list[torch.Tensor]] | None:
         inverse, number_format, (n, k) = metadata
         if out is not None:  # its data is the memory that has just been gathered into
-            with _unsafe_preserve_version_counter(out.inverse_scale):  # as FSDP2 does for the data
+            with preserve_version(out.inverse_scale):  # as FSDP2 does for the data
                 out.inverse_scale.copy_(inverse)
             return None
         data = all_gather_outputs[0].view(-1)[: n * k].view(n, k).view(FORMATS[number_format].dtype)
@@ -156,7 +155,7 @@ class GatheredWeight(torch.Tensor):
         found: torch.Tensor = _Dequantize.apply(self)  # type: ignore[no-untyped-call]
         return found
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = disabled_torch_function  # type: ignore[assignment]
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         return ["data_fp8", "inverse_scale"], self.dtype

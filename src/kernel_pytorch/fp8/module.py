@@ -14,11 +14,11 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import is_grad_enabled, nn
-from torch.autograd import forward_ad
 from torch.compiler import is_compiling, is_dynamo_compiling
 from torch.nn import functional
-from torch.utils._python_dispatch import _disable_current_modes
 
+from kernel_pytorch._compat.modes import forward_ad_active, jit_tracing
+from kernel_pytorch._compat.structures import disable_modes
 from kernel_pytorch.fp8.autograd import (
     COUNTS_SHAPE,
     STATE_SHAPE,
@@ -188,7 +188,7 @@ class Float8Linear(nn.Linear):
             if len(self._calls) > 4096:
                 self._calls.clear()
             found = self._new_call_for(x, own)
-            if self.fp8_auto and (torch._C._is_tracing() or not can_measure(kind)):
+            if self.fp8_auto and (jit_tracing() or not can_measure(kind)):
                 return found  # sizes are no numbers, or nothing is known of their calls
             if self._narrow != (weight.itemsize < 4):
                 self._clear_caches()
@@ -201,7 +201,7 @@ class Float8Linear(nn.Linear):
                 if self._narrow:
                     self._plain_up_to = self._plain_numel.get(True, -1)
         call = self._calls[key]
-        if call is not None and (transforms_active() or forward_ad._current_level >= 0):
+        if call is not None and (transforms_active() or forward_ad_active()):
             refuse_transforms(x, weight, bias)
         return call
 
@@ -276,7 +276,7 @@ class Float8Linear(nn.Linear):
         counts, history = self.fp8_forward_counts, self.fp8_history if recipe.delayed else None
         if not is_compiling() and recomputing():
             # A recomputation must not count twice, and checkpointing compares the operators of both forwards.
-            with _disable_current_modes():
+            with disable_modes():
                 counts, history = counts.clone(), None if history is None else history.clone()
         gradient_history = self.fp8_gradient_history if recipe.delayed else None
         return Buffers(counts, history, self.fp8_gradient_counts, gradient_history)

@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.fx.experimental.proxy_tensor import _get_proxies
 
-from kernel_pytorch._compat.compiler import constant_in_graph
+from kernel_pytorch._compat.compiler import constant_in_graph, proxies_of
 from kernel_pytorch.fp8.quantize import (
     INPUT,
     NAMES,
@@ -63,7 +62,7 @@ def skip_version_check(*mutated: torch.Tensor | None) -> tuple[torch.Tensor | No
     saved tensors to be unchanged.
     """
     for tensor in mutated:
-        for proxy in () if tensor is None else _get_proxies(tensor):
+        for proxy in () if tensor is None else proxies_of(tensor):
             proxy.node.meta["saved_tensor_with_no_vc_check"] = True
     return mutated
 

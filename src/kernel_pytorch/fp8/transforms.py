@@ -11,6 +11,14 @@ import torch
 from torch.autograd import forward_ad
 
 from kernel_pytorch._compat.compiler import constant_in_graph
+from kernel_pytorch._compat.modes import (
+    forward_ad_active,
+    is_batched,
+    is_legacy_batched,
+    jit_tracing,
+    transform_name,
+    transforms_active,
+)
 
 __all__ = [
     "compiled_transforms_active",
@@ -21,9 +29,7 @@ __all__ = [
     "transforms_active",
 ]
 
-transforms_active = torch._C._are_functorch_transforms_active
 """Return whether a ``torch.func`` transform is active. Torch's own function, since every eager call asks."""
-_tracing = torch._C._is_tracing
 _NAMES = {
     "Grad": "torch.func.grad (or vjp, jacrev)",
     "Vmap": "torch.func.vmap",
@@ -37,11 +43,11 @@ _BACKWARD = "use loss.backward() or torch.autograd.grad"
 def refuse_transforms(*tensors: torch.Tensor | None) -> None:
     """Raise inside a ``torch.func`` transform or ``torch.jit.trace``, or if a tensor has a forward-mode tangent."""
     if transforms_active():
-        key = torch._C._functorch.peek_interpreter_stack().key().name
+        key = transform_name()
         refuse(_NAMES.get(key, f"a transform of torch.func ({key})"), _BATCH if key == "Vmap" else _BACKWARD)
-    if _tracing():
+    if jit_tracing():
         refuse("torch.jit.trace", "use torch.compile")
-    if forward_ad._current_level >= 0 and any(_has_tangent(tensor) for tensor in tensors):
+    if forward_ad_active() and any(_has_tangent(tensor) for tensor in tensors):
         refuse("a forward-mode derivative (torch.autograd.forward_ad)", _BACKWARD)
 
 
@@ -54,7 +60,7 @@ def refuse_compiled_transforms() -> None:
 @constant_in_graph
 def compiled_transforms_active() -> bool:
     """Return whether a transform or forward-mode derivative is active, for calls that torch.compile traces."""
-    return transforms_active() or forward_ad._current_level >= 0
+    return transforms_active() or forward_ad_active()
 
 
 def refuse(tried: str, instead: str) -> NoReturn:
@@ -70,8 +76,8 @@ def refuse_batch(tensor: torch.Tensor, remembers: bool) -> None:
 
     Batched gradients occur in backwards alone: ``refuse_transforms`` has refused batched forwards.
     """
-    of_vmap = remembers and torch._C._functorch.is_batchedtensor(tensor)
-    if of_vmap or torch._C._functorch.is_legacy_batchedtensor(tensor):
+    of_vmap = remembers and is_batched(tensor)
+    if of_vmap or is_legacy_batched(tensor):
         refuse(
             "a batch of gradients at once (torch.vmap, is_grads_batched=True, vectorize=True)",
             "take each by itself",

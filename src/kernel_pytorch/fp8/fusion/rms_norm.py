@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd import forward_ad
 
 from kernel_pytorch._compat.compiler import constant_in_graph
+from kernel_pytorch._compat.modes import forward_ad_active, transform_active
 from kernel_pytorch.fp8.autograd import recomputing
 from kernel_pytorch.fp8.fusion.matching import (
     SETTINGS,
@@ -195,7 +195,7 @@ def _takes(caster: CastingNorm, x: Any, weight: torch.Tensor | None) -> bool:
     if not _is_the_norm_of(caster, x, weight):
         return False
     # What transforms functions must see torch's own operators.
-    return torch._C._functorch.peek_interpreter_stack() is None and forward_ad._current_level < 0
+    return not transform_active() and not forward_ad_active()
 
 
 def _is_the_norm_of(caster: CastingNorm, x: Any, weight: torch.Tensor | None) -> bool:
