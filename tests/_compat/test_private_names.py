@@ -13,9 +13,10 @@ from kernel_pytorch._compat import compiler, memory, modes, structures
 from kernel_pytorch._compat.private import CompatibilityWarning, private
 
 PACKAGE = Path(kernel_pytorch.__file__).parent
-# Operators that torch documents under a leading underscore, and types in annotations.
+# Operators and the constructor of tensor subclasses, which torch documents under a leading underscore.
 _ALLOWED = re.compile(
-    r"``.*?``|torch\.(_scaled_mm|_scaled_grouped_mm|_native_multi_head_attention)\b|torch\.ops\.aten\._"
+    r"``.*?``|torch\.(_scaled_mm|_scaled_grouped_mm|_native_multi_head_attention|Tensor\._make_wrapper_subclass)\b"
+    r"|torch\.ops\.aten\._"
 )
 _PRIVATE = re.compile(r"\btorch(\.\w+)*\._[a-zA-Z]\w*|from torch[\w.]* import .*\b_\w+|forward_ad\._\w+")
 

@@ -67,8 +67,8 @@ def test_selective_activation_checkpointing() -> None:
 def test_a_repeated_forward_casts_for_the_layers_that_are_repeated(reentrant: bool) -> None:
     net = kp.fp8.convert(model(checkpointing=reentrant), "tensorwise")
     train(net, range(3))
-    assert caster_of(net.block.norm_1)._wishes.keys() == ({True} if reentrant else {True, False})
-    assert caster_of(net.norm)._wishes.keys() <= {False}
+    assert caster_of(net.block.norm_1)._requests.keys() == ({True} if reentrant else {True, False})
+    assert caster_of(net.norm)._requests.keys() <= {False}
 
 
 # Copies, state dicts, ranks

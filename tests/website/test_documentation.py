@@ -259,20 +259,8 @@ def test_blocks_that_need_a_device_are_known() -> None:
 
 @pytest.mark.parametrize("page", pages.hand_written(ROOT), ids=name_of)
 def test_every_number_of_a_page_is_what_its_record_says(page: Path) -> None:
-    found = [problem for problem in measured.check_file(page, RECORDS) if not known_claim(page, problem)]
+    found = measured.check_file(page, RECORDS)
     assert not found, f"{name_of(page)}: {[str(problem) for problem in found]}"
-
-
-# Claims that have no record yet. Each is a debt: record it or take it out of the text.
-KNOWN_CLAIMS = {
-    "docs/performance.md": "'three percent' has no record",
-    "src/kernel_pytorch/ops/triton_launch.py": "'half the time' without",
-}
-
-
-def known_claim(page: Path, problem: measured.Problem) -> bool:
-    known = KNOWN_CLAIMS.get(name_of(page))
-    return known is not None and problem.message.startswith(known)
 
 
 OTHER_PROSE = sorted(
@@ -293,10 +281,7 @@ OTHER_PROSE = sorted(
 
 def test_generated_pages_docstrings_and_diagrams_make_no_claim_without_a_record() -> None:
     found = [
-        f"{name_of(path)}: {problem}"
-        for path in OTHER_PROSE
-        for problem in measured.check_file(path, RECORDS)
-        if not known_claim(path, problem)
+        f"{name_of(path)}: {problem}" for path in OTHER_PROSE for problem in measured.check_file(path, RECORDS)
     ]
     assert not found
     assert len(OTHER_PROSE) > 100

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
 
+from kernel_pytorch._compat.structures import pytree
 from kernel_pytorch.distributed.context import Context
 from kernel_pytorch.distributed.hugging_face import Prepared
 from kernel_pytorch.masks import Mask

@@ -43,8 +43,8 @@ class Place(NamedTuple):
 def empty(x: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """A contiguous tensor of at most two dimensions beside x, whose GPU must be the current one.
 
-    As compiled code allocates, past the dispatcher, which takes half the time: a cast has several results, and a step
-    many casts. In deterministic mode as torch does, which may fill it.
+    Allocates as compiled code does, past the dispatcher: a cast has several results, and a step many casts. In
+    deterministic mode it allocates as torch does, which may fill the memory.
     """
     if not x.is_cuda or torch.are_deterministic_algorithms_enabled():
         return x.new_empty(shape, dtype=dtype)
