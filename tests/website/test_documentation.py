@@ -259,7 +259,7 @@ def test_blocks_that_need_a_device_are_known() -> None:
 
 @pytest.mark.parametrize("page", pages.hand_written(ROOT), ids=name_of)
 def test_every_number_of_a_page_is_what_its_record_says(page: Path) -> None:
-    found = measured.check_file(page, RECORDS)
+    found = list(measured.check_file(page, RECORDS))
     assert not found, f"{name_of(page)}: {[str(problem) for problem in found]}"
 
 
