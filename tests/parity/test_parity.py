@@ -400,7 +400,7 @@ def test_command_converts_with_the_default_recipe(
     assert len(report.layers) == 7 * TINY.layers
     assert all(row.recipe == "delayed" and "fell back" not in str(row.notes) for row in report.layers)
     rows = STEPS * TINY.batch * TINY.length
-    assert all(row.losses["gradient"].numbers == rows * row.outputs for row in report.layers)
+    assert all(row.stats["gradient"].elements == rows * row.outputs for row in report.layers)
     results = Results(tmp_path / "runs")
     losses, reference = results.losses["delayed", 0], results.losses["bf16", 0]
     assert losses != reference

@@ -87,8 +87,9 @@ class AddedKernel:
     """A third party's kernel for a backend that exists: what an entry point of ``kernel_pytorch.kernels`` names.
 
     Example:
+        >>> import dataclasses
         >>> from kernel_pytorch.ops.rms_norm import KERNEL_TORCH
-        >>> mine = replace(KERNEL_TORCH, name="mine", module="my_package.rms_norm")
+        >>> mine = dataclasses.replace(KERNEL_TORCH, name="mine", module="my_package.rms_norm")
         >>> AddedKernel(backend="cpu", kernel=mine, before="torch").kernel.name
         'mine'
     """

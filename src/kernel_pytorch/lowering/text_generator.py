@@ -79,9 +79,10 @@ class TextGenerator:
 
     Example:
         >>> import pathlib, tempfile
+        >>> import kernel_pytorch as kp
         >>> from kernel_pytorch.testing.checkpoints import tiny_checkpoint
         >>> folder = tiny_checkpoint(pathlib.Path(tempfile.mkdtemp()))
-        >>> generator = TextGenerator.from_pretrained(folder)
+        >>> generator = kp.TextGenerator.from_pretrained(folder)
         >>> len(generator.generate("once upon", max_tokens=4).tokens)
         4
     """
