@@ -20,11 +20,11 @@ code { font-size: .9em; overflow-wrap: anywhere; }
 """
 
 
-def document(title: str, body: Iterable[str]) -> str:
-    """Return a page, readable on a phone and in dark mode, with these parts of HTML one after another."""
+def document(title: str, body: Iterable[str], style: str = _STYLE) -> str:
+    """Return a page, readable on a phone, with these elements of HTML one after another; ``style`` is its CSS."""
     return (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
-        f'<meta name="viewport" content="width=device-width, initial-scale=1"><style>{_STYLE}</style></head>\n'
+        f'<meta name="viewport" content="width=device-width, initial-scale=1"><style>{style}</style></head>\n'
         f"<body>\n{chr(10).join(body)}\n</body></html>\n"
     )
 

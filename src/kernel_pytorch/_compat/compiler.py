@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
+from functools import cache
 from typing import Any, TypeVar
 
 from kernel_pytorch._compat.private import private
@@ -86,12 +87,16 @@ def index_by_tensors() -> contextlib.AbstractContextManager[Any]:
     return entered
 
 
-def proxies_of(tensor: Any) -> list[Any]:
-    """The nodes of the graph that is being traced which stand for a tensor; none outside of tracing."""
-    proxies = private(
+@cache
+def _get_proxies() -> Any:
+    return private(
         "torch.fx.experimental.proxy_tensor._get_proxies",
         test=callable,
         without="torch.compile refuses tensors that a backward and a later forward write to",
         otherwise=lambda _: (),
     )
-    return list(proxies(tensor))
+
+
+def proxies_of(tensor: Any) -> list[Any]:
+    """The nodes of the graph that is being traced which stand for a tensor; none outside of tracing."""
+    return list(_get_proxies()(tensor))

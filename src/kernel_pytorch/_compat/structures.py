@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from kernel_pytorch._compat.private import private
@@ -45,12 +46,16 @@ __all__ = [
 ]
 
 
-def has_composite_kernel(operator: Any) -> bool:
-    """Whether an operator is made of other operators, so that export takes it apart."""
-    has_kernel = private(
+@cache
+def _has_kernel() -> Any:
+    return private(
         "torch._C._dispatch_has_kernel_for_dispatch_key",
         test=lambda f: f("aten::relu", "CPU") is True,
         without="operators are not taken apart",
         otherwise=lambda *_: False,
     )
-    return bool(has_kernel(operator.name(), "CompositeImplicitAutograd"))
+
+
+def has_composite_kernel(operator: Any) -> bool:
+    """Whether an operator is made of other operators, so that export takes it apart."""
+    return bool(_has_kernel()(operator.name(), "CompositeImplicitAutograd"))

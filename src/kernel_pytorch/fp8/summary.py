@@ -26,6 +26,7 @@ from kernel_pytorch.fp8.recipe import PRODUCTS
 from kernel_pytorch.hardware_abstraction.dispatch import explain
 from kernel_pytorch.hardware_abstraction.formats import FORMATS
 from kernel_pytorch.hardware_abstraction.registry import device_of
+from kernel_pytorch.html_page import document
 from kernel_pytorch.ops.fp8_cast.definition import inverse_shape
 from kernel_pytorch.ops.fp8_matmul import KERNEL_DEQUANTISED, KERNEL_SCALED_MM, fp8_matmul
 
@@ -355,19 +356,12 @@ def _layer_report(name: str, layer: Float8Linear, fused: str | None, norm: str |
 
 def _page(summary: str, groups: Sequence[LayerGroup], remarks: Sequence[str]) -> str:
     """Return the page: the summary, what is not covered, and a card for each group of layers."""
-    parts = [
-        "<!doctype html>",
-        '<html lang="en"><head><meta charset="utf-8">',
-        '<meta name="viewport" content="width=device-width, initial-scale=1">',
-        f"<title>FP8 report</title><style>{_STYLE}</style></head><body>",
-        f'<h1>FP8 report</h1><p class="summary">{escape(summary)}</p>',
-    ]
+    parts = [f'<h1>FP8 report</h1><p class="summary">{escape(summary)}</p>']
     if remarks:
         parts.append(f"<h2>Remarks</h2>{_list(remarks)}")
     parts.append("<h2>Converted layers</h2>")
     parts += map(_card, groups)
-    parts.append("</body></html>")
-    return "\n".join(parts) + "\n"
+    return document("FP8 report", parts, _STYLE)
 
 
 def _list(items: Iterable[str]) -> str:
