@@ -43,7 +43,7 @@ class Generation:
 
 
 class _Detokenizer:
-    """Text of tokens as they come: a character of several tokens is held back until it is whole."""
+    """Incremental decoding: a character of several tokens is held back until it is whole."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer, self._ids = tokenizer, list[int]()
