@@ -14,7 +14,11 @@ from kernel_pytorch.ops.attention.definition import ATTENTION, result_dtype
 from kernel_pytorch.ops.attention.kernels import (
     KERNEL_CPU_FLASH,
     KERNEL_CUDNN,
+    KERNEL_CUDNN_FLEX,
+    KERNEL_CUDNN_FLEX_DETERMINISTIC,
     KERNEL_FLASH,
+    KERNEL_FLASH_4,
+    KERNEL_FLASH_4_DETERMINISTIC,
     KERNEL_NATIVE,
     KERNEL_SCORE_MOD,
     KERNEL_TILED,
@@ -26,7 +30,11 @@ from kernel_pytorch.ops.attention.sink_logits import with_sink_logits
 __all__ = [
     "KERNEL_CPU_FLASH",
     "KERNEL_CUDNN",
+    "KERNEL_CUDNN_FLEX",
+    "KERNEL_CUDNN_FLEX_DETERMINISTIC",
     "KERNEL_FLASH",
+    "KERNEL_FLASH_4",
+    "KERNEL_FLASH_4_DETERMINISTIC",
     "KERNEL_NATIVE",
     "KERNEL_SCORE_MOD",
     "KERNEL_TILED",

@@ -7,19 +7,28 @@ from functools import cache
 import torch
 
 from kernel_pytorch.hardware_abstraction.device import Device
+from kernel_pytorch.hardware_abstraction.library import CUDNN_FRONTEND, FLASH_ATTENTION_4, Library
 from kernel_pytorch.hardware_abstraction.op import Call, Kernel
 from kernel_pytorch.masks.code import NOT_IN_RUNTIME
 from kernel_pytorch.ops.attention.definition import lse_dtype, lse_flows
+from kernel_pytorch.ops.attention.sequences import packed_sequences, tile_refusal, window_of
 
 __all__ = [
     "KERNEL_CPU_FLASH",
     "KERNEL_CUDNN",
+    "KERNEL_CUDNN_FLEX",
+    "KERNEL_CUDNN_FLEX_DETERMINISTIC",
     "KERNEL_FLASH",
+    "KERNEL_FLASH_4",
+    "KERNEL_FLASH_4_DETERMINISTIC",
     "KERNEL_NATIVE",
     "KERNEL_SCORE_MOD",
     "KERNEL_TILED",
     "KERNEL_TRITON",
 ]
+
+MOST_INTERVALS = 16
+"""Of keys for a query, in cuDNN's interval masks: its time grows with their number."""
 
 
 def _tiled_supports(call: Call, device: Device) -> str | None:
@@ -38,15 +47,23 @@ def _triton_supports(call: Call, device: Device) -> str | None:
     return None
 
 
-def _torch_mask(call: Call) -> str | None:
-    """Why PyTorch's own kernels cannot serve the call's mask, or None."""
-    q, k, mask = call["q"], call["k"], call["mask"]
+def _fixed_form(call: Call) -> str | None:
+    """Why kernels of other libraries cannot serve the call, whatever its mask, or None."""
+    q, k = call["q"], call["k"]
     if 0 in q.shape or 0 in k.shape:
         return "takes no empty tensors"
     if call["scale"] < 1e-30:
         return f"takes a positive scale; it is {call['scale']}"
     if call["wanted"] == "parts" and q.dtype != lse_dtype(q.dtype):
         return f"rounds its results to {q.format}, and parts are merged unrounded"
+    return None
+
+
+def _torch_mask(call: Call) -> str | None:
+    """Why PyTorch's own kernels cannot serve the call's mask, or None."""
+    q, k, mask = call["q"], call["k"], call["mask"]
+    if reason := _fixed_form(call):
+        return reason
     if lse_flows(call["wanted"]) and (call.needs_grad or call.phase == "backward"):
         return "has no gradient through the log-sum-exp, and return_lse asks for it"
     if mask.is_full or (mask.is_causal and q.shape[2] == k.shape[2]):
@@ -105,6 +122,54 @@ def _flash_supports(call: Call, device: Device) -> str | None:
     return _torch_mask(call)
 
 
+def _adopted(call: Call, device: Device, library: Library) -> str | None:
+    """Why a kernel of an adopted library cannot serve the call, whatever its mask, or None."""
+    q, v = call["q"], call["v"]
+    if device.arch != "sm_90":
+        return f"passed its cases on sm_90 alone, and this is {device.arch}"
+    if reason := library.missing():
+        return reason
+    if q.dtype not in (torch.float16, torch.bfloat16):
+        return f"multiplies float16 and bfloat16; q is {q.format}"
+    if q.shape[3] % 8 or v.shape[3] % 8:
+        return f"needs head_dim a multiple of 8; q has {q.shape[3]} and v {v.shape[3]}"
+    return _fixed_form(call)
+
+
+def _flash_4_supports(call: Call, device: Device) -> str | None:
+    q, k, v, mask = call["q"], call["k"], call["v"], call["mask"]
+    if reason := _adopted(call, device, FLASH_ATTENTION_4):
+        return reason
+    widest = max(q.shape[3], v.shape[3])
+    if widest > 256:
+        return f"needs head_dim at most 256; it is {widest}"
+    if window_of(mask.node):
+        return None
+    if packed_sequences(mask.node):
+        same = q.shape[2] == k.shape[2]
+        return None if same else f"packs as many queries as keys; there are {q.shape[2]} and {k.shape[2]}"
+    known = mask.layout(q.shape[2], k.shape[2])
+    if not known.tables:
+        return f"knows windows, packed sequences and block tables; the mask is {mask}"
+    if widest > 128:
+        return f"walks block tables at head_dim up to 128; it is {widest}"
+    return tile_refusal(known)
+
+
+def _cudnn_flex_supports(call: Call, device: Device) -> str | None:
+    q, k, v, mask = call["q"], call["k"], call["v"], call["mask"]
+    if reason := _adopted(call, device, CUDNN_FRONTEND):
+        return reason
+    if max(q.shape[3], v.shape[3]) > 128:
+        return f"needs head_dim at most 128; q has {q.shape[3]} and v {v.shape[3]}"
+    known = mask.layout(q.shape[2], k.shape[2])
+    if known.tables:
+        return "takes intervals of keys, and the mask has block tables"
+    if known.slots > MOST_INTERVALS:
+        return f"takes at most {MOST_INTERVALS} intervals a query; the mask has {known.slots}"
+    return None
+
+
 def _kernel(
     name: str,
     module: str,
@@ -130,4 +195,12 @@ KERNEL_CPU_FLASH = _kernel("cpu-flash", "cpu_flash_kernel", _cpu_flash_supports,
 KERNEL_NATIVE = _kernel("native", "native_kernel", _native_supports, "native")
 KERNEL_FLASH = _kernel("flash", "flash_kernel", _flash_supports, "native", deterministic=False)
 KERNEL_CUDNN = _kernel("cudnn", "cudnn_kernel", _cudnn_supports, "native", deterministic=False)
+KERNEL_FLASH_4 = _kernel("flash-4", "flash4_kernel", _flash_4_supports, "native", deterministic=False)
+KERNEL_FLASH_4_DETERMINISTIC = _kernel(
+    "flash-4-deterministic", "flash4_deterministic_kernel", _flash_4_supports, "native"
+)
+KERNEL_CUDNN_FLEX = _kernel("cudnn-flex", "cudnn_flex_kernel", _cudnn_flex_supports, "native", deterministic=False)
+KERNEL_CUDNN_FLEX_DETERMINISTIC = _kernel(
+    "cudnn-flex-deterministic", "cudnn_flex_deterministic_kernel", _cudnn_flex_supports, "native"
+)
 KERNEL_SCORE_MOD = _kernel("tiled", "score_mod_kernel", _tiled_supports, "torch", op="score_mod_attention")
