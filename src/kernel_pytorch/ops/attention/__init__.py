@@ -125,7 +125,7 @@ def attention(
     if mask is None:
         mask = full()
     tensors = isinstance(q, torch.Tensor) and isinstance(k, torch.Tensor) and isinstance(v, torch.Tensor)
-    if tensors and torch.is_autocast_enabled(q.device.type):
+    if tensors and q.device.type != "meta" and torch.is_autocast_enabled(q.device.type):
         dtype = torch.get_autocast_dtype(q.device.type)
         q, k, v = (x if x.dtype == torch.float64 else x.to(dtype) for x in (q, k, v))
     if tensors and isinstance(mask, Mask) and group is None and not torch.compiler.is_compiling():

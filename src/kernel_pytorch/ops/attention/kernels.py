@@ -27,6 +27,9 @@ __all__ = [
     "KERNEL_TRITON",
 ]
 
+_FLASH_4_DIMS = (32, 64, 96, 128, 160, 192, 256)
+_CUDNN_FLEX_DIMS = (8, 16, 24, 32, 40, 64, 72, 80, 96, 128)
+"""The head dimensions whose outputs and gradients met their float64 budgets on an H200."""
 MOST_INTERVALS = 16
 """Of keys for a query, in cuDNN's interval masks: its time grows with their number."""
 
@@ -124,15 +127,13 @@ def _flash_supports(call: Call, device: Device) -> str | None:
 
 def _adopted(call: Call, device: Device, library: Library) -> str | None:
     """Why a kernel of an adopted library cannot serve the call, whatever its mask, or None."""
-    q, v = call["q"], call["v"]
+    q = call["q"]
     if device.arch != "sm_90":
         return f"passed its cases on sm_90 alone, and this is {device.arch}"
     if reason := library.missing():
         return reason
     if q.dtype not in (torch.float16, torch.bfloat16):
         return f"multiplies float16 and bfloat16; q is {q.format}"
-    if q.shape[3] % 8 or v.shape[3] % 8:
-        return f"needs head_dim a multiple of 8; q has {q.shape[3]} and v {v.shape[3]}"
     return _fixed_form(call)
 
 
@@ -140,9 +141,11 @@ def _flash_4_supports(call: Call, device: Device) -> str | None:
     q, k, v, mask = call["q"], call["k"], call["v"], call["mask"]
     if reason := _adopted(call, device, FLASH_ATTENTION_4):
         return reason
-    widest = max(q.shape[3], v.shape[3])
-    if widest > 256:
-        return f"needs head_dim at most 256; it is {widest}"
+    if q.shape[3] != v.shape[3] or q.shape[3] not in _FLASH_4_DIMS:
+        return (
+            f"is right for one head_dim of {', '.join(map(str, _FLASH_4_DIMS))} (others give wrong dq, or do not "
+            f"compile); q has {q.shape[3]} and v {v.shape[3]}"
+        )
     if window_of(mask.node):
         return None
     if packed_sequences(mask.node):
@@ -151,8 +154,8 @@ def _flash_4_supports(call: Call, device: Device) -> str | None:
     known = mask.layout(q.shape[2], k.shape[2])
     if not known.tables:
         return f"knows windows, packed sequences and block tables; the mask is {mask}"
-    if widest > 128:
-        return f"walks block tables at head_dim up to 128; it is {widest}"
+    if q.shape[3] > 128:
+        return f"walks block tables at head_dim up to 128; it is {q.shape[3]}"
     return tile_refusal(known)
 
 
@@ -160,8 +163,11 @@ def _cudnn_flex_supports(call: Call, device: Device) -> str | None:
     q, k, v, mask = call["q"], call["k"], call["v"], call["mask"]
     if reason := _adopted(call, device, CUDNN_FRONTEND):
         return reason
-    if max(q.shape[3], v.shape[3]) > 128:
-        return f"needs head_dim at most 128; q has {q.shape[3]} and v {v.shape[3]}"
+    if q.shape[3] not in _CUDNN_FLEX_DIMS or v.shape[3] not in _CUDNN_FLEX_DIMS or v.shape[3] > q.shape[3]:
+        return (
+            f"is right for head_dim {', '.join(map(str, _CUDNN_FLEX_DIMS))} and values no wider (104 and 112 give "
+            f"wrong dq); q has {q.shape[3]} and v {v.shape[3]}"
+        )
     known = mask.layout(q.shape[2], k.shape[2])
     if known.tables:
         return "takes intervals of keys, and the mask has block tables"
