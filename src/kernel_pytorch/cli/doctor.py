@@ -28,8 +28,14 @@ _OPTIONAL = {
     "executorch": ("programs for devices, text generation", "pip install 'kernel-pytorch[lowering]'"),
     "torchao": ("quantized programs; a candidate of kp.optimize", "pip install torchao"),
     "transformers": ("Hugging Face models and tokenizers", "pip install transformers"),
-    "flash-attn-4": ("the fastest attention on NVIDIA Hopper", "pip install 'kernel-pytorch[hopper]'"),
-    "nvidia-cudnn-frontend": ("the fastest attention on NVIDIA Hopper", "pip install 'kernel-pytorch[hopper]'"),
+    "flash-attn-4": (
+        "the fastest dense, windowed and block-sparse attention on NVIDIA Hopper",
+        "pip install 'kernel-pytorch[hopper]'",
+    ),
+    "nvidia-cudnn-frontend": (
+        "the fastest attention with other masks on NVIDIA Hopper",
+        "pip install 'kernel-pytorch[hopper]'",
+    ),
     "liger-kernel": ("a candidate of kp.optimize on GPUs", "pip install liger-kernel"),
     "matplotlib": ("plots of masks and of parity training", "pip install 'kernel-pytorch[plots]'"),
 }
