@@ -66,6 +66,16 @@ class Node:
     children: tuple[Node, ...] = ()
 
     @cached_property
+    def constructors(self) -> tuple[str, ...]:
+        """The names of what the expression is made of, each once, as ``("causal", "window")``."""
+        names = {name for child in self.children for name in child.constructors}
+        if self.kind not in (AND, OR, PART):
+            names.add(_NAMES[self.kind])
+        if self.kind == WINDOW and self.numbers[1] == 0:  # nothing after the query itself
+            names.add(_NAMES[CAUSAL])
+        return tuple(name for name in _NAMES if name in names)
+
+    @cached_property
     def _identity(self) -> tuple[Any, ...]:
         return (self.kind, self.numbers, tuple(child._identity for child in self.children))
 
