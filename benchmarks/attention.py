@@ -199,6 +199,9 @@ def gpu_workloads() -> Iterator[Workload]:
             yield replace(long[dim](CAUSAL, length), batch=16384 // length)
         yield replace(long[dim](FULL, 4096), batch=4)
         yield replace(long[dim](windowed(1024), 8192), batch=2)
+        yield long[dim](packed(16), 16384)
+    yield Workload(CAUSAL, 8192, 128, batch=2, heads=32, kv_heads=8, one_query=True)
+    yield Workload(windowed(1024), 8192, 128, batch=8, heads=32, kv_heads=8, one_query=True)
 
 
 def cpu_workloads() -> Iterator[Workload]:

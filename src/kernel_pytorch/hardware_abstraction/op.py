@@ -75,6 +75,12 @@ class Call:
                 return value
         raise KeyError(name)
 
+    @property
+    def problem(self) -> Problem | None:
+        """What records are compared by; None for an op without a rule for it."""
+        op = _REGISTERED.get(self.op)
+        return op.problem(self) if op is not None and op.problem is not None else None
+
     def __str__(self) -> str:
         body = ", ".join(f"{name}={value}" for name, value in self.arguments)
         grad = " with gradients" if self.needs_grad else ""

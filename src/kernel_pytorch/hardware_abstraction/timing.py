@@ -10,7 +10,7 @@ import torch
 
 from kernel_pytorch.hardware_abstraction.device import Device
 
-__all__ = ["median_seconds", "quantiles", "sample_seconds"]
+__all__ = ["median_seconds", "quantiles", "readable", "sample_seconds"]
 
 
 def sample_seconds(
@@ -74,6 +74,19 @@ def _sample_accelerator(
 def median_seconds(function: Callable[[], object], device: Device, seconds: float = 0.05) -> float:
     """The median time of a run, in seconds."""
     return statistics.median(sample_seconds(function, device, seconds))
+
+
+def readable(seconds: float) -> str:
+    """A time with a fitting unit.
+
+    Example:
+        >>> readable(0.001234), readable(3.2e-8)
+        ('1.23 ms', '32 ns')
+    """
+    for unit, scale in (("s", 1.0), ("ms", 1e3), ("us", 1e6)):
+        if seconds * scale >= 1:
+            return f"{seconds * scale:.3g} {unit}"
+    return f"{seconds * 1e9:.3g} ns"
 
 
 def quantiles(samples: list[float]) -> tuple[float, float, float]:
