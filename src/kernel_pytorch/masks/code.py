@@ -76,6 +76,13 @@ class Node:
         return tuple(name for name in _NAMES if name in names)
 
     @cached_property
+    def kept_blocks(self) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+        """Of a table of blocks: how many each row of each batch entry and head keeps, and their columns."""
+        rows = math.prod(self.numbers[:3])
+        numbers = np.array(self.numbers[5:], dtype=np.int64)
+        return numbers[:rows], numbers[rows:]
+
+    @cached_property
     def _identity(self) -> tuple[Any, ...]:
         return (self.kind, self.numbers, tuple(child._identity for child in self.children))
 
