@@ -20,6 +20,7 @@ import torch
 from torch.autograd import forward_ad
 
 from kernel_pytorch._compat.modes import (
+    any_autocast,
     dispatch_mode_count,
     forward_ad_active,
     is_legacy_batched,
@@ -596,7 +597,7 @@ def placed(where: torch.device, run: Callable[..., Any]) -> Callable[..., Any]:
     several = _one_of_several(where)
 
     def guarded(*arguments: Any) -> Any:
-        autocast = torch.is_autocast_enabled(where.type)
+        autocast = any_autocast() and torch.is_autocast_enabled(where.type)
         if not autocast and not several:
             return run(*arguments)
         with (
