@@ -1,210 +1,461 @@
-"""Attention beside its peers, in one run on one GPU: dense calls against every backend of PyTorch's SDPA, other masks
-against compiled FlexAttention.
+"""Attention beside its peers, in one run on one device: every kernel that fits, pinned, the forward and the backward
+apart; PyTorch's SDPA backends for dense masks, and compiled FlexAttention for all others.
 
-Run it with ``python benchmarks/attention.py``; add ``--record`` in a clean checkout to keep the result. Every mask's
-numbers are checked against float64 at a small length first. FlexAttention gets the mask as its users write it.
+Run it with ``python benchmarks/attention.py``; add ``--record`` in a clean checkout to keep the result, from which
+later calls choose their kernels. ``--only REGEX`` runs some of the workloads. Each kernel is checked against float64
+first, on each kind of mask at a small length. FlexAttention gets the mask as its users write it.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import re
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from rich.console import Console
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import kernel_pytorch as kp
 from kernel_pytorch import benchmarking, masks
-from kernel_pytorch.cli.bench import measurement_table
-from kernel_pytorch.evidence import (
-    Measurement,
-    Quantiles,
-    clean_commit,
-    write_record,
-)
+from kernel_pytorch.evidence import Measurement, Quantiles, clean_commit, write_record
+from kernel_pytorch.hardware_abstraction import Policy, select
 from kernel_pytorch.hardware_abstraction.dispatch import function_of
-from kernel_pytorch.hardware_abstraction.op import registered_op
+from kernel_pytorch.hardware_abstraction.op import Call, Kernel, Phase, registered_op
 from kernel_pytorch.hardware_abstraction.rates import measure_rates
 from kernel_pytorch.hardware_abstraction.registry import backend
 from kernel_pytorch.hardware_abstraction.timing import quantiles, sample_seconds
+from kernel_pytorch.masks.layout import LAYOUTS
+from kernel_pytorch.testing.budget import Comparison, compare, exceeded
 
 OP = registered_op("attention")
+FUNCTION = function_of(OP)
 SDPA = {
     "SDPA cuDNN": SDPBackend.CUDNN_ATTENTION,
     "SDPA flash": SDPBackend.FLASH_ATTENTION,
     "SDPA efficient": SDPBackend.EFFICIENT_ATTENTION,
 }
+SLOW = 4.0
+"""A subject that takes this many times as long as the fastest is timed once, if a run takes 20 ms."""
+
+MaskMod = Callable[..., torch.Tensor]
 
 
-TIMED = ("cudnn", "triton")  # the kernels that the workloads below reach
+@dataclass(frozen=True)
+class Pattern:
+    """A kind of mask at any lengths, as we write it and as FlexAttention's users do."""
+
+    name: str
+    mask: Callable[[Workload], masks.Mask]
+    flex: Callable[[Workload, str], MaskMod] | None = None
+    """The mask function of a workload on a device; None where SDPA serves the mask."""
+    per_head: bool = False
 
 
 @dataclass(frozen=True)
 class Workload:
-    """One mask at one length and head dimension; 2048 numbers in all heads of a token."""
+    """One pattern at one shape."""
 
-    name: str
+    pattern: Pattern
     length: int
+    """The number of keys, and of queries where there is more than one."""
     dim: int
-    mask: masks.Mask
-    gate: str
-    flex: Callable[..., torch.Tensor] | None = None
-    """The mask as FlexAttention takes it."""
+    batch: int = 1
+    heads: int = 16
+    kv_heads: int = 16
+    one_query: bool = False
+
+    @property
+    def name(self) -> str:
+        parts = ["one query, " if self.one_query else "", self.pattern.name]
+        if self.heads != self.kv_heads:
+            parts.append(f", {self.kv_heads} kv heads")
+        if self.one_query:
+            parts.append(f", batch {self.batch}")
+        return f"{''.join(parts)} {self.length} d{self.dim}"
+
+    @property
+    def queries(self) -> int:
+        return 1 if self.one_query else self.length
+
+    @property
+    def phases(self) -> tuple[Phase, ...]:
+        return ("forward",) if self.one_query else ("forward", "backward")
+
+    def small(self) -> Workload:
+        """The same pattern at a length that float64 can check; equal for workloads that share their check."""
+        length = min(self.length, 4096 if self.one_query else 1024)
+        return replace(self, length=length, batch=1, heads=4, kv_heads=4 * self.kv_heads // self.heads)
+
+    def arguments(self, number_format: str, device: str) -> dict[str, Any]:
+        """The arguments of the op, by name."""
+        dtype = getattr(torch, number_format)
+        generator = None if device == "meta" else torch.Generator(device=device).manual_seed(0)
+        kv_shape = (self.batch, self.kv_heads, self.length, self.dim)
+        q, k, v = (
+            torch.randn(shape, device=device, generator=generator).to(dtype)
+            for shape in ((self.batch, self.heads, self.queries, self.dim), kv_shape, kv_shape)
+        )
+        mask = self.pattern.mask(self).simplified(self.queries, self.length)
+        return {"q": q, "k": k, "v": v, "mask": mask, "scale": self.dim**-0.5, "wanted": "out"}
+
+    def block_mask(self, device: str) -> Any:
+        """The mask as FlexAttention takes it."""
+        assert self.pattern.flex is not None
+        per_head = self.heads if self.pattern.per_head else None
+        mask_mod = self.pattern.flex(self, device)
+        return create_block_mask(mask_mod, None, per_head, self.queries, self.length, device=device)
 
 
-def workloads(dense: tuple[int, ...], sparse: tuple[int, ...]) -> Iterator[Workload]:
-    for dim in (64, 128):
-        for length in dense:
-            yield Workload(f"full {length} d{dim}", length, dim, masks.full(), "full")
-            yield Workload(f"causal {length} d{dim}", length, dim, masks.causal(), "causal")
-        for length in sparse:
-            size = length // 128
-            for share in (10, 50):
-                generator = torch.Generator().manual_seed(share)
-                table = torch.rand(size, size, generator=generator) < share / 100
-                there = table.cuda()
-                yield Workload(
-                    f"random {share} % of blocks {length} d{dim}",
-                    length,
-                    dim,
-                    masks.blocks(table),
-                    "table",
-                    lambda _b, _h, i, j, there=there: there[i // 128, j // 128],
-                )
-            yield Workload(
-                f"causal, sparse kernel {length} d{dim}",
-                length,
-                dim,
-                masks.causal(),
-                "causal",
-                lambda _b, _h, i, j: j <= i,
-            )
-            yield Workload(
-                f"causal & (window(1024) | sinks(64)) {length} d{dim}",
-                length,
-                dim,
-                masks.causal() & (masks.window(1024) | masks.sinks(64)),
-                "window-and-sinks",
-                lambda _b, _h, i, j: (j <= i) & ((i - j <= 1024) | (j < 64)),
-            )
+def random_blocks(percent: int, *, per_head: bool = False) -> Pattern:
+    """Random tiles of 128 x 128, the same for all heads or not."""
+
+    def table(work: Workload) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(percent)
+        shape = (work.heads if per_head else 1, -(-work.queries // 128), -(-work.length // 128))
+        return torch.rand(shape, generator=generator) < percent / 100
+
+    def flex(work: Workload, device: str) -> MaskMod:
+        there = table(work).to(device)
+        if per_head:
+            return lambda _b, h, i, j: there[h, i // 128, j // 128]
+        return lambda _b, _h, i, j: there[0, i // 128, j // 128]
+
+    name = f"random {percent} % of blocks" + (", one table per head" if per_head else "")
+    return Pattern(name, lambda work: masks.blocks(table(work)), flex, per_head)
 
 
-def subjects(
-    work: Workload, q: torch.Tensor, compiled_flex: Any
-) -> Iterator[tuple[str, Callable[..., torch.Tensor]]]:
-    scale = work.dim**-0.5
-    if work.flex is None:
-        chosen = kp.explain(kp.attention, q, q, q, work.mask).kernel.name
-        yield f"kernel:{chosen}", lambda q, k, v: kp.attention(q, k, v, work.mask)
-        for name, choice in SDPA.items():
+def windowed(window: int, sinks: int = 0) -> Pattern:
+    """A causal window, with sinks where there are any; narrower at small lengths, where it would be no window."""
 
-            def sdpa(q: Any, k: Any, v: Any, choice: Any = choice) -> torch.Tensor:
-                with sdpa_kernel(choice):
+    def width(work: Workload) -> int:
+        return window if work.length > 4 * window else work.length // 16
+
+    def mask(work: Workload) -> masks.Mask:
+        near = masks.window(width(work))
+        return masks.causal() & (near | masks.sinks(sinks) if sinks else near)
+
+    def flex(work: Workload, _device: str) -> MaskMod:
+        first, left = work.length - work.queries, width(work)
+        if sinks:
+            return lambda _b, _h, i, j: (j <= i + first) & ((i + first - j <= left) | (j < sinks))
+        return lambda _b, _h, i, j: (j <= i + first) & (i + first - j <= left)
+
+    inner = f"(window({window}) | sinks({sinks}))" if sinks else f"window({window})"
+    return Pattern(f"causal & {inner}", mask, flex)
+
+
+def packed(count: int) -> Pattern:
+    """Documents of uneven lengths, the same in each run."""
+
+    def lengths(work: Workload) -> list[int]:
+        cuts = np.random.default_rng(0).choice(np.arange(1, work.length), size=count - 1, replace=False)
+        found: list[int] = np.diff(np.sort(np.concatenate([[0], cuts, [work.length]]))).tolist()
+        return found
+
+    def flex(work: Workload, device: str) -> MaskMod:
+        owner = torch.repeat_interleave(torch.arange(count), torch.tensor(lengths(work))).to(device)
+        return lambda _b, _h, i, j: (j <= i) & (owner[i] == owner[j])
+
+    return Pattern(f"{count} documents, causal", lambda work: masks.documents(lengths(work), masks.causal()), flex)
+
+
+FULL = Pattern("full", lambda _work: masks.full())
+CAUSAL = Pattern("causal", lambda _work: masks.causal())
+
+
+def gpu_workloads() -> Iterator[Workload]:
+    """The most important first: ``--seconds`` cuts off the end. 2048 elements in all heads of a token."""
+    long = {dim: partial(Workload, dim=dim, heads=2048 // dim, kv_heads=2048 // dim) for dim in (128, 64)}
+    for dim in (128, 64):
+        yield long[dim](CAUSAL, 32768)
+    yield Workload(CAUSAL, 8192, 128, batch=2, heads=32, kv_heads=8)
+    yield Workload(CAUSAL, 65536, 128, heads=32, kv_heads=8, one_query=True)
+    yield Workload(CAUSAL, 8192, 128, batch=16, heads=32, kv_heads=8, one_query=True)
+    yield Workload(windowed(4096), 65536, 128, heads=32, kv_heads=8, one_query=True)
+    yield Workload(windowed(4096, 64), 65536, 128, heads=32, kv_heads=8, one_query=True)
+    yield Workload(random_blocks(10), 65536, 128, heads=32, kv_heads=8, one_query=True)
+    for dim in (128, 64):
+        yield long[dim](random_blocks(10), 32768)
+        yield long[dim](FULL, 32768)
+        yield long[dim](windowed(1024), 32768)
+        yield long[dim](windowed(1024, 64), 32768)
+        yield long[dim](packed(64), 65536)
+    yield long[128](random_blocks(10, per_head=True), 32768)
+    yield Workload(random_blocks(10), 32768, 128, heads=16, kv_heads=8)
+    yield long[128](random_blocks(10), 16384)
+    yield long[128](FULL, 16384)
+    yield long[128](random_blocks(50), 32768)
+    for dim in (128, 64):
+        for length in (16384, 8192, 4096, 2048):
+            yield replace(long[dim](CAUSAL, length), batch=16384 // length)
+        yield replace(long[dim](FULL, 4096), batch=4)
+        yield replace(long[dim](windowed(1024), 8192), batch=2)
+        yield long[dim](packed(16), 16384)
+    yield Workload(CAUSAL, 8192, 128, batch=2, heads=32, kv_heads=8, one_query=True)
+    yield Workload(windowed(1024), 8192, 128, batch=8, heads=32, kv_heads=8, one_query=True)
+
+
+def cpu_workloads() -> Iterator[Workload]:
+    eight = partial(Workload, dim=64, heads=8, kv_heads=8)
+    yield eight(CAUSAL, 2048)
+    yield Workload(CAUSAL, 2048, 64, heads=8, kv_heads=2)
+    yield eight(FULL, 1024)
+    yield eight(windowed(205), 4096)
+    yield eight(windowed(205, 16), 4096)
+    yield eight(packed(16), 4096)
+    yield eight(random_blocks(10), 4096)
+    yield Workload(CAUSAL, 16384, 64, heads=8, kv_heads=2, one_query=True)
+    yield Workload(CAUSAL, 2048, 64, batch=8, heads=8, kv_heads=2, one_query=True)
+    yield eight(CAUSAL, 256)
+    yield eight(FULL, 256)
+    yield eight(windowed(64), 512)
+
+
+class Checks:
+    """Every kernel against float64, once for each kind of mask and shape; what exceeds its budget is not timed."""
+
+    def __init__(self, device: kp.Device, console: Console) -> None:
+        self.device, self.console = device, console
+        self.known: dict[tuple[Workload, str, Phase, str], Comparison | None] = {}
+        self.failed: list[str] = []
+
+    def closest(self, work: Workload, number_format: str, phase: Phase, kernel: Kernel) -> Comparison | None:
+        """The result closest to its budget; None where the kernel exceeds it or refuses the case."""
+        key = (work.small(), number_format, phase, kernel.name)
+        if key not in self.known:
+            try:
+                self.known[key] = self._compared(*key[:3], kernel)
+            except Exception as error:  # another library may fail in any way; the other kernels go on
+                self.known[key] = None
+                self.fail(f"{kernel.name} on {key[0].name}, {phase}: {type(error).__name__}: {error}")
+        return self.known[key]
+
+    def fail(self, reason: str) -> None:
+        self.failed.append(reason)
+        self.console.print(f"not timed: {reason}", style="red", markup=False)
+
+    def _compared(self, work: Workload, number_format: str, phase: Phase, kernel: Kernel) -> Comparison:
+        arguments = work.arguments(number_format, str(self.device.torch_device)) | {"wanted": "grad"}
+        pinned = FUNCTION.pinned(kernel.name)
+        compared = compare(OP, pinned, arguments, gradients=phase == "backward")
+        if exceeded(compared):
+            raise benchmarking.GateError(exceeded(compared))
+        return max(compared, key=lambda one: one.error / one.budget)
+
+
+Subject = tuple[str, Callable[[], object], Comparison | None]
+
+
+def our_kernels(
+    work: Workload, phase: Phase, arguments: dict[str, Any], number_format: str, checks: Checks
+) -> Iterator[Subject]:
+    """Each kernel that fits the call, pinned; its backward takes the results of whichever forward is chosen."""
+    values = tuple(arguments.values())
+    if phase == "backward":
+        trained = (*values[:-1], "grad")
+        out, lse = FUNCTION.run("forward", trained, Policy().encoded)
+        values = (torch.randn_like(out), torch.zeros_like(lse), *values[:3], out, lse, *trained[3:])
+    call = FUNCTION.call(phase, values)
+    for kernel in backend(checks.device.backend).kernels:
+        if kernel.op == OP.name and kernel.refusal(call, checks.device) is None:
+            checked = checks.closest(work, number_format, phase, kernel)
+            if checked is not None:
+                pinned = Policy(kernel=kernel.name).encoded
+                yield f"kernel:{kernel.name}", partial(FUNCTION.run, phase, values, pinned), checked
+
+
+def baselines(work: Workload, phase: Phase, arguments: dict[str, Any]) -> Iterator[Subject]:
+    q, k, v, mask, scale, _ = arguments.values()
+    grouped = work.heads != work.kv_heads
+    functions: dict[str, Callable[..., torch.Tensor]] = {}
+    if mask.is_full or mask.is_causal:
+        for name, choice in (SDPA if q.is_cuda else {"SDPA": None}).items():
+
+            def sdpa(q: Any, k: Any, v: Any, choice: SDPBackend | None = choice) -> torch.Tensor:
+                with sdpa_kernel(choice) if choice is not None else contextlib.nullcontext():
                     return torch.nn.functional.scaled_dot_product_attention(
-                        q, k, v, is_causal=work.mask.is_causal, scale=scale
+                        q, k, v, is_causal=mask.is_causal, scale=scale, enable_gqa=grouped
                     )
 
-            yield f"baseline:{name}", sdpa
-        return
-    from torch.nn.attention.flex_attention import create_block_mask
+            functions[name] = sdpa
+    if work.one_query and mask.node.constructors == ("causal", "window"):
+        kept = round(mask.density(1, work.length) * work.length)
+        functions["SDPA on the window's keys"] = lambda q, k, v: torch.nn.functional.scaled_dot_product_attention(
+            q, k[:, :, -kept:], v[:, :, -kept:], scale=scale, enable_gqa=grouped
+        )
+    if work.pattern.flex is not None:
+        block_mask = work.block_mask(str(q.device))
+        compiled = torch.compile(flex_attention, dynamic=False, fullgraph=True)
+        functions["compiled FlexAttention"] = lambda q, k, v: compiled(
+            q, k, v, block_mask=block_mask, scale=scale, enable_gqa=grouped
+        )
+    for name, function in functions.items():
+        if phase == "forward":
+            yield f"baseline:{name}", partial(function, q, k, v), None
+        else:
+            leaves = [x.detach().requires_grad_() for x in (q, k, v)]
 
-    yield "kernel:triton", lambda q, k, v: kp.attention(q, k, v, work.mask, kernel="triton")
-    block_mask = create_block_mask(work.flex, None, None, work.length, work.length, device=q.device)
-    yield "baseline:compiled FlexAttention", lambda q, k, v: compiled_flex(q, k, v, block_mask=block_mask)
-
-
-def measure(
-    work: Workload, device: kp.Device, compiled_flex: Any, gates: dict[tuple[str, str], Any]
-) -> Iterator[Measurement]:
-    generator = torch.Generator(device="cuda").manual_seed(0)
-    heads = 2048 // work.dim
-    batch = max(1, 16384 // work.length) if work.flex is None else 1
-    shape = (batch, heads, work.length, work.dim)
-    q, k, v, dout = (torch.randn(shape, device="cuda", generator=generator).bfloat16() for _ in range(4))
-    call = function_of(OP).call("forward", (q, k, v, work.mask, work.dim**-0.5, "grad"), True)
-    for phase in ("forward", "backward"):
-        for subject, function in subjects(work, q, compiled_flex):
-            if phase == "forward":
-                run: Callable[[], object] = lambda function=function: function(q, k, v)  # noqa: E731
-            else:
-                leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+            def both(function: Any = function, leaves: Any = leaves) -> Callable[[], object]:
                 out = function(*leaves)
-                run = lambda out=out, leaves=leaves: torch.autograd.grad(out, leaves, dout, retain_graph=True)  # noqa: E731
-            samples = sample_seconds(run, device, 0.08)
-            counted = replace(call, phase=phase)
-            gate = gates.get((work.gate, subject))
+                return partial(torch.autograd.grad, out, leaves, torch.randn_like(out), retain_graph=True)
+
+            yield f"baseline:{name}", _Later(both), None
+
+
+class _Later:
+    """A backward whose forward runs when it is first called."""
+
+    def __init__(self, make: Callable[[], Callable[[], object]]) -> None:
+        self.make = make
+        self.run: Callable[[], object] | None = None
+
+    def __call__(self) -> object:
+        if self.run is None:
+            self.run = self.make()
+        return self.run()
+
+
+def sampled(run: Callable[[], object], device: kp.Device, seconds: float, fastest: float) -> list[float]:
+    """The seconds of each run; of a single one where it takes much longer than the fastest subject."""
+
+    def once() -> float:
+        _wait(device)
+        started = time.perf_counter()
+        run()
+        _wait(device)
+        return time.perf_counter() - started
+
+    once()  # compiles and loads
+    taken = once()
+    if taken > max(SLOW * fastest, 0.02):
+        return [taken]
+    return sample_seconds(run, device, seconds, least=5)
+
+
+def _wait(device: kp.Device) -> None:
+    if device.backend != "cpu":
+        torch.get_device_module(str(device.torch_device)).synchronize()
+
+
+def measure(work: Workload, number_format: str, checks: Checks, seconds: float) -> Iterator[Measurement]:
+    arguments = work.arguments(number_format, str(checks.device.torch_device))
+    call = FUNCTION.call("forward", tuple(arguments.values()))
+    for phase in work.phases:
+        fastest = float("inf")
+        counted = replace(call, phase=phase)
+        subjects = [
+            *our_kernels(work, phase, arguments, number_format, checks),
+            *baselines(work, phase, arguments),
+        ]
+        while subjects:  # popped, so that the tensors of each are free when the next one runs
+            subject, run, checked = subjects.pop(0)
+            try:
+                with torch.set_grad_enabled(phase == "backward"):
+                    samples = sampled(run, checks.device, seconds, fastest)
+            except Exception as error:  # such as an SDPA backend that does not take the call
+                reason = f"{subject} on {work.name}, {phase}: {type(error).__name__}: {error}"
+                if checked is not None:
+                    checks.fail(reason)
+                else:
+                    checks.console.print(f"not timed: {reason.splitlines()[0][:160]}", markup=False)
+                continue
+            times = Quantiles(*quantiles(samples))
+            fastest = min(fastest, times.median)
             yield Measurement(
                 case=work.name,
                 phase=phase,
-                format="bfloat16",
+                format=number_format,
                 subject=subject,
-                seconds=Quantiles(*quantiles(samples)),
+                seconds=times,
                 samples=len(samples),
                 traffic_bytes=OP.traffic(counted),
                 flops=OP.flops(counted),
-                error=gate.error if gate else None,
-                budget=gate.budget if gate else None,
+                error=checked.error if checked else None,
+                budget=checked.budget if checked else None,
+                problem=OP.problem(counted) if OP.problem else None,
             )
 
 
-def gated() -> dict[tuple[str, str], Any]:
-    """Every kernel of the table against float64 on the small case of each mask; the result closest to its budget."""
-    found = {}
-    device = kp.device("cuda")
-    for name in ("full", "causal", "table", "window-and-sinks"):
-        arguments = dict(OP.case(name).arguments(torch.bfloat16, torch.device("cuda")))
-        call = function_of(OP).call("forward", tuple(arguments.values()), True)
-        for kernel in backend(device.backend).kernels:
-            if kernel.op == OP.name and kernel.refusal(call, device) is None:
-                compared = benchmarking.gate(OP, kernel, arguments)
-                found[name, f"kernel:{kernel.name}"] = max(compared, key=lambda one: one.error / one.budget)
-    return found
+def selected(work: Workload, row: Measurement, device: kp.Device) -> str:
+    """The kernel that a call of this workload gets now."""
+    arguments = work.arguments(row.format, "meta")
+    forward = FUNCTION.call("forward", tuple(arguments.values()))
+    if row.phase == "forward":
+        return select(forward, device).kernel.name
+    fakes = dict(zip(OP.outputs, OP.fake(*arguments.values()), strict=True))
+    known = arguments | fakes | {f"d{name}": fake for name, fake in fakes.items()} | {"wanted": "grad"}
+    call: Call = FUNCTION.call("backward", tuple(known[name] for name in OP.backward_names))
+    return select(call, device).kernel.name
 
 
-def mask_costs() -> Iterator[Measurement]:
+def summary(works: list[Workload], measurements: list[Measurement], device: kp.Device) -> Iterator[str]:
+    """TFLOP/s of each subject, and what a call gets over the best of all."""
+    names = list(dict.fromkeys(row.subject.partition(":")[2] for row in measurements if row.flops))
+    width = max([len(work.name) for work in works], default=0) + 4
+    for number, name in enumerate(names):
+        yield f"{chr(ord('a') + number)}: {name}"
+    letters = "".join(f"{chr(ord('a') + number):>8}" for number in range(len(names)))
+    yield f"{'TFLOP/s':{width}} phase    {letters}  over the best: selected, our fastest"
+    for work in works:
+        rows = [row for row in measurements if row.case == work.name]
+        for number_format, phase in dict.fromkeys((row.format, row.phase) for row in rows):
+            own = [row for row in rows if (row.format, row.phase) == (number_format, phase)]
+            times = {row.subject: row.seconds.median for row in own}
+            rates = {row.subject.partition(":")[2]: row.flops / row.seconds.median / 1e12 for row in own}
+            cells = "".join(f"{f'{rates[name]:.3g}' if name in rates else '':>8}" for name in names)
+            chosen, best = selected(work, own[0], device), min(times.values())
+            ours = {name: time for name, time in times.items() if name.startswith("kernel:")}
+            ratios = ""
+            if f"kernel:{chosen}" in ours:
+                ratios += f"{chosen} {best / ours[f'kernel:{chosen}']:.2f}"
+            if ours:
+                first = min(ours, key=ours.__getitem__)
+                ratios += f", {first.removeprefix('kernel:')} {best / ours[first]:.2f}"
+            short = "" if number_format == "bfloat16" else f" {number_format[0]}{number_format[-2:]}"
+            yield f"{work.name + short:{width}} {phase:9}{cells}  {ratios}"
+
+
+def mask_costs(works: list[Workload]) -> Iterator[Measurement]:
     """What building each mask costs, from nothing to the tiles on the device."""
-    from torch.nn.attention.flex_attention import create_block_mask
+    for work in works:
+        if work.length != 32768 or work.dim != 128 or work.kv_heads != work.heads or work.pattern.flex is None:
+            continue
 
-    from kernel_pytorch.masks.layout import layout
+        def ours(work: Workload = work) -> None:
+            LAYOUTS.clear()
+            known = work.pattern.mask(work).layout(work.length, work.length)
+            known.walk(64, 64, device="cuda")
+            known.walk(64, 64, by_key=True, device="cuda")
+            known.intervals("cuda")
 
-    for work in workloads((), (32768,)):
-        if work.dim == 64 and work.flex is not None:
-
-            def ours(work: Workload = work) -> None:
-                layout.cache_clear()
-                known = work.mask.layout(work.length, work.length)
-                (
-                    known.walk(64, 64, device="cuda"),
-                    known.walk(64, 64, by_key=True, device="cuda"),
-                    known.intervals("cuda"),
-                )
-
-            def flex(work: Workload = work) -> None:
-                create_block_mask(work.flex, None, None, work.length, work.length, device="cuda")
-
-            for subject, function in (("kernel:kp.masks", ours), ("baseline:create_block_mask", flex)):
-                times = []
-                for _ in range(3):
-                    torch.cuda.synchronize()
-                    started = time.perf_counter()
-                    function()
-                    torch.cuda.synchronize()
-                    times.append(time.perf_counter() - started)
-                yield Measurement(
-                    case=f"build the mask: {work.name.removesuffix(' d64')}",
-                    phase="forward",
-                    format="bfloat16",
-                    subject=subject,
-                    seconds=Quantiles(*quantiles(times)),
-                    samples=len(times),
-                    traffic_bytes=0,
-                    flops=0,
-                )
+        flex = partial(work.block_mask, "cuda")
+        for subject, function in (("kernel:kp.masks", ours), ("baseline:create_block_mask", flex)):
+            times = []
+            for _ in range(3):
+                torch.cuda.synchronize()
+                started = time.perf_counter()
+                function()
+                torch.cuda.synchronize()
+                times.append(time.perf_counter() - started)
+            yield Measurement(
+                case=f"build the mask: {work.pattern.name} {work.length}",
+                phase="forward",
+                format="bfloat16",
+                subject=subject,
+                seconds=Quantiles(*quantiles(times)),
+                samples=len(times),
+                traffic_bytes=0,
+                flops=0,
+            )
 
 
 def memory() -> Iterator[Measurement]:
@@ -240,47 +491,55 @@ def main() -> None:
     parser.add_argument(
         "--out", type=Path, default=Path(__file__).parent / "evidence", help="folder for the record"
     )
-    parser.add_argument("--dense", type=int, nargs="*", default=[2048, 4096, 8192, 16384, 32768])
-    parser.add_argument("--sparse", type=int, nargs="*", default=[16384, 32768])
+    parser.add_argument("--device", help="a torch device; the best here when left out")
+    parser.add_argument("--only", default="", help="a regular expression: the workloads whose names it finds")
     parser.add_argument("--seconds", type=float, default=1e9, help="stop starting new workloads after this long")
+    parser.add_argument("--sample", type=float, default=0.05, help="seconds for one measurement, about")
     arguments = parser.parse_args()
+    if arguments.record and arguments.only:
+        parser.error("--record keeps all workloads of one run: leave out --only")
     commit = clean_commit(benchmarking.checkout()) if arguments.record else ""
-    from torch.nn.attention.flex_attention import flex_attention
-
-    console, device = Console(), kp.device("cuda")
+    console, device = Console(soft_wrap=True), kp.device(arguments.device)
     started = time.perf_counter()
-    gates = gated()
     bandwidth = measure_rates(device).bandwidth
-    measurements = list(memory())
-    if arguments.sparse:
-        measurements += list(mask_costs())
-    every = sorted(
-        workloads(tuple(arguments.dense), tuple(arguments.sparse)),
-        key=lambda work: (work.flex is not None, work.length),
-    )
-    for work in every:
+    gpu = device.backend != "cpu"
+    works = [work for work in (gpu_workloads() if gpu else cpu_workloads()) if re.search(arguments.only, work.name)]
+    checks = Checks(device, console)
+    measurements = list(memory()) if gpu and not arguments.only else []
+    if gpu:
+        measurements += mask_costs(works)
+    for work in works:
         if time.perf_counter() - started > arguments.seconds:
-            console.print(f"left out for lack of time: {work.name}")
+            console.print(f"left out for lack of time: {work.name}", markup=False)
             continue
         torch._dynamo.reset()  # past its recompile limit torch.compile runs FlexAttention unfused, without an error
-        rows = list(measure(work, device, torch.compile(flex_attention, dynamic=False, fullgraph=True), gates))
-        measurements += rows
-        for row in rows:
-            rate = f"{row.flops / row.seconds.median / 1e12:6.0f} TFLOP/s"
-            console.print(f"{row.case:45} {row.phase:8} {row.subject:32} {row.seconds.median * 1e3:8.3f} ms {rate}")
+        for number_format in ("bfloat16",) if gpu else ("float32", "bfloat16"):
+            for row in measure(work, number_format, checks, arguments.sample):
+                measurements.append(row)
+                rate = f"{row.flops / row.seconds.median / 1e12:8.3g} TFLOP/s"
+                console.print(
+                    f"{time.perf_counter() - started:5.0f} s {row.case:52} {row.format:8} {row.phase:8} "
+                    f"{row.subject:32} {row.seconds.median * 1e3:8.3f} ms {rate}",
+                    markup=False,
+                    highlight=False,
+                )
         if arguments.record:  # after every workload: what was measured is kept whatever happens to the next
-            kernels = [kernel for kernel in backend(device.backend).kernels if kernel.op == "attention"]
+            timed = {row.subject for row in measurements}
+            kernels = [kernel for kernel in backend(device.backend).kernels if kernel.op == OP.name]
             record = benchmarking.record(
                 OP.name,
                 device,
-                [kernel for kernel in kernels if kernel.name in TIMED],
+                [kernel for kernel in kernels if f"kernel:{kernel.name}" in timed],
                 measurements,
                 command="python benchmarks/attention.py --record",
                 commit=commit,
                 copy_bandwidth=bandwidth,
             )
             write_record(record, arguments.out / benchmarking.record_name(OP, device))
-    console.print(measurement_table(measurements))
+    for line in summary(works, measurements, device):
+        console.print(line, markup=False, highlight=False)
+    if checks.failed:
+        raise SystemExit("\n".join(["kernels that were not timed:", *checks.failed]))
 
 
 if __name__ == "__main__":

@@ -134,6 +134,7 @@ def run(work: Plan, step: Step, seconds: float = 0.3) -> Iterator[Measurement]:
                 flops=op.flops(counted),
                 error=worst.error if worst else None,
                 budget=worst.budget if worst else None,
+                problem=op.problem(counted) if op.problem else None,
             )
     torch.compiler.reset()  # compiled baselines of this step must not crowd out those of the next
 

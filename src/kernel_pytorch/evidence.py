@@ -21,6 +21,7 @@ import torch
 
 import kernel_pytorch
 from kernel_pytorch.hardware_abstraction.device import Device
+from kernel_pytorch.hardware_abstraction.op import Problem
 
 __all__ = [
     "Benchmark",
@@ -85,6 +86,8 @@ class Measurement(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The most device memory in use during the run, where that was measured."""
     predicted_peak_bytes: int | None = None
     """What a formula says of it, where there is one."""
+    problem: Problem | None = None
+    """What later calls are compared with, where this time takes part in choosing kernels."""
 
 
 class Facts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

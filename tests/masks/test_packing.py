@@ -104,10 +104,32 @@ def test_cu_seqlens():
     assert documents(cu_seqlens=ends, inner=causal()) == documents([3, 0, 5], causal())
     with pytest.raises(ValueError, match="must begin with 0"):
         documents(cu_seqlens=ends[1:])
+    with pytest.raises(ValueError, match=r"cu_seqlens=\[\]: it must begin with 0"):
+        documents(cu_seqlens=ends[:0])
     with pytest.raises(ValueError, match="give one of the two"):
         documents([3], cu_seqlens=ends)
     with pytest.raises(ValueError, match="lengths=-1"):
         documents(cu_seqlens=torch.tensor([0, 3, 2]))
+
+
+def test_cu_seqlens_are_copied_to_the_host_once_and_read_there():
+    """Each further read of a tensor on a GPU would wait for the GPU."""
+    ends, copied = torch.tensor([0, 3, 8]), []
+
+    class OnDevice(torch.Tensor):
+        """A tensor that may be copied, and refuses every other read."""
+
+        @classmethod
+        def __torch_function__(cls, func, types, args=(), kwargs=None):
+            if func is torch.Tensor.cpu:
+                copied.append(func)
+                return ends
+            if func in (torch.Tensor.ndim.__get__, torch.Tensor.is_floating_point):
+                return super().__torch_function__(func, types, args, kwargs or {})
+            raise AssertionError(f"{func} reads the tensor")
+
+    assert documents(cu_seqlens=ends.as_subclass(OnDevice)) == documents([3, 5])
+    assert len(copied) == 1
 
 
 def test_dilated():

@@ -18,14 +18,17 @@ from attention_calls import (
     everything,
     heads,
     in_float32,
+    needs_interpreter,
     on,
 )
 from kernel_pytorch.hardware_abstraction import registry
 from kernel_pytorch.hardware_abstraction.dispatch import function_of
 from kernel_pytorch.hardware_abstraction.op import Kernel
+from kernel_pytorch.hardware_abstraction.selection import Policy
 from kernel_pytorch.masks import Mask, blocks, causal, documents, full, prefix, sinks, window
 from kernel_pytorch.ops.attention.definition import ATTENTION
-from kernel_pytorch.testing import poisoned
+from kernel_pytorch.testing import compare, poisoned
+from kernel_pytorch.testing.budget import exceeded
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -303,6 +306,52 @@ def test_selection(device: str | None, dtype: torch.dtype, dim: int, mask: Mask,
     assert [verdict.kernel for verdict in choice.verdicts if verdict.chosen] == [kernel]
     assert all(len(verdict.reason) > 10 for verdict in choice.verdicts)
     assert str(mask) in str(choice)
+
+
+MIXED = [
+    pytest.param(
+        first,
+        second,
+        case,
+        id=f"{first}-{second}-{case}",
+        marks=[needs_interpreter] * ("triton" in (first, second)),
+    )
+    for case, kernels in (
+        ("causal", ("cpu-flash", "native", "tiled", "triton")),
+        ("window-and-sinks", ("native", "tiled", "triton")),
+    )
+    for first in kernels
+    for second in kernels
+    if first != second
+]
+
+
+@pytest.mark.parametrize(("first", "second", "case"), MIXED)
+def test_a_backward_takes_the_results_of_another_kernels_forward(first: str, second: str, case: str) -> None:
+    """Records choose the two apart, so that all kernels must mean the same by out and lse."""
+    function = function_of(ATTENTION)
+
+    class Mixed(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, *arguments: Any) -> Any:
+            with on(first):
+                out, lse = function.run("forward", arguments, Policy(kernel=first).encoded)
+            ctx.saved = (*arguments[:3], out, lse, *arguments[3:])
+            return out, lse
+
+        @staticmethod
+        def backward(ctx: Any, dout: torch.Tensor, dlse: torch.Tensor) -> Any:
+            with on(second):
+                found = function.run("backward", (dout, dlse, *ctx.saved), Policy(kernel=second).encoded)
+            return (*found, None, None, None)
+
+    def run(*arguments: Any) -> Any:
+        out, lse = Mixed.apply(*arguments)
+        return out, lse.detach()
+
+    compared = compare(ATTENTION, run, ATTENTION.case(case).arguments(torch.float32, torch.device("cpu")))
+    assert {one.tensor for one in compared} == {"out", "lse", "dq", "dk", "dv"}
+    assert not exceeded(compared), exceeded(compared)
 
 
 def test_causal_with_other_lengths_is_not_left_to_torch() -> None:

@@ -107,9 +107,10 @@ def check_layout(mask: Mask, q_len: int, kv_len: int) -> None:
     dense = mask.dense(q_len, kv_len)
     known = mask.layout(q_len, kv_len)
     assert dense.shape == (known.batch, known.heads, q_len, kv_len)
-    tilings = [(16, 16), (32, 16), (16, 32), (64, 64)] if not known.tables else [(16, 16)]
-    if known.finest_block % 32 == 0 and known.tables:
-        tilings += [(32, 16), (16, 32)]
+    tilings = [(16, 16), (32, 16), (16, 32), (64, 64)]
+    if known.tables:
+        block = known.finest_block
+        tilings = list(dict.fromkeys([(16, 16), (16, block), (block, 16), (block, block)]))
     for (tq, tk), by_key in itertools.product(tilings, (False, True)):
         assert torch.equal(from_walk(known, tq, tk, by_key), dense), (tq, tk, by_key)
     assert mask.density(q_len, kv_len) == pytest.approx(dense.double().mean().item(), abs=1e-12)

@@ -9,6 +9,7 @@ from kernel_pytorch._compat.private import private
 
 __all__ = [
     "backward_running",
+    "any_autocast",
     "dispatch_mode_count",
     "fake_mode_active",
     "forward_ad_active",
@@ -84,6 +85,15 @@ _dispatch_mode = private(
     without="shapes are taken for tensors without memory, and nothing is measured",
     otherwise=lambda _: True,
 )
+
+
+any_autocast = private(
+    "torch._C._is_any_autocast_enabled",
+    test=lambda f: f() in (True, False),
+    without="every call asks whether autocast is on for its device",
+    otherwise=lambda: True,
+)
+"""Whether autocast is on for any kind of device."""
 
 
 def backward_running() -> bool:

@@ -13,6 +13,7 @@ from kernel_pytorch import benchmarking
 from kernel_pytorch.evidence import Measurement, clean_commit, evidence_directory, write_record
 from kernel_pytorch.hardware_abstraction.device import Device
 from kernel_pytorch.hardware_abstraction.op import registered_op
+from kernel_pytorch.hardware_abstraction.timing import readable
 
 __all__ = ["measurement_table", "run"]
 
@@ -94,8 +95,8 @@ def measurement_table(measurements: list[Measurement]) -> Table:
             ours = row.subject.startswith("kernel:")
             table.add_row(
                 "  " + row.subject.partition(":")[2],
-                _time(row.seconds.median),
-                f"{_time(row.seconds.p20)} - {_time(row.seconds.p80)}",
+                readable(row.seconds.median),
+                f"{readable(row.seconds.p20)} - {readable(row.seconds.p80)}",
                 f"{row.traffic_bytes / row.seconds.median / 1e9:,.0f}",
                 f"{min(rivals) / row.seconds.median:.2f}x" if ours and rivals else "",
                 f"{row.error / row.budget:.0%}" if row.error is not None and row.budget else "",
@@ -103,10 +104,3 @@ def measurement_table(measurements: list[Measurement]) -> Table:
             )
     table.caption = "speed-up: over the best baseline; error: share of its budget, against float64"
     return table
-
-
-def _time(seconds: float) -> str:
-    for unit, scale in (("s", 1.0), ("ms", 1e3), ("us", 1e6)):
-        if seconds * scale >= 1:
-            return f"{seconds * scale:.3g} {unit}"
-    return f"{seconds * 1e9:.3g} ns"

@@ -20,6 +20,7 @@ import torch
 from torch.autograd import forward_ad
 
 from kernel_pytorch._compat.modes import (
+    any_autocast,
     dispatch_mode_count,
     forward_ad_active,
     is_legacy_batched,
@@ -36,6 +37,7 @@ from kernel_pytorch.hardware_abstraction.func_transforms import (
     save,
 )
 from kernel_pytorch.hardware_abstraction.op import Call, Op, Phase, TensorSpec, registered_op
+from kernel_pytorch.hardware_abstraction.records import recorded_runs
 from kernel_pytorch.hardware_abstraction.registry import backend, device_of
 from kernel_pytorch.hardware_abstraction.selection import Choice, Policy, encode_policy, fitting, select
 from kernel_pytorch.hardware_abstraction.timing import median_seconds
@@ -206,7 +208,7 @@ def _put_in_force(policy: Policy) -> None:
 
 def forget_choices() -> None:
     """Drop every choice of this process, so that the next call chooses anew (kept measurements stay kept)."""
-    for cached in (select, _prepare):
+    for cached in (select, recorded_runs, _prepare):
         cached.cache_clear()
     for state in list(_states):
         state.choices.clear()
@@ -392,7 +394,7 @@ class Function:
             if arguments is None:
                 return None
             if _place(arguments).type == "cuda" and torch.cuda.is_current_stream_capturing():
-                return None  # nothing can be timed inside a graph capture; the backend's order stands
+                return None  # nothing can be timed inside a graph capture
             timings = {}
             timed = placed(_place(arguments), median_seconds)
             with torch.no_grad():  # as the kernels run later; recording a graph would be timed too
@@ -595,7 +597,7 @@ def placed(where: torch.device, run: Callable[..., Any]) -> Callable[..., Any]:
     several = _one_of_several(where)
 
     def guarded(*arguments: Any) -> Any:
-        autocast = torch.is_autocast_enabled(where.type)
+        autocast = any_autocast() and torch.is_autocast_enabled(where.type)
         if not autocast and not several:
             return run(*arguments)
         with (

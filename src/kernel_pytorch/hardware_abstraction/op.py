@@ -9,12 +9,13 @@ from functools import cached_property
 from types import ModuleType
 from typing import Any, Literal
 
+import msgspec
 import torch
 
 from kernel_pytorch.hardware_abstraction.device import Device
 from kernel_pytorch.hardware_abstraction.source_digest import source_digest
 
-__all__ = ["Call", "Case", "Codec", "Kernel", "Op", "TensorSpec", "registered_op", "registered_ops"]
+__all__ = ["Call", "Case", "Codec", "Kernel", "Op", "Problem", "TensorSpec", "registered_op", "registered_ops"]
 
 Phase = Literal["forward", "backward"]
 Draw = Callable[..., torch.Tensor]
@@ -73,6 +74,12 @@ class Call:
             if key == name:
                 return value
         raise KeyError(name)
+
+    @property
+    def problem(self) -> Problem | None:
+        """What records are compared by; None for an op without a rule for it."""
+        op = _REGISTERED.get(self.op)
+        return op.problem(self) if op is not None and op.problem is not None else None
 
     def __str__(self) -> str:
         body = ", ".join(f"{name}={value}" for name, value in self.arguments)
@@ -155,6 +162,15 @@ class Kernel:
         return self.supports(call, device)
 
 
+class Problem(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What decides which kernel is fastest for a call: recorded with a measurement, and compared with later calls."""
+
+    kind: str
+    """Calls of different kinds say nothing about each other, as a causal mask and a table of blocks."""
+    sizes: dict[str, int]
+    """Lengths and counts, 1 or more, by name; similar sizes give similar orders of kernels."""
+
+
 @dataclass(frozen=True, slots=True)
 class Codec:
     """How an argument that is not a tensor travels through a compiled or exported graph as one."""
@@ -208,6 +224,8 @@ class Op:
     """Arguments that are objects of ours: how they travel through a graph as tensors."""
     baselines: Mapping[str, Callable[..., Any]]
     """What a user would call without us, by name; each takes the op's arguments and is differentiable."""
+    problem: Callable[[Call], Problem] | None = None
+    """What records of this op are compared by; where it is None, the backend's order of kernels stands."""
     compile_baselines: bool = True
     """Whether torch.compile can make the baselines faster; it cannot where they are one fused operator already."""
 

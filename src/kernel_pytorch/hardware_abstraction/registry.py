@@ -52,13 +52,13 @@ class Backend:
     probe: Callable[[], tuple[Device, ...]]
     """The devices that are here; never raises, returns nothing where nothing is."""
     kernels: tuple[Kernel, ...]
-    """Best first: among the kernels that can serve a call, selection takes the first."""
+    """Best first: of those that can serve a call, selection takes the first, where no record says otherwise."""
     catalogue: tuple[Device, ...] = ()
     """Devices that can be named without owning one."""
     install_hint: str = ""
     """What to install when a device of this vendor is in the machine and torch does not see it."""
     evidence: Path | None = None
-    """Folder with the backend's recorded evidence, where it ships any."""
+    """Folder with the backend's recorded evidence, where it ships any; recorded times order the kernels."""
     lowering: str | None = None
     """How programs for devices are made: ``"package.module:NAME"`` of a ``Lowering`` record, imported when first
     needed; None where there is no ``.pte`` path."""

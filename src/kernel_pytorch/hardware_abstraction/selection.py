@@ -7,7 +7,9 @@ from functools import lru_cache
 
 from kernel_pytorch.hardware_abstraction.device import Device
 from kernel_pytorch.hardware_abstraction.op import Call, Kernel
+from kernel_pytorch.hardware_abstraction.records import RecordedRun, nearest_run, ordered, recorded_runs
 from kernel_pytorch.hardware_abstraction.registry import backend
+from kernel_pytorch.hardware_abstraction.timing import readable
 
 __all__ = ["Choice", "Policy", "UnsupportedCallError", "Verdict", "select"]
 
@@ -100,6 +102,8 @@ class Choice:
     policy: Policy
     kernel: Kernel
     verdicts: tuple[Verdict, ...]
+    run: RecordedRun | None = None
+    """The recorded run that ordered the kernels that fit."""
 
     def __str__(self) -> str:
         width = max(len(verdict.kernel) for verdict in self.verdicts)
@@ -107,13 +111,25 @@ class Choice:
         for verdict in self.verdicts:
             mark = "->" if verdict.chosen else "  "
             lines.append(f"{mark} {verdict.kernel:<{width}}  {verdict.reason}")
+        if self.run is not None:
+            lines.append(f"recorded in {self.run}{self._changed(self.run)}")
         return "\n".join(lines)
 
     __repr__ = __str__
 
+    def _changed(self, run: RecordedRun) -> str:
+        """Which of the kernels that the run timed have other source now."""
+        timed = [
+            kernel
+            for kernel in backend(self.device.backend).kernels
+            if kernel.op == self.call.op and kernel.name in run.seconds
+        ]
+        changed = [kernel.name for kernel in timed if run.sources.get(kernel.name) != kernel.source_digest]
+        return f"; changed since: {', '.join(changed)}" if changed else ""
+
 
 def fitting(call: Call, device: Device, policy: Policy) -> tuple[tuple[Kernel, ...], tuple[Verdict, ...]]:
-    """The kernels that can serve the call, best first, and the refusals of the others."""
+    """The kernels that can serve the call, in the backend's order, and the refusals of the others."""
     kernels = [kernel for kernel in backend(device.backend).kernels if kernel.op == call.op]
     names = [kernel.name for kernel in kernels]
     if policy.kernel is not None and policy.kernel not in names:
@@ -144,8 +160,9 @@ def select(
 ) -> Choice:
     """The kernel that serves the call on the device under the policy, with every reason.
 
-    Pure: the same arguments give the same choice, so it can be asked for a device that is not here.
-    ``timings`` are (kernel, seconds) measured before; with them the fastest is taken instead of the first.
+    Pure: the same arguments give the same choice, so it can be asked for a device that is not here. The first of the
+    kernels that fit is taken, in the order of the backend's record nearest to the call, else in the backend's own.
+    ``timings`` are (kernel, seconds) measured before on the call itself; with them the fastest is taken.
 
     Example:
         >>> import torch, kernel_pytorch as kp
@@ -163,22 +180,32 @@ def select(
         )
     seconds = dict(timings or ())
     timed = [kernel for kernel in fits if kernel.name in seconds]
+    run = None if timed else nearest_run(recorded_runs(backend(device.backend).evidence), call, device, fits)
+    fits = ordered(fits, run)
     best = min(timed, key=lambda kernel: seconds[kernel.name]) if timed else fits[0]
-    verdicts = [Verdict(best.name, True, _why(best, fits, seconds, policy))]
+    recorded = run.seconds if run is not None else {}
+    verdicts = [Verdict(best.name, True, _why(best, fits, seconds, recorded, policy))]
     for kernel in fits:
         if kernel is not best:
             reason = f"fits; ranked after {best.name}"
             if kernel.name in seconds:
                 reason = f"fits; measured {seconds[kernel.name] * 1e6:.1f} us"
+            elif kernel.name in recorded:
+                reason = f"fits; recorded {readable(recorded[kernel.name])}"
             verdicts.append(Verdict(kernel.name, False, reason))
-    return Choice(call, device, policy, best, (*verdicts, *refusals))
+    return Choice(call, device, policy, best, (*verdicts, *refusals), run)
 
 
-def _why(best: Kernel, fits: tuple[Kernel, ...], seconds: dict[str, float], policy: Policy) -> str:
+def _why(
+    best: Kernel, fits: tuple[Kernel, ...], seconds: dict[str, float], recorded: dict[str, float], policy: Policy
+) -> str:
     if best.name in seconds:
         return f"the fastest of {len(seconds)} measured here: {seconds[best.name] * 1e6:.1f} us"
     if policy.kernel is not None:
         return "pinned by the policy"
     if len(fits) == 1:
         return "the only one that fits"
-    return "the first in the backend's order that fits" + ("; not measured here" if policy.measure else "")
+    first = "the first in the backend's order that fits"
+    if best.name in recorded:
+        first = f"the fastest recorded near this call: {readable(recorded[best.name])}"
+    return first + ("; not measured here" if policy.measure else "")

@@ -10,11 +10,15 @@ import torch
 
 from kernel_pytorch.hardware_abstraction.device import Device
 
-__all__ = ["median_seconds", "quantiles", "sample_seconds"]
+__all__ = ["median_seconds", "quantiles", "readable", "sample_seconds"]
 
 
-def sample_seconds(function: Callable[[], object], device: Device, seconds: float = 0.2) -> list[float]:
+def sample_seconds(
+    function: Callable[[], object], device: Device, seconds: float = 0.2, *, least: int = 20
+) -> list[float]:
     """Run the function for about this long after a warm-up and return the time of each run, in seconds.
+
+    On a GPU there are at least ``least`` runs, and on a CPU three.
 
     On a GPU the second-level cache is emptied before each run, as it would be between the layers of a
     model, and the device is kept busy while a run is queued, so that the time is the device's own.
@@ -23,7 +27,7 @@ def sample_seconds(function: Callable[[], object], device: Device, seconds: floa
         raise ValueError(f"device={device.name!r} is not here; nothing can be timed on it")
     if torch.device(device.torch_device).type == "cpu":
         return _sample_cpu(function, seconds)
-    return _sample_accelerator(function, device.torch_device, seconds)
+    return _sample_accelerator(function, device.torch_device, seconds, least)
 
 
 def _sample_cpu(function: Callable[[], object], seconds: float) -> list[float]:
@@ -41,7 +45,9 @@ def _sample_cpu(function: Callable[[], object], seconds: float) -> list[float]:
     return times
 
 
-def _sample_accelerator(function: Callable[[], object], torch_device: str, seconds: float) -> list[float]:
+def _sample_accelerator(
+    function: Callable[[], object], torch_device: str, seconds: float, least: int
+) -> list[float]:
     module = torch.get_device_module(torch_device)
     cache = torch.empty(256 << 20, dtype=torch.int8, device=torch_device)  # larger than any L2 of today
     wait = getattr(module, "_sleep", None)  # CUDA and ROCm have it
@@ -62,12 +68,25 @@ def _sample_accelerator(function: Callable[[], object], torch_device: str, secon
     timed(3)
     once = statistics.median(timed(5))
     # Each run also empties the cache and waits: count it, or short kernels would run for minutes.
-    return timed(min(2000, max(20, int(seconds / (once + 1.2e-3)))))
+    return timed(min(2000, max(least, int(seconds / (once + 1.2e-3)))))
 
 
 def median_seconds(function: Callable[[], object], device: Device, seconds: float = 0.05) -> float:
     """The median time of a run, in seconds."""
     return statistics.median(sample_seconds(function, device, seconds))
+
+
+def readable(seconds: float) -> str:
+    """A time with a fitting unit.
+
+    Example:
+        >>> readable(0.001234), readable(3.2e-8)
+        ('1.23 ms', '32 ns')
+    """
+    for unit, scale in (("s", 1.0), ("ms", 1e3), ("us", 1e6)):
+        if seconds * scale >= 1:
+            return f"{seconds * scale:.3g} {unit}"
+    return f"{seconds * 1e9:.3g} ns"
 
 
 def quantiles(samples: list[float]) -> tuple[float, float, float]:

@@ -118,21 +118,25 @@ class DirectProgram:
 
     def at_addresses(
         self, inputs: Sequence[tuple[torch.dtype, int]], outputs: Sequence[tuple[torch.dtype, int]]
-    ) -> Callable[[Sequence[int], Sequence[int]], None]:
-        """The program for flat tensors of fixed dtypes and lengths, called with their addresses; not thread-safe.
+    ) -> Callable[..., None]:
+        """The program for flat tensors of fixed dtypes and lengths, called with their addresses, inputs first; not
+        thread-safe.
 
         A call costs a few microseconds less, because what describes the tensors is made once.
         """
         taken, given = _described(inputs), _described(outputs)
-        run, program, reason = self._library.kernel_pytorch_run, self._program, self._reason
-        counts, size = (len(inputs), len(outputs)), len(self._reason)
+        run = self._library.kernel_pytorch_run
+        # What ctypes would convert in every call: pointers, and the elements of the arrays.
+        pointers = [ctypes.cast(array, ctypes.POINTER(_Tensor)) for array in (taken, given)]
+        sizes = [ctypes.c_size_t(size) for size in (len(inputs), len(outputs), len(self._reason))]
+        reason = ctypes.cast(self._reason, ctypes.c_char_p)
+        fixed = (ctypes.c_void_p(self._program), pointers[0], sizes[0], pointers[1], sizes[1], reason, sizes[2])
+        tensors = (*taken, *given)
 
-        def call(read: Sequence[int], written: Sequence[int]) -> None:
-            for at, address in enumerate(read):
-                taken[at].data = address
-            for at, address in enumerate(written):
-                given[at].data = address
-            if not run(program, taken, counts[0], given, counts[1], reason, size):
+        def call(*addresses: int) -> None:
+            for tensor, address in zip(tensors, addresses, strict=True):
+                tensor.data = address
+            if not run(*fixed):
                 raise PayloadError(self._reason.value.decode())  # self, so that the program lives as long
 
         return call

@@ -66,6 +66,23 @@ class Node:
     children: tuple[Node, ...] = ()
 
     @cached_property
+    def constructors(self) -> tuple[str, ...]:
+        """The names of what the expression is made of, each once, as ``("causal", "window")``."""
+        names = {name for child in self.children for name in child.constructors}
+        if self.kind not in (AND, OR, PART):
+            names.add(_NAMES[self.kind])
+        if self.kind == WINDOW and self.numbers[1] == 0:  # nothing after the query itself
+            names.add(_NAMES[CAUSAL])
+        return tuple(name for name in _NAMES if name in names)
+
+    @cached_property
+    def kept_blocks(self) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+        """Of a table of blocks: how many each row of each batch entry and head keeps, and their columns."""
+        rows = math.prod(self.numbers[:3])
+        numbers = np.array(self.numbers[5:], dtype=np.int64)
+        return numbers[:rows], numbers[rows:]
+
+    @cached_property
     def _identity(self) -> tuple[Any, ...]:
         return (self.kind, self.numbers, tuple(child._identity for child in self.children))
 

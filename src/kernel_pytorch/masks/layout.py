@@ -24,7 +24,7 @@ import torch
 from kernel_pytorch.masks import code as mask_code
 from kernel_pytorch.masks import part as mask_part
 from kernel_pytorch.masks.code import Node
-from kernel_pytorch.masks.walk import Walk, visited, walk_of
+from kernel_pytorch.masks.walk import Walk, attended_pairs, walk_of
 
 __all__ = ["LAYOUTS", "Layout", "LayoutCache", "Walk", "layout"]
 
@@ -84,19 +84,7 @@ class Layout:
             return 0.0
         if not self.tables:
             return float((self.last - self.first).astype(np.int64).sum() / (pairs * self.first.shape[0]))
-        attended = 0
-        tile = self.finest_block
-        walk = self.walk(tile, tile)
-        for full, t, n, slot, batch in visited(walk, self, tile):
-            queries = slice(t * tile, min(self.q_len, (t + 1) * tile))
-            low, high = n * tile, min(self.kv_len, (n + 1) * tile)
-            if full:
-                attended += (queries.stop - queries.start) * (high - low)
-            else:
-                own = (batch if self.first.shape[0] > 1 else 0, slice(slot, slot + self.slots), queries)
-                first, last = self.first[own].clip(low, high), self.last[own].clip(low, high)
-                attended += int((last - first).clip(0).sum())
-        return attended / (pairs * self.batch * self.heads)
+        return attended_pairs(self) / (pairs * self.batch * self.heads)
 
     def intervals_of(self, query: int) -> list[tuple[int, int]]:
         """The keys one query of the first batch entry and head attends to, as [first, last) intervals."""
@@ -205,7 +193,7 @@ def _layout(node: Node, q_len: int, kv_len: int) -> Layout:
     for table in tables:
         rows, columns, block = table.numbers[2:5]
         wanted = (-(-q_len // block), -(-kv_len // block))
-        needed = max(table.numbers[5 + table.numbers[0] * table.numbers[1] * rows :], default=0) + 1
+        needed = int(table.kept_blocks[1].max(initial=0)) + 1
         if rows != wanted[0] or (columns != wanted[1] if columns >= 0 else needed > wanted[1]):
             shown = f"{rows}x{columns if columns >= 0 else needed}"
             raise ValueError(

@@ -55,7 +55,7 @@ class Mask:
         return isinstance(other, Mask) and self.node == other.node
 
     def __hash__(self) -> int:
-        return hash(self.node)
+        return self.node._hash
 
     def __repr__(self) -> str:
         return str(self.node)
@@ -182,6 +182,11 @@ def traced(kind: int, numbers: torch.Tensor, *children: Mask) -> Mask:
 def leaf(kind: int, *numbers: int) -> Mask:
     if torch.compiler.is_compiling():
         return Mask(torch.tensor([*numbers, kind, len(numbers)], dtype=torch.int64))
+    return _leaf(kind, numbers)
+
+
+@lru_cache(maxsize=1024)
+def _leaf(kind: int, numbers: tuple[int, ...]) -> Mask:
     return made(Node(kind, numbers))
 
 
@@ -225,11 +230,16 @@ def from_code(code: torch.Tensor) -> Mask:
 def _compose(kind: int, left: Mask, right: object) -> Mask:
     if not isinstance(right, Mask):
         raise TypeError(f"a mask composes with a mask, not with {type(right).__name__}: use kp.masks.*")
-    if not torch.compiler.is_compiling() and mask_code.PART in (left.node.kind, right.node.kind):
-        raise TypeError(f"{left} and {right}: compose the whole masks, then take the part")
     if torch.compiler.is_compiling():
         # On the codes alone, so that it can be traced: no Python value depends on what is in the tensors.
         return Mask(torch.cat([left.code, right.code, torch.tensor([kind, 0], dtype=torch.int64)]))
+    return _composed(kind, left, right)
+
+
+@lru_cache(maxsize=1024)
+def _composed(kind: int, left: Mask, right: Mask) -> Mask:
+    if mask_code.PART in (left.node.kind, right.node.kind):
+        raise TypeError(f"{left} and {right}: compose the whole masks, then take the part")
     return made(Node(kind, (), (left.node, right.node)))
 
 

@@ -37,7 +37,7 @@ def documents(
             cross-attention or with caches of unequal length. The last query of a document is at the position of its
             last key.
         cu_seqlens: the ends of the documents instead of their lengths, beginning with 0, as FlashAttention's
-            ``cu_seqlens`` has them. A tensor on a GPU is copied to the host, which waits for the GPU.
+            ``cu_seqlens`` has them. A tensor on a GPU is copied to the host once, which waits for the GPU.
 
     Example:
         >>> import kernel_pytorch as kp
@@ -72,9 +72,12 @@ def documents(
 def _lengths_of(cu_seqlens: torch.Tensor) -> torch.Tensor:
     if not isinstance(cu_seqlens, torch.Tensor) or cu_seqlens.ndim not in (1, 2) or cu_seqlens.is_floating_point():
         raise TypeError(f"cu_seqlens={cu_seqlens!r}: expected a tensor of whole numbers, (documents + 1,)")
-    if not torch.compiler.is_compiling() and bool((cu_seqlens[..., 0] != 0).any()):
-        raise ValueError(f"cu_seqlens={cu_seqlens.tolist()}: it must begin with 0")
-    return cu_seqlens.diff(dim=-1)
+    if torch.compiler.is_compiling():
+        return cu_seqlens.diff(dim=-1)
+    ends = cu_seqlens.cpu()  # the only copy to the host, and the only wait
+    if ends.shape[-1] == 0 or bool((ends[..., 0] != 0).any()):
+        raise ValueError(f"cu_seqlens={ends.tolist()}: it must begin with 0")
+    return ends.diff(dim=-1)
 
 
 def _checked_lengths(name: str, lengths: Any) -> list[Sequence[int]]:

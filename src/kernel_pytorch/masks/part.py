@@ -113,8 +113,7 @@ def restricted_table(
                 raise ValueError(f"{name} has the range ({first}, {last}): it cuts a block of {block} of the table")
     row_blocks = indices(tuple((a // block, -(-b // block)) for a, b in queries))
     column_blocks = indices(tuple((a // block, -(-b // block)) for a, b in keys))
-    counts = np.array(table.numbers[5 : 5 + batch * all_heads * rows], dtype=np.int64)
-    kept = np.array(table.numbers[5 + len(counts) :], dtype=np.int64)
+    counts, kept = table.kept_blocks
     owner = np.repeat(np.arange(len(counts)), counts)
     new_row = np.full(rows, -1)
     new_row[row_blocks] = np.arange(len(row_blocks))

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from kernel_pytorch._compat.modes import transform_active
+from kernel_pytorch._compat.modes import any_autocast, transform_active
 from kernel_pytorch.hardware_abstraction.dispatch import Function
 from kernel_pytorch.masks import Mask, full
 from kernel_pytorch.ops.attention.definition import ATTENTION, result_dtype
@@ -125,10 +125,12 @@ def attention(
     if mask is None:
         mask = full()
     tensors = isinstance(q, torch.Tensor) and isinstance(k, torch.Tensor) and isinstance(v, torch.Tensor)
-    if tensors and q.device.type != "meta" and torch.is_autocast_enabled(q.device.type):
-        dtype = torch.get_autocast_dtype(q.device.type)
+    compiling = torch.compiler.is_compiling()  # torch.compile takes no private name into a graph
+    kind = q.device.type if tensors and (compiling or any_autocast()) else "meta"
+    if kind != "meta" and torch.is_autocast_enabled(kind):
+        dtype = torch.get_autocast_dtype(kind)
         q, k, v = (x if x.dtype == torch.float64 else x.to(dtype) for x in (q, k, v))
-    if tensors and isinstance(mask, Mask) and group is None and not torch.compiler.is_compiling():
+    if tensors and not compiling and group is None and isinstance(mask, Mask):
         mask = _simplified(mask, q, k)
     if scale is None:
         # Where q has no head_dim, the check says so.
@@ -191,4 +193,8 @@ def _may_train(*tensors: torch.Tensor | None) -> bool:
     """Whether a backward may follow; torch.compile and torch.func do not say, so there it may."""
     if torch.compiler.is_compiling() or transform_active():
         return True
-    return torch.is_grad_enabled() and any(getattr(x, "requires_grad", x is not None) for x in tensors)
+    if torch.is_grad_enabled():
+        for x in tensors:
+            if x is not None and getattr(x, "requires_grad", True):
+                return True
+    return False

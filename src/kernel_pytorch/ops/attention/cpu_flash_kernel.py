@@ -18,16 +18,23 @@ if TYPE_CHECKING:
     from kernel_pytorch.masks import Mask
 
 
+_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+
+
 def _heads(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys and values as the operators take them: grouped heads as they are from torch 2.13 on."""
     return (k, v) if TORCH_VERSION >= (2, 13) else repeated(q, k, v)
+
+
+def _wide(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return adjacent(x if x.dtype == dtype else x.to(dtype))
 
 
 def forward(
     device: Device, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask, scale: float, wanted: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
     k, v = _heads(q, k, v)
-    wide = [adjacent(x.to(lse_dtype(q.dtype))) for x in (q, k, v)]
+    wide = [_wide(x, lse_dtype(q.dtype)) for x in (q, k, v)]
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*wide, 0.0, mask.is_causal, scale=scale)
     return out.to(q.dtype).contiguous(), lse.contiguous()
 
@@ -46,10 +53,9 @@ def backward(
     wanted: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     k_all, v_all = _heads(q, k, v)
-    dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        *(adjacent(x.to(lse.dtype)) for x in (dout, q, k_all, v_all, out)), lse, 0.0, mask.is_causal, scale=scale
-    )
-    return dq.to(q.dtype).contiguous(), summed(dk, k), summed(dv, v)
+    wide = [_wide(x, lse.dtype) for x in (dout, q, k_all, v_all, out)]
+    dq, dk, dv = _BACKWARD(*wide, lse, 0.0, mask.is_causal, scale=scale)
+    return summed(dq, q), summed(dk, k), summed(dv, v)
 
 
 def masked_backward(
@@ -64,12 +70,6 @@ def masked_backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The backward under a mask of addends, which broadcasts to the scores; every query attends to some key."""
     k_all, v_all = _heads(q, k, v)
-    dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        *(adjacent(x.to(lse.dtype)) for x in (dout, q, k_all, v_all, out)),
-        lse,
-        0.0,
-        False,
-        attn_mask=addends,
-        scale=scale,
-    )
-    return dq.to(q.dtype).contiguous(), summed(dk, k), summed(dv, v)
+    wide = [_wide(x, lse.dtype) for x in (dout, q, k_all, v_all, out)]
+    dq, dk, dv = _BACKWARD(*wide, lse, 0.0, False, attn_mask=addends, scale=scale)
+    return summed(dq, q), summed(dk, k), summed(dv, v)

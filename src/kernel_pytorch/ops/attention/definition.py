@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kernel_pytorch.hardware_abstraction.op import Call, Case, Codec, Draw, Op, TensorSpec
+from kernel_pytorch.hardware_abstraction.op import Call, Case, Codec, Draw, Op, Problem, TensorSpec
 
 if TYPE_CHECKING:
     from kernel_pytorch.masks import Mask
@@ -209,6 +209,24 @@ def flops(call: Call) -> int:
     return int(_attended(call) * pair)
 
 
+def problem(call: Call) -> Problem:
+    """The mask's constructors and the format's width; lengths, heads, and how many keys a query attends to."""
+    q: TensorSpec = call["q"]
+    k: TensorSpec = call["k"]
+    mask: Mask = call["mask"].simplified(q.shape[2], k.shape[2])
+    sizes = {
+        "queries": q.shape[2],
+        "keys": k.shape[2],
+        "attended": round(mask.density(q.shape[2], k.shape[2]) * k.shape[2]),
+        "heads": q.shape[0] * q.shape[1],
+        "group": q.shape[1] // k.shape[1],
+        "head_dim": q.shape[3],
+        "value_dim": call["v"].shape[3],
+    }
+    kind = f"{8 * q.dtype.itemsize}-bit {' '.join(mask.node.constructors)}"
+    return Problem(kind, {name: max(size, 1) for name, size in sizes.items()})
+
+
 @lru_cache(maxsize=2)
 def _dense_mask(mask: Mask, q_len: int, kv_len: int, device: torch.device) -> torch.Tensor:
     """Made once, as a user would: what is timed is the attention."""
@@ -356,5 +374,6 @@ ATTENTION = Op(
     traffic=traffic,
     flops=flops,
     baselines={"scaled_dot_product_attention": sdpa},
+    problem=problem,
     compile_baselines=False,
 )

@@ -61,7 +61,7 @@ class _Tables:
 def _program(
     shapes: tuple[tuple[int, ...], ...], strides: tuple[tuple[int, ...], ...], dtype: torch.dtype, mask: Mask,
     scale: float, threads: int,
-) -> tuple[Callable[[Sequence[int], Sequence[int]], None], threading.Lock]:  # fmt: skip
+) -> tuple[Callable[..., None], threading.Lock]:  # fmt: skip
     made = _Tables()
     for name, shape, stride in zip("qkv", shapes, strides, strict=True):
         made.add(name, shape, stride, dtype, out=False)
@@ -92,7 +92,7 @@ def forward(
     out = q.new_empty((*rows, shapes[2][3]))
     lse = torch.empty(rows, dtype=torch.float32)
     with lock:
-        run((q.data_ptr(), k.data_ptr(), v.data_ptr()), (out.data_ptr(), lse.data_ptr()))
+        run(q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), lse.data_ptr())
     return out, lse
 
 
