@@ -65,7 +65,7 @@ NORMS: dict[str, Callable[[int], nn.Module]] = {
 
 @pytest.mark.parametrize("norm", NORMS.values(), ids=NORMS)
 def test_training_is_as_without_fusing(norm: Callable[[int], nn.Module]) -> None:
-    """But for the last bits of a norm's gradients; also when the norm's output outgrows its history."""
+    """But for the last bits of a norm's gradients; also when the norm's output does not fit its history."""
     found = []
     for fuse in (True, False):
         net = kp.fp8.convert(model(norm=norm), "delayed", fuse_norm=fuse)

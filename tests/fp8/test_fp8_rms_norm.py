@@ -63,6 +63,7 @@ HISTORIES = {
     "enough": [12.0, 3.0, math.nan],
     "outgrown": [0.5, 0.0],
     "a little too small": [1.9],
+    "far above": [1e6, 4.0],
     "first": [0.0] * 16,
     "not finite": [math.inf, math.nan],
 }

@@ -279,6 +279,31 @@ def test_each_gradient_has_its_own_history(kernel: str, of_gate: float, of_up: f
     assert torch.equal(codes(found.dup_t), codes(found.dup).t())
 
 
+@pytest.mark.parametrize("form", FORMATS.values(), ids=str)
+def test_a_history_far_above_is_not_used(kernel: str, form: Any) -> None:
+    """One outlier in the history flushes nothing: h and the gradients are as with scales of their own."""
+    dh, gate, up = three(40, 70)
+    outlier = numbers(1e13, 1.0)
+    h, own = (fp8_swiglu(gate, up, form.name, history=each, kernel=kernel) for each in (outlier, None))
+    assert torch.equal(codes(h.data), codes(own.data))
+    assert torch.equal(h.inverse, own.inverse)
+    assert torch.equal(h.counts, own.counts)
+    assert h.next_history.tolist() == [h.amax.item(), outlier[0].item()]
+    found, plain, gate_alone = (
+        fp8_swiglu_grad(dh, gate, up, form.name, gate_history=of_gate, up_history=of_up, kernel=kernel)
+        for of_gate, of_up in ((outlier, outlier), (None, None), (outlier, numbers(12.0, 1.0)))
+    )
+    for each in (found, gate_alone):
+        assert torch.equal(codes(each.dgate), codes(plain.dgate))
+        assert torch.equal(codes(each.dgate_t), codes(plain.dgate_t))
+        assert torch.equal(each.dgate_inverse, plain.dgate_inverse)
+        assert torch.equal(each.counts[0], plain.counts[0])
+    assert torch.equal(codes(found.dup), codes(plain.dup))
+    assert torch.equal(found.counts, plain.counts)
+    wanted = 24 / form.largest
+    assert gate_alone.dup_inverse.item() == pytest.approx(wanted, rel=1e-6)  # the other gradient's history fits
+
+
 def test_it_is_the_cast_of_fp8_cast() -> None:
     """The torch kernel computes h as written here, so that every byte is known."""
     _, gate, up = three(30, 50)

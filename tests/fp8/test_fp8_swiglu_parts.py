@@ -100,6 +100,24 @@ def at_once(
     )
 
 
+def check_rounded_twice(
+    found: Found, whole: HiddenGradients, matrices: tuple[torch.Tensor, ...], form: str
+) -> None:
+    """Against float64: what was cast by another scale is rounded once more, and no more than that is lost."""
+    dh, *others = (matrix.double() for matrix in matrices)
+    gates, ups = (matrix.requires_grad_() for matrix in others)
+    exact = torch.autograd.grad(torch.nn.functional.silu(gates) * ups, (gates, ups), dh)
+    chosen = FORMATS[form]
+    for name, wanted in zip(("dgate", "dup"), exact, strict=True):
+        inverse = getattr(found, f"{name}_inverse")
+        assert torch.equal(inverse, getattr(whole, f"{name}_inverse"))
+        back = getattr(found, name).float().double() * inverse.double()
+        assert bool(back.isfinite().all())
+        half = 2.0 ** -(chosen.mantissa_bits + 1)  # of the last place, and twice
+        budget = wanted.abs() * (2.01 * half + half * half) + 1.01 * chosen.smallest_subnormal * inverse.double()
+        assert bool(((back - wanted).abs() <= budget).all()), name
+
+
 @needs_triton
 @pytest.mark.usefixtures("on_gpu")
 @pytest.mark.parametrize(
@@ -136,18 +154,25 @@ def test_an_outgrown_part_brings_all_to_its_scale(form: str, before: float) -> N
     assert torch.equal(found.histories[1], whole.up_next_history)
     assert torch.equal(found.counts[:, 0, 0], whole.counts[:, 0])
     assert found.counts[0, 0, 0] > 0 or before == 0.0
-    wide = [matrix.double() for matrix in (gate, up)]
-    gates, ups = (matrix.requires_grad_() for matrix in wide)
-    exact = torch.autograd.grad(torch.nn.functional.silu(gates) * ups, (gates, ups), dh.double())
-    chosen = FORMATS[form]
-    for name, wanted in zip(("dgate", "dup"), exact, strict=True):
-        inverse = getattr(found, f"{name}_inverse")
-        assert torch.equal(inverse, getattr(whole, f"{name}_inverse"))
-        back = getattr(found, name).float().double() * inverse.double()
-        assert bool(back.isfinite().all())
-        half = 2.0 ** -(chosen.mantissa_bits + 1)  # of the last place, and twice
-        budget = wanted.abs() * (2.01 * half + half * half) + 1.01 * chosen.smallest_subnormal * inverse.double()
-        assert bool(((back - wanted).abs() <= budget).all()), name
+    check_rounded_twice(found, whole, (dh, gate, up), form)
+
+
+@needs_triton
+@pytest.mark.usefixtures("on_gpu")
+@pytest.mark.parametrize(("form", "size"), [("e5m2", 1.0), ("e4m3fn", 1e-3)], ids=["all", "one_of_them"])
+def test_parts_far_below_their_history_flush_nothing(form: str, size: float) -> None:
+    """All of them after an outlier, or one of them, whose elements get the scale of the others in the end."""
+    dh, gate, up = three()
+    dh[:PART] *= size
+    histories = (history(1e13, 1.0), history(1e13, 1.0)) if size == 1.0 else (history(12.0), history(12.0))
+    found, whole = Found(dh, gate, up, histories, form), at_once((dh, gate, up), histories, form)
+    assert torch.equal(found.histories[0], whole.gate_next_history)
+    assert torch.equal(found.histories[1], whole.up_next_history)
+    assert not found.counts[:, :, 0].any()
+    check_rounded_twice(found, whole, (dh, gate, up), form)
+    if size != 1.0:
+        assert torch.equal(codes(found.dgate[PART:]), codes(whole.dgate[PART:]))
+        assert torch.equal(codes(found.dup[PART:]), codes(whole.dup[PART:]))
 
 
 @needs_triton

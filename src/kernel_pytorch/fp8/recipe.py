@@ -43,8 +43,8 @@ class Recipe:
     ``fp8_matmul``. GemmSpec of one sign, as tokens that agree have in dW, would lose most by ``fast``.
 
     With ``delayed``, the scales of x and dy come from the largest magnitudes of the last 16 steps with a factor 2 of
-    headroom, so that one pass over a tensor is enough; a tensor that has outgrown them is cast again with a scale of
-    its own in the same step. Weights have scales of their own step.
+    headroom, so that one pass over a tensor is enough; a tensor whose amax exceeds that scale or is far below it is
+    cast again with a scale of its own in the same step. Weights have scales of their own step.
 
     Example:
         >>> recipe = RECIPES["tensorwise"]

@@ -74,7 +74,8 @@ def fp8_cast(
         transposed: also make the transposed copy. For row and block it has scales of its own: it is x's transpose,
             cast.
         history: the largest magnitudes of earlier casts, newest first, float32: the scale then comes from them and
-            x is read once, unless it has outgrown them (delayed scaling; granularity tensor alone).
+            x is read once, unless its own amax exceeds that scale or is far below it, and then x is cast again with
+            a scale of its own (delayed scaling; granularity tensor alone).
         power_of_two: round the scales down to powers of two, which makes scaling itself exact.
         kernel: pin an implementation by name instead of the best that fits.
 

@@ -11,7 +11,7 @@ import torch
 
 from kernel_pytorch.hardware_abstraction.device import Device
 from kernel_pytorch.hardware_abstraction.formats import FORMATS, Format
-from kernel_pytorch.ops.fp8_cast.definition import BLOCK, LARGEST_SCALE, empty_inverse
+from kernel_pytorch.ops.fp8_cast.definition import BLOCK, LARGEST_SCALE, NORMAL_BINADES, empty_inverse
 
 
 def group_amax(magnitude_RC: torch.Tensor, granularity: str) -> torch.Tensor:
@@ -96,12 +96,13 @@ def forward(
     amax = group_amax(magnitude_RC, "tensor")
     groups = amax if granularity == "tensor" else group_amax(magnitude_RC, granularity)
     scale = scale_from_amax(groups, chosen.largest, power_of_two)
-    outgrown, next_history = None, amax.new_empty(0)
+    saturated, next_history = None, amax.new_empty(0)
     if history is not None:
         before = torch.where(history.isfinite(), history, 0.0).amax().clamp_min(0.0)
         remembered = scale_from_amax(before, chosen.largest, power_of_two) / 2
-        outgrown = (magnitude_RC * remembered > chosen.largest).count_nonzero() * (before > 0)
-        scale = torch.where((before > 0) & (outgrown == 0), remembered, scale)
+        saturated = (magnitude_RC * remembered > chosen.largest).count_nonzero() * (before > 0)
+        below = (amax * remembered < 2.0**NORMAL_BINADES * chosen.smallest_normal) & (amax > 0)
+        scale = torch.where((before == 0) | (saturated > 0) | below, scale, remembered)
         next_history = torch.cat([amax.reshape(1), history[:-1]])
     data, counts = _quantised(x_RC, finite_RC, scale, granularity, chosen)
     inverse = _inverse(x, scale, granularity, rows, columns)
@@ -118,6 +119,6 @@ def forward(
         data_t, counts_t = _quantised(x_CR, finite_CR, own, granularity, chosen)
         inverse_t = _inverse(x, own, granularity, columns, rows)
     both = torch.stack([counts, counts_t])
-    if outgrown is not None:
-        both[: 1 + transposed, 0] = outgrown
+    if saturated is not None:
+        both[: 1 + transposed, 0] = saturated
     return data, data_t, inverse, inverse_t, amax, both, next_history

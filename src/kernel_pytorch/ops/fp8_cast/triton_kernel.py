@@ -38,6 +38,7 @@ from kernel_pytorch.ops.fp8_cast.triton_tiles import (
     load_quarter,
     load_tile,
     magnitudes,
+    needs_own_scale,
     offer,
     quarter_of_matrix,
     quarters,
@@ -177,7 +178,7 @@ def settle(
     LARGEST: tl.constexpr, HALF_SMALLEST: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr,
     NAN: tl.constexpr, FNUZ: tl.constexpr, HARDWARE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """After a cast by the history's scale: cast all of it again where some numbers were too large for it.
+    """After a cast by the history's scale: cast all of it again where the amax does not fit it.
 
     Or, where the scale was GUESSED, where it is not the one that the numbers have.
     """
@@ -189,9 +190,9 @@ def settle(
     remembered = _scale_to_try(before, LARGEST, POWER_OF_TWO, GUESSED)
     scale = scale_from_amax(largest, LARGEST, POWER_OF_TWO)
     if GUESSED:
-        again = scale != remembered
+        again, exceeded = scale != remembered, 0.0
     else:
-        again = (before == 0.0) | (largest * remembered > LARGEST)
+        again, exceeded = needs_own_scale(before, largest, remembered, LARGEST, BIAS)
         scale = tl.where(again, scale, remembered)
     if tl.program_id(0) == 0:
         tl.store(inverse, reciprocal(scale))
@@ -201,14 +202,13 @@ def settle(
             add_count(counts + 1, tl.load(tried + 1), TURNED)
             add_count(counts + 2, tl.load(tried + 2), TURNED)
     if again:
-        outgrown = tl.where((before > 0.0) & (not GUESSED), remembered, 0.0)
         source = (x, row_stride, column_stride)
         across = tl.cdiv(columns, COLUMNS)
         tiles = across * tl.cdiv(rows, ROWS)
         for step in range(tl.cdiv(tiles - tl.program_id(0), tl.num_programs(0))):
             tile = tl.program_id(0) + step * tl.num_programs(0)
             cast_again(
-                quarter_of_matrix, source, scale, outgrown, data, data_t, counts, tile // across, tile % across,
+                quarter_of_matrix, source, scale, exceeded, data, data_t, counts, tile // across, tile % across,
                 rows, columns, TURNED, WORDS, TURNED,
                 LARGEST, HALF_SMALLEST, MANTISSA, BIAS, NAN, FNUZ, HARDWARE, ROWS, COLUMNS,
             )  # fmt: skip

@@ -20,6 +20,7 @@ import triton.language as tl
 
 from kernel_pytorch.hardware_abstraction.device import Device
 from kernel_pytorch.hardware_abstraction.formats import Format
+from kernel_pytorch.ops.fp8_cast.definition import NORMAL_BINADES
 
 # Number formats.
 
@@ -116,6 +117,23 @@ def largest_remembered(history, length, HISTORY: tl.constexpr):
     return tl.max(tl.where(is_finite(entries), tl.maximum(entries, 0.0), 0.0), axis=0)
 
 
+_BINADES: tl.constexpr = tl.constexpr(NORMAL_BINADES)
+
+
+@triton.jit
+def needs_own_scale(before, amax, remembered, LARGEST: tl.constexpr, BIAS: tl.constexpr):
+    """Whether a tensor must be cast again with a scale of its own, and which scale it exceeds then, or 0.
+
+    Args:
+        before: the largest entry of the history, 0 if there is none.
+        remembered: the delayed scale, that of the history.
+    """
+    reached = amax * remembered
+    exceeds = (before > 0.0) & (reached > LARGEST)
+    below = (amax > 0.0) & (reached < 2.0 ** (_BINADES + 1 - BIAS))
+    return (before == 0.0) | exceeds | below, tl.where(exceeds, remembered, 0.0)
+
+
 # What tiles find out together, in a buffer of zeros, as 32-bit numbers: the largest magnitude, what the history says,
 # four counts of a first try in 64 bits each, the largest magnitude as a float. In bytes:
 SCRATCH_TRIED, SCRATCH_LARGEST, SCRATCH = 8, 40, 48
@@ -128,7 +146,7 @@ def offer(address, magnitude):
 
 
 COPY: tl.constexpr = tl.constexpr(4)
-"""From the counts of a copy to those of the transposed copy: outgrown, underflowed, not finite, all its numbers."""
+"""From the counts of a copy to those of the transposed copy: saturated, underflowed, not finite, all its numbers."""
 
 
 @triton.jit
@@ -413,21 +431,21 @@ def cast_tile(
 
 @triton.jit
 def cast_again(
-    quarter: tl.constexpr, source, scale, outgrown, data, data_t, counts, i, j, rows, columns,
+    quarter: tl.constexpr, source, scale, exceeded, data, data_t, counts, i, j, rows, columns,
     TURNED: tl.constexpr, WORDS: tl.constexpr, BOTH: tl.constexpr,
     LARGEST: tl.constexpr, HALF_SMALLEST: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr,
     NAN: tl.constexpr, FNUZ: tl.constexpr, HARDWARE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Tile (i, j) once more with another scale; counts the numbers that were too large for the ``outgrown`` one."""
+    """Tile (i, j) once more with another scale; counts the numbers that were too large for the ``exceeded`` one."""
     v_0, v_1, v_2, v_3 = quarters(quarter, i, j, rows, columns, ROWS, COLUMNS, source)
     cast_tile(
         v_0, v_1, v_2, v_3, scale, quarter, source, data, data_t, counts, i, j, rows, columns, TURNED, WORDS, BOTH,
         LARGEST, HALF_SMALLEST, MANTISSA, BIAS, NAN, FNUZ, HARDWARE, ROWS, COLUMNS,
     )  # fmt: skip
-    if outgrown > 0.0:
+    if exceeded > 0.0:
         for k in range(4):
             values, _ = quarter(i, j, k, rows, columns, ROWS, COLUMNS, (scale, source))
-            beyond = (magnitudes(values) * outgrown > LARGEST).to(tl.int32)
+            beyond = (magnitudes(values) * exceeded > LARGEST).to(tl.int32)
             add_count(counts, tl.sum(tl.sum(beyond, axis=1), axis=0), BOTH)
 
 

@@ -64,7 +64,7 @@ def fp8_rms_norm(
             None for y alone, with the same bits.
         transposed: also make the transposed copy.
         history: the largest magnitudes of y in earlier calls, newest first, float32: the scale then comes from them,
-            unless y has outgrown them (delayed scaling).
+            unless y's amax exceeds that scale or is far below it (delayed scaling).
         power_of_two: round the scale down to a power of two, which makes scaling itself exact.
         kernel: pin an implementation by name instead of the best that fits.
 

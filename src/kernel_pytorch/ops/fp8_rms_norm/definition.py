@@ -8,8 +8,8 @@ Shapes: R rows, H columns (the hidden dimension) of x.
 and data, data_t, inverse, amax, counts and next_history are those of ``fp8_cast`` with one scale, of the y that is
 returned: y rounded to x's dtype first, then cast. So whoever takes the copies computes what he would have computed by
 casting y himself, to the byte; reading y for that is what is saved. A history's scale is known before y is, so that
-one pass over x writes everything; where y has outgrown its history it is cast again with a scale of its own in the
-same call.
+one pass over x writes everything; where y's amax does not fit that scale it is cast again with a scale of its own in
+the same call.
 
 Without a number_format y and rstd are all there is, with the same bits as with one: the other outputs have no
 elements.
@@ -283,6 +283,7 @@ CASES = (
     Case("delayed-e5m2", _tensors(40, 129, history=(14.0,), power_of_two=True, number_format="e5m2")),
     Case("delayed-one-layout", _tensors(40, 129, history=(14.0,), transposed=False)),
     Case("delayed-outgrown", _tensors(150, 140, history=(0.25, math.nan, math.inf))),
+    Case("delayed-below", _tensors(150, 140, history=(1.0, 1e6))),
     Case("delayed-first", _tensors(20, 30, history=(0.0,) * fp8_cast.HISTORY)),
     Case("delayed-nonfinite", _tensors(6, 50, history=(9.0,), change=fp8_cast.nonfinite)),
     _benchmark(8192, 4096),

@@ -1,7 +1,7 @@
 """The cast of an RMSNorm's output that is nowhere in memory, from the norm's input and the root mean squares.
 
 For compilers, which work these out together with what comes before the norm. As in ``fp8_cast``, one pass by the
-scale of a history, and another one where the output has outgrown it; byte for byte the cast of the output.
+scale of a history, and another one where the output does not fit it; byte for byte the cast of the output.
 """
 
 # mypy: allow-incomplete-defs, allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
@@ -81,9 +81,10 @@ def _settle(
     LARGEST: tl.constexpr, HALF_SMALLEST: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr,
     NAN: tl.constexpr, FNUZ: tl.constexpr, HARDWARE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """After all tiles: cast all of them again where some numbers were too large."""
-    scale, again, outgrown = settle(
-        amax, inverse, tried, counts, history, history, history_length, rows, columns, LARGEST, POWER_OF_TWO, HISTORY
+    """After all tiles: cast all of them again where the amax does not fit the history's scale."""
+    scale, again, exceeded = settle(
+        amax, inverse, tried, counts, history, history, history_length, rows, columns,
+        LARGEST, BIAS, POWER_OF_TWO, HISTORY,
     )  # fmt: skip
     if again:
         source = (x, rstd, weight, row_stride, column_stride, HAS_WEIGHT)
@@ -92,7 +93,7 @@ def _settle(
         for step in range(tl.cdiv(tiles - tl.program_id(0), tl.num_programs(0))):
             tile = tl.program_id(0) + step * tl.num_programs(0)
             cast_again(
-                _quarter, source, scale, outgrown, data, data_t, counts, tile // across, tile % across,
+                _quarter, source, scale, exceeded, data, data_t, counts, tile // across, tile % across,
                 rows, columns, True, WORDS, True,
                 LARGEST, HALF_SMALLEST, MANTISSA, BIAS, NAN, FNUZ, HARDWARE, ROWS, COLUMNS,
             )  # fmt: skip

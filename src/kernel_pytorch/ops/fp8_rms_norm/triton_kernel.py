@@ -2,7 +2,7 @@
 
 Memory-bound: x is read for its sums of squares, and again by tiles, the last rows first and so partly out of the
 cache, to write y and, where a history gives the scale, both copies: y is not read at all. Without a history the scale
-is known only when all of y is, so fp8_cast's kernel reads y for its codes. What has outgrown its history is cast
+is known only when all of y is, so fp8_cast's kernel reads y for its codes. What does not fit that scale is cast
 again by another of fp8_cast's, which otherwise only writes down what is known.
 """
 

@@ -88,7 +88,7 @@ def fp8_swiglu(
         up: of gate's shape and dtype, such as the other half of the columns of one matrix.
         number_format: ``e4m3fn`` or ``e5m2``, or on MI300 ``e4m3fnuz`` or ``e5m2fnuz`` (``precision.for_device``).
         history: the largest magnitudes of h in earlier calls, newest first, float32: the scale then comes from them,
-            unless h has outgrown them (delayed scaling).
+            unless h's amax exceeds that scale or is far below it (delayed scaling).
         power_of_two: round the scale down to a power of two, which makes scaling itself exact.
         kernel: pin an implementation by name instead of the best that fits.
 
@@ -131,8 +131,9 @@ def fp8_swiglu_grad(
         number_format: the format of the gradients, as in ``fp8_swiglu``.
         h_format: the format of ``h_t``: the one given to ``fp8_swiglu``.
         h_inverse: the ``inverse`` that ``fp8_swiglu`` gave, by which h is cast again; None to leave out ``h_t``.
-        gate_history: the largest magnitudes of dgate in earlier calls, newest first, float32, unless the gradient
-            has outgrown them (delayed scaling); with up_history or not at all.
+        gate_history: the largest magnitudes of dgate in earlier calls, newest first, float32: the scale then comes
+            from them, unless dgate's amax exceeds that scale or is far below it (delayed scaling); with up_history
+            or not at all.
         up_history: the same of dup, of the same length.
         power_of_two: round the scales down to powers of two, which makes scaling itself exact.
         kernel: pin an implementation by name instead of the best that fits.

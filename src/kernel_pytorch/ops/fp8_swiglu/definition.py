@@ -9,8 +9,8 @@ float32 and in forms that neither overflow nor cancel, whatever the gate (s may 
 
 and each of h, dgate and dup becomes 8-bit as ``fp8_cast`` defines it for the granularity ``tensor``: one scale from
 the largest magnitude, or from a history of them (delayed scaling), cast again with a scale of its own in the same
-call where the matrix has outgrown its history; numbers that are not finite become NaN and are counted. The float32
-numbers are rounded to 8 bits once and never to the 16 bits of gate and up.
+call where its amax does not fit the delayed scale; numbers that are not finite become NaN and are counted. The
+float32 numbers are rounded to 8 bits once and never to the 16 bits of gate and up.
 
 The matrices a feed-forward block y = h W^T needs of them, as the module text of ``fp8_cast`` explains:
 
@@ -314,6 +314,7 @@ CASES = (
     Case("delayed", _forward(130, 300, history=(12.5, 3.0, 0.0))),
     Case("delayed-e5m2", _forward(40, 129, history=(9.0,), power_of_two=True, number_format="e5m2")),
     Case("delayed-outgrown", _forward(150, 140, history=(0.25, math.nan, math.inf), joined=True)),
+    Case("delayed-below", _forward(150, 140, history=(1.0, 1e6), joined=True)),
     Case("delayed-first", _forward(20, 30, history=(0.0,) * fp8_cast.HISTORY)),
     _benchmark("16384x14336", 16384, 14336),
     _benchmark("16384x14336-delayed", 16384, 14336, DRAWN),

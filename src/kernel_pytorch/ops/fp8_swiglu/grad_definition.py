@@ -268,6 +268,11 @@ GRAD_CASES = (
     Case("delayed-outgrown", _grad(150, 140, histories=((0.25, math.nan), (0.5, math.inf)), joined=True)),
     Case("delayed-gate-outgrown", _grad(70, 140, histories=((0.25,), (20.0,)))),
     Case("delayed-up-outgrown", _grad(70, 140, histories=((20.0,), (0.25,)))),
+    Case("delayed-below", _grad(70, 140, histories=((1e12, 1.0), (1e13,) * 2), joined=True)),
+    Case(
+        "delayed-gate-below",
+        _grad(70, 140, histories=((1e6,), (20.0,)), number_format="e4m3fn"),
+    ),
     Case("delayed-first", _grad(20, 30, histories=((0.0,) * fp8_cast.HISTORY, (0.0,) * fp8_cast.HISTORY))),
     _benchmark("16384x14336", 16384, 14336),
     _benchmark("16384x14336-delayed", 16384, 14336, (DRAWN, DRAWN)),

@@ -177,14 +177,14 @@ def _settle(
     LARGEST: tl.constexpr, HALF_SMALLEST: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr,
     NAN: tl.constexpr, FNUZ: tl.constexpr, HARDWARE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """After a cast by the histories' scales: cast again what has numbers that were too large for its own."""
-    dgate_scale, dgate_again, dgate_outgrown = settle(
+    """After a cast by the histories' scales: cast again each gradient whose amax does not fit its own."""
+    dgate_scale, dgate_again, dgate_exceeded = settle(
         amax, dgate_inverse, tried, gate_counts, gate_history, gate_next, history_length, part_rows, columns,
-        LARGEST, POWER_OF_TWO, HISTORY,
+        LARGEST, BIAS, POWER_OF_TWO, HISTORY,
     )  # fmt: skip
-    dup_scale, dup_again, dup_outgrown = settle(
+    dup_scale, dup_again, dup_exceeded = settle(
         amax + DUP, dup_inverse, tried + DUP // 2, up_counts, up_history, up_next, history_length, part_rows, columns,
-        LARGEST, POWER_OF_TWO, HISTORY,
+        LARGEST, BIAS, POWER_OF_TWO, HISTORY,
     )  # fmt: skip
     if dgate_again | dup_again:
         dh = _as_of_all_rows(dh, first, dh_row, ROWS)
@@ -196,13 +196,13 @@ def _settle(
             i, j = first + tile // across, tile % across
             if dgate_again:
                 cast_again(
-                    _quarter_of_dgate, matrices, dgate_scale, dgate_outgrown, dgate_data, dgate_t, gate_counts,
+                    _quarter_of_dgate, matrices, dgate_scale, dgate_exceeded, dgate_data, dgate_t, gate_counts,
                     i, j, rows, columns, TURNED, WORDS, True,
                     LARGEST, HALF_SMALLEST, MANTISSA, BIAS, NAN, FNUZ, HARDWARE, ROWS, COLUMNS,
                 )  # fmt: skip
             if dup_again:
                 cast_again(
-                    _quarter_of_dup, matrices, dup_scale, dup_outgrown, dup_data, dup_t, up_counts,
+                    _quarter_of_dup, matrices, dup_scale, dup_exceeded, dup_data, dup_t, up_counts,
                     i, j, rows, columns, TURNED, WORDS, True,
                     LARGEST, HALF_SMALLEST, MANTISSA, BIAS, NAN, FNUZ, HARDWARE, ROWS, COLUMNS,
                 )  # fmt: skip

@@ -31,6 +31,7 @@ from kernel_pytorch.ops.fp8_cast.triton_tiles import (
     load_quarter,
     load_tile,
     magnitudes,
+    needs_own_scale,
     offer,
     quarters,
     reciprocal,
@@ -91,10 +92,10 @@ def scale_to_try(
 @triton.jit
 def settle(
     amax, inverse, tried, counts, history, next_history, length, rows, columns,
-    LARGEST: tl.constexpr, POWER_OF_TWO: tl.constexpr, HISTORY: tl.constexpr,
+    LARGEST: tl.constexpr, BIAS: tl.constexpr, POWER_OF_TWO: tl.constexpr, HISTORY: tl.constexpr,
 ):  # fmt: skip
-    """After a cast by a history's scale: the final one, whether all must be cast again with it, and which one it has
-    outgrown then, or 0.
+    """After a cast by a history's scale: the final one, whether all must be cast again with it, and which one it
+    exceeds then, or 0.
 
     The first program writes down what is known by then, and the history of the next cast.
     """
@@ -102,7 +103,7 @@ def settle(
     largest = tl.load(amax).to(tl.float32, bitcast=True)
     before = tl.load(amax + 1).to(tl.float32, bitcast=True)  # the history itself may be another by now
     remembered = scale_from_amax(before, LARGEST, POWER_OF_TWO) * 0.5
-    again = (before == 0.0) | (largest * remembered > LARGEST)
+    again, exceeded = needs_own_scale(before, largest, remembered, LARGEST, BIAS)
     scale = tl.where(again, scale_from_amax(largest, LARGEST, POWER_OF_TWO), remembered)
     if tl.program_id(0) == 0:
         tl.store(inverse, reciprocal(scale))
@@ -110,7 +111,7 @@ def settle(
         if not again:
             add_count(counts + 1, tl.load(tried + 1), True)
             add_count(counts + 2, tl.load(tried + 2), True)
-    return scale, again, tl.where(before > 0.0, remembered, 0.0)
+    return scale, again, exceeded
 
 
 # The kernels.
@@ -176,9 +177,10 @@ def _settle(
     LARGEST: tl.constexpr, HALF_SMALLEST: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr,
     NAN: tl.constexpr, FNUZ: tl.constexpr, HARDWARE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """After a cast by the history's scale: cast all of it again where some numbers were too large for it."""
-    scale, again, outgrown = settle(
-        amax, inverse, tried, counts, history, history, history_length, rows, columns, LARGEST, POWER_OF_TWO, HISTORY
+    """After a cast by the history's scale: cast all of it again where the amax does not fit it."""
+    scale, again, exceeded = settle(
+        amax, inverse, tried, counts, history, history, history_length, rows, columns,
+        LARGEST, BIAS, POWER_OF_TWO, HISTORY,
     )  # fmt: skip
     if tl.program_id(0) == 0:
         tl.store(final_amax, tl.load(amax).to(tl.float32, bitcast=True))
@@ -189,7 +191,7 @@ def _settle(
         for step in range(tl.cdiv(tiles - tl.program_id(0), tl.num_programs(0))):
             tile = tl.program_id(0) + step * tl.num_programs(0)
             cast_again(
-                _hidden_quarter, source, scale, outgrown, data, data, counts, tile // across, tile % across,
+                _hidden_quarter, source, scale, exceeded, data, data, counts, tile // across, tile % across,
                 rows, columns, False, False, True,
                 LARGEST, HALF_SMALLEST, MANTISSA, BIAS, NAN, FNUZ, HARDWARE, ROWS, COLUMNS,
             )  # fmt: skip

@@ -1,9 +1,9 @@
 """fp8_swiglu_grad for some rows after others, so that dh need never be there as a whole.
 
-Each part of the rows is cast as the whole would be: by the scales of the histories, or by its own where it has
-outgrown them. Parts that have found other scales are then brought to the smallest: their codes are scaled down and
-rounded once more. Histories get the largest magnitudes of all parts. Where no part outgrows its history, all is byte
-for byte as if cast at once.
+Each part of the rows is cast as the whole would be: by the scales of the histories, or by its own where its amax
+does not fit them. Parts that have found other scales are then brought to the smallest: their codes are scaled down
+and rounded once more. Histories get the largest magnitudes of all parts. Where every part fits its history, all is
+byte for byte as if cast at once.
 """
 
 # mypy: allow-incomplete-defs, allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
