@@ -94,7 +94,7 @@ def test_plain_calls_keep_their_op():
     assert kp.explain(kp.attention, q, q, q, causal()).call.op == "attention"
     assert kp.explain(kp.attention, q, q, q, causal(), sink_logits=torch.zeros(2)).call.op == "attention"
     choice = kp.explain(kp.attention, q, q, q, causal(), softcap=3.0, device="nvidia/h200")
-    assert (choice.call.op, choice.kernel.name) == ("score_mod_attention", "tiled")
+    assert (choice.call.op, choice.kernel.name) == ("score_mod_attention", "triton")
 
 
 @pytest.mark.parametrize(
