@@ -129,8 +129,19 @@ def _tanh(x):
 
 
 @triton.jit
+def _exp(x, terms):
+    """The exponential of a difference of scores: plain ones are to base 2, modified ones as they are defined.
+
+    A bias may be large and its differences small: the change of base comes after the difference.
+    """
+    if terms is not None:
+        x *= 1.4426950408889634
+    return tl.exp2(x)
+
+
+@triton.jit
 def _modified(products, scale, terms, m, m_inside, n, n_inside):
-    """The scores to base 2, -inf where the bias leaves a pair out, and the derivative of the soft-capping.
+    """The scores, -inf where the bias leaves a pair out, and the derivative of the soft-capping.
 
     m and n, and whether they are inside, have the shapes in which they broadcast to the products.
     """
@@ -144,7 +155,7 @@ def _modified(products, scale, terms, m, m_inside, n, n_inside):
         scores -= slope * tl.abs(m + offset - n).to(tl.float32)
     if bias_MN is not None:
         pointers = bias_MN + m.to(tl.int64) * bias_m + n.to(tl.int64) * bias_n
-        scores += tl.load(pointers, mask=m_inside & n_inside, other=0.0).to(tl.float32) * 1.4426950408889634
+        scores += tl.load(pointers, mask=m_inside & n_inside, other=0.0).to(tl.float32)
     return scores, derivative
 
 
@@ -195,11 +206,10 @@ def _forward_step(
         base = tl.where(new_top == -float("inf"), 0.0, new_top)
     else:
         base = new_top
-    if terms is not None:
-        p = tl.exp2(scores - base[:, None])
-    else:
-        p = tl.exp2(scores * scale - base[:, None])
-    shrink = tl.exp2(top - base)
+    if terms is None:
+        scores *= scale
+    p = _exp(scores - base[:, None], terms)
+    shrink = _exp(top - base, terms)
     v = _load_rows(v_NE, v_stride, n, inside, tl.arange(0, BLOCK_E), E, MASKED)
     acc = acc * shrink[:, None] + _dot(p.to(v.dtype), v, PRECISE)
     total = total * shrink + tl.sum(p, axis=1)
@@ -272,7 +282,7 @@ def _forward(
     if bias is not None:
         bias_MN = bias + b * bias_b + h * bias_h
     if slopes is not None:
-        slope = tl.load(slopes + h) * 1.4426950408889634
+        slope = tl.load(slopes + h)
     if bias is not None or slopes is not None or outer is not None:
         terms = (bias_MN, bias_m, bias_n, slope, outer, kv_len - q_len)
     acc = tl.zeros((BLOCK_M, BLOCK_E), dtype=tl.float32)
@@ -307,16 +317,22 @@ def _forward(
         )  # fmt: skip
 
     if sinks is not None:  # one more score, without a value
-        sink = tl.load(sinks + h) * 1.4426950408889634
+        sink = tl.load(sinks + h)
+        if terms is None:
+            sink *= 1.4426950408889634
         new_top = tl.maximum(top, sink)
         base = tl.where(new_top == -float("inf"), 0.0, new_top)
-        shrink = tl.exp2(top - base)
+        shrink = _exp(top - base, terms)
         acc *= shrink[:, None]
-        total = total * shrink + tl.exp2(sink - base)
+        total = total * shrink + _exp(sink - base, terms)
         top = new_top
     nothing = total == 0.0
     out = acc / tl.where(nothing, 1.0, total)[:, None]
-    lse = tl.where(nothing, -float("inf"), (top + tl.log2(tl.where(nothing, 1.0, total))) / 1.4426950408889634)
+    log_total = tl.log2(tl.where(nothing, 1.0, total))
+    if terms is None:
+        lse = tl.where(nothing, -float("inf"), (top + log_total) / 1.4426950408889634)
+    else:
+        lse = tl.where(nothing, -float("inf"), top + log_total / 1.4426950408889634)
     row_out = (b * heads + h) * q_len + m
     e = tl.arange(0, BLOCK_E)
     tl.store(
@@ -329,7 +345,7 @@ def _forward(
 
 @triton.jit
 def _dq_step(
-    dq, q, dout, log2, delta, k_ND, v_NE, k_stride, v_stride, start, kv_len, scale,
+    dq, q, dout, log_sum, delta, k_ND, v_NE, k_stride, v_stride, start, kv_len, scale,
     first_M, last_M, slot, slot_stride, m, m_inside, terms, dbias_MN, MASKED: tl.constexpr,
     D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_N: tl.constexpr,
     PRECISE: tl.constexpr, SLOTS: tl.constexpr,
@@ -343,9 +359,9 @@ def _dq_step(
         scores, derivative = _modified(
             scores, scale, terms, m[:, None], m_inside[:, None], n[None, :], inside[None, :]
         )
-        p = tl.exp2(scores - log2[:, None])
     else:
-        p = tl.exp2(scores * scale - log2[:, None])
+        scores *= scale
+    p = _exp(scores - log_sum[:, None], terms)
     if MASKED:
         allowed = _allowed(first_M, last_M, slot, slot_stride, m, m_inside, n, SLOTS, False)
         p = tl.where(allowed, p, 0.0)
@@ -362,10 +378,10 @@ def _dq_step(
 
 @triton.jit
 def _dq(
-    q_BHMD, k_BGND, v_BGNE, out_BHME, dout_BHME, lse_BHM, dlse_BHM, log2_BHM, delta_BHM, dq_BHMD,
+    q_BHMD, k_BGND, v_BGNE, out_BHME, dout_BHME, lse_BHM, dlse_BHM, log_sum_BHM, delta_BHM, dq_BHMD,
     first_DSM, last_DSM,
     span, full_offsets, full, partial_offsets, partial, slots,
-    heads, group, q_len, kv_len, scale, scale_log2,
+    heads, group, q_len, kv_len, scale, inner_scale,
     q_b, q_h, q_m, k_b, k_h, k_n, v_b, v_h, v_n, dout_b, dout_h, dout_m, mask_b, mask_h, first_b,
     bias, bias_b, bias_h, bias_m, bias_n, slopes, outer, dbias_BHMN, first_entry,
     dlse_b, dlse_h, dlse_m, HAS_DLSE: tl.constexpr,
@@ -379,6 +395,13 @@ def _dq(
     if dbias_BHMN is not None:
         dbias_MN = dbias_BHMN + (b * heads + h) * q_len * kv_len
         b += first_entry
+    bias_MN, slope, terms = None, None, None
+    if bias is not None:
+        bias_MN = bias + b * bias_b + h * bias_h
+    if slopes is not None:
+        slope = tl.load(slopes + h)
+    if bias is not None or slopes is not None or outer is not None:
+        terms = (bias_MN, bias_m, bias_n, slope, outer, kv_len - q_len)
     m = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
     m_inside = m < q_len
     k_ND = k_BGND + b * k_b + (h // group) * k_h
@@ -387,30 +410,23 @@ def _dq(
     q = _load_rows(q_BHMD + b * q_b + h * q_h, q_m, m, m_inside, d, D, True)
     dout = _load_rows(dout_BHME + b * dout_b + h * dout_h, dout_m, m, m_inside, e, E, True)
     row_out = (b * heads + h) * q_len + m
-    # What each query's softmax takes from every score gradient; kept for dk and dv, as is the lse to base 2.
+    # What each query's softmax takes from every score gradient; kept for dk and dv, as is the lse.
     out = _load_rows(out_BHME, E, row_out, m_inside, e, E, True)
     delta = tl.sum(out.to(tl.float32) * dout.to(tl.float32), axis=1)
     if HAS_DLSE:
         delta -= tl.load(dlse_BHM + b * dlse_b + h * dlse_h + m * dlse_m, mask=m_inside, other=0.0)
     lse = tl.load(lse_BHM + row_out, mask=m_inside, other=-float("inf"))
     # Where a query attends to nothing its lse is -inf; +inf makes every probability zero instead of NaN.
-    log2 = tl.where(lse == -float("inf"), float("inf"), lse * 1.4426950408889634)
+    log_sum = tl.where(lse == -float("inf"), float("inf"), lse if terms is not None else lse * 1.4426950408889634)
     tl.store(delta_BHM + row_out, delta, mask=m_inside)
-    tl.store(log2_BHM + row_out, log2, mask=m_inside)
+    tl.store(log_sum_BHM + row_out, log_sum, mask=m_inside)
     first_M = first_DSM + b * first_b
     last_M = last_DSM + b * first_b
-    bias_MN, slope, terms = None, None, None
-    if bias is not None:
-        bias_MN = bias + b * bias_b + h * bias_h
-    if slopes is not None:
-        slope = tl.load(slopes + h) * 1.4426950408889634
-    if bias is not None or slopes is not None or outer is not None:
-        terms = (bias_MN, bias_m, bias_n, slope, outer, kv_len - q_len)
     dq = tl.zeros((BLOCK_M, BLOCK_D), dtype=tl.float32)
     row = b * mask_b + h * mask_h + tile_m
     for index in tl.range(tl.load(span + 2 * row), tl.load(span + 2 * row + 1), num_stages=STAGES):
         dq = _dq_step(
-            dq, q, dout, log2, delta, k_ND, v_NE, k_n, v_n, index * BLOCK_N, kv_len, scale_log2,
+            dq, q, dout, log_sum, delta, k_ND, v_NE, k_n, v_n, index * BLOCK_N, kv_len, inner_scale,
             first_M, last_M, 0, q_len, m, m_inside, terms, dbias_MN,
             False, D, E, BLOCK_D, BLOCK_E, BLOCK_N, PRECISE, SLOTS,
         )  # fmt: skip
@@ -420,7 +436,7 @@ def _dq(
         start = tile * BLOCK_N
         tile = tl.load(full + index + 1, mask=index + 1 < end, other=0)  # known before it is needed
         dq = _dq_step(
-            dq, q, dout, log2, delta, k_ND, v_NE, k_n, v_n, start, kv_len, scale_log2,
+            dq, q, dout, log_sum, delta, k_ND, v_NE, k_n, v_n, start, kv_len, inner_scale,
             first_M, last_M, 0, q_len, m, m_inside, terms, dbias_MN,
             False, D, E, BLOCK_D, BLOCK_E, BLOCK_N, PRECISE, SLOTS,
         )  # fmt: skip
@@ -430,7 +446,7 @@ def _dq(
         start = tile * BLOCK_N
         tile = tl.load(partial + index + 1, mask=index + 1 < end, other=0)  # known before it is needed
         dq = _dq_step(
-            dq, q, dout, log2, delta, k_ND, v_NE, k_n, v_n, start, kv_len, scale_log2,
+            dq, q, dout, log_sum, delta, k_ND, v_NE, k_n, v_n, start, kv_len, inner_scale,
             first_M, last_M, tl.load(slots + index), q_len, m, m_inside, terms, dbias_MN,
             True, D, E, BLOCK_D, BLOCK_E, BLOCK_N, PRECISE, SLOTS,
         )  # fmt: skip
@@ -443,7 +459,7 @@ def _dq(
 
 @triton.jit
 def _dkdv_step(
-    dk, dv, columns, k, v, q_MD, dout_ME, log2_M, delta_M, q_stride, dout_stride, start, q_len, scale,
+    dk, dv, columns, k, v, q_MD, dout_ME, log_sum_M, delta_M, q_stride, dout_stride, start, q_len, scale,
     first_M, last_M, slot, slot_stride, n, n_inside, terms, dbias_N, MASKED: tl.constexpr,
     D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr,
     PRECISE: tl.constexpr, SLOTS: tl.constexpr,
@@ -452,17 +468,17 @@ def _dkdv_step(
     inside = m < q_len
     q = _load_rows(q_MD, q_stride, m, inside, tl.arange(0, BLOCK_D), D, MASKED)
     if MASKED:
-        log2 = tl.load(log2_M + m, mask=inside, other=float("inf"))
+        log_sum = tl.load(log_sum_M + m, mask=inside, other=float("inf"))
     else:
-        log2 = tl.load(log2_M + m)
+        log_sum = tl.load(log_sum_M + m)
     scores = _dot(k, tl.trans(q), PRECISE)
     if terms is not None:
         scores, derivative = _modified(
             scores, scale, terms, m[None, :], inside[None, :], n[:, None], n_inside[:, None]
         )
-        p = tl.exp2(scores - log2[None, :])
     else:
-        p = tl.exp2(scores * scale - log2[None, :])
+        scores *= scale
+    p = _exp(scores - log_sum[None, :], terms)
     if MASKED:
         allowed = _allowed(first_M, last_M, slot, slot_stride, m, inside, n, SLOTS, True)
         p = tl.where(allowed, p, 0.0)
@@ -483,9 +499,9 @@ def _dkdv_step(
 
 @triton.jit
 def _dkdv(
-    q_BHMD, k_BGND, v_BGNE, dout_BHME, log2_BHM, delta_BHM, dk_BGND, dv_BGNE, first_DSM, last_DSM,
+    q_BHMD, k_BGND, v_BGNE, dout_BHME, log_sum_BHM, delta_BHM, dk_BGND, dv_BGNE, first_DSM, last_DSM,
     span, full_offsets, full, partial_offsets, partial, slots,
-    heads, group, q_len, kv_len, scale, scale_log2,
+    heads, group, q_len, kv_len, scale, inner_scale,
     q_b, q_h, q_m, k_b, k_h, k_n, v_b, v_h, v_n, dout_b, dout_h, dout_m, mask_b, mask_h, first_b,
     bias, bias_b, bias_h, bias_m, bias_n, slopes, outer, dbias_BHN,
     D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr,
@@ -509,21 +525,21 @@ def _dkdv(
         h = g * group + member
         q_MD = q_BHMD + b * q_b + h * q_h
         dout_ME = dout_BHME + b * dout_b + h * dout_h
-        log2_M = log2_BHM + (b * heads + h) * q_len
+        log_sum_M = log_sum_BHM + (b * heads + h) * q_len
         delta_M = delta_BHM + (b * heads + h) * q_len
         bias_MN, slope, terms = None, None, None
         if bias is not None:
             bias_MN = bias + b * bias_b + h * bias_h
         if slopes is not None:
-            slope = tl.load(slopes + h) * 1.4426950408889634
+            slope = tl.load(slopes + h)
         if bias is not None or slopes is not None or outer is not None:
             terms = (bias_MN, bias_m, bias_n, slope, outer, kv_len - q_len)
         columns = tl.zeros((BLOCK_N,), dtype=tl.float32)
         row = b * mask_b + h * mask_h + tile_n
         for index in tl.range(tl.load(span + 2 * row), tl.load(span + 2 * row + 1), num_stages=STAGES):
             dk, dv, columns = _dkdv_step(
-                dk, dv, columns, k, v, q_MD, dout_ME, log2_M, delta_M, q_m, dout_m, index * BLOCK_M, q_len,
-                scale_log2,
+                dk, dv, columns, k, v, q_MD, dout_ME, log_sum_M, delta_M, q_m, dout_m, index * BLOCK_M, q_len,
+                inner_scale,
                 first_M, last_M, 0, q_len, n, n_inside, terms, dbias_BHN,
                 False, D, E, BLOCK_D, BLOCK_E, BLOCK_M, PRECISE, SLOTS,
             )  # fmt: skip
@@ -533,7 +549,7 @@ def _dkdv(
             start = tile * BLOCK_M
             tile = tl.load(full + index + 1, mask=index + 1 < end, other=0)  # known before it is needed
             dk, dv, columns = _dkdv_step(
-                dk, dv, columns, k, v, q_MD, dout_ME, log2_M, delta_M, q_m, dout_m, start, q_len, scale_log2,
+                dk, dv, columns, k, v, q_MD, dout_ME, log_sum_M, delta_M, q_m, dout_m, start, q_len, inner_scale,
                 first_M, last_M, 0, q_len, n, n_inside, terms, dbias_BHN,
                 False, D, E, BLOCK_D, BLOCK_E, BLOCK_M, PRECISE, SLOTS,
             )  # fmt: skip
@@ -543,7 +559,7 @@ def _dkdv(
             start = tile * BLOCK_M
             tile = tl.load(partial + index + 1, mask=index + 1 < end, other=0)  # known before it is needed
             dk, dv, columns = _dkdv_step(
-                dk, dv, columns, k, v, q_MD, dout_ME, log2_M, delta_M, q_m, dout_m, start, q_len, scale_log2,
+                dk, dv, columns, k, v, q_MD, dout_ME, log_sum_M, delta_M, q_m, dout_m, start, q_len, inner_scale,
                 first_M, last_M, tl.load(slots + index), q_len, n, n_inside, terms, dbias_BHN,
                 True, D, E, BLOCK_D, BLOCK_E, BLOCK_M, PRECISE, SLOTS,
             )  # fmt: skip
@@ -616,7 +632,7 @@ def _term_arguments(q: torch.Tensor, k: torch.Tensor, terms: Terms) -> dict[str,
     if terms.slopes is not None:
         found["slopes"] = terms.slopes.float().contiguous()
     if terms.softcap:
-        found["outer"] = terms.softcap * _LOG2_E
+        found["outer"] = terms.softcap
     return found
 
 
@@ -641,8 +657,10 @@ def _bias_gradients(
 
 
 def _inner_scale(scale: float, terms: Terms) -> float:
-    """What products of q and k are multiplied with first: for the scores to base 2, or for tanh."""
-    return scale / terms.softcap if terms.softcap else scale * _LOG2_E
+    """What products of q and k are multiplied with first: for tanh, for modified scores, or for scores to base 2."""
+    if terms.softcap:
+        return scale / terms.softcap
+    return scale * _LOG2_E if terms.bias is None and terms.slopes is None else scale
 
 
 def forward(
@@ -704,7 +722,7 @@ def backward(
     narrow = result_dtype(q.dtype, wanted)
     dq, dk, dv = (torch.empty(x.shape, dtype=narrow, device=x.device) for x in (q, k, v))
     lse = lse.contiguous()
-    delta, log2 = torch.empty_like(lse), torch.empty_like(lse)
+    delta, log_sum = torch.empty_like(lse), torch.empty_like(lse)
     by_pair, by_key = _bias_gradients(q, k, terms)
     if q_len == 0 or kv_len == 0 or batch == 0:
         delta.copy_(-dlse) if lse_flows(wanted) else delta.zero_()
@@ -723,14 +741,14 @@ def backward(
         entries = batch if by_pair is None else len(by_pair)
         for first in range(0, batch, entries):
             _dq[(triton.cdiv(q_len, dq_tile.queries), min(entries, batch - first) * heads)](
-                q, k, v, out.contiguous(), dout, lse, dlse, log2, delta, dq, *tensors, *numbers, *strides,
+                q, k, v, out.contiguous(), dout, lse, dlse, log_sum, delta, dq, *tensors, *numbers, *strides,
                 *mask_strides, dlse_b=dlse.stride(0), dlse_h=dlse.stride(1), dlse_m=dlse.stride(2),
                 dbias_BHMN=by_pair, first_entry=None if by_pair is None else first,
                 HAS_DLSE=lse_flows(wanted), **modified, **_constants(q, v, known, dq_tile),
             )  # fmt: skip
         tensors, mask_strides = _mask_arguments(known, dkdv_tile, q.device, by_key=True)
         _dkdv[(triton.cdiv(kv_len, dkdv_tile.keys), batch * kv_heads)](
-            q, k, v, dout, log2, delta, dk, dv, *tensors, *numbers, *strides, *mask_strides,
+            q, k, v, dout, log_sum, delta, dk, dv, *tensors, *numbers, *strides, *mask_strides,
             dbias_BHN=by_key, **modified, **_constants(q, v, known, dkdv_tile),
         )  # fmt: skip
     if not modifying:
