@@ -129,23 +129,22 @@ def _tanh(x):
 
 
 @triton.jit
-def _exp(x, terms):
+def _exp(x, MODIFIED: tl.constexpr):
     """The exponential of a difference of scores: plain ones are to base 2, modified ones as they are defined.
 
     A bias may be large and its differences small: the change of base comes after the difference.
     """
-    if terms is not None:
+    if MODIFIED:
         x *= 1.4426950408889634
     return tl.exp2(x)
 
 
 @triton.jit
-def _modified(products, scale, terms, m, m_inside, n, n_inside):
+def _modified(products, scale, bias_MN, bias_m, bias_n, slope, outer, offset, m, m_inside, n, n_inside):
     """The scores, -inf where the bias leaves a pair out, and the derivative of the soft-capping.
 
     m and n, and whether they are inside, have the shapes in which they broadcast to the products.
     """
-    bias_MN, bias_m, bias_n, slope, outer, offset = terms
     scores = products * scale
     derivative = 1.0
     if outer is not None:
@@ -178,7 +177,13 @@ def _forward_step(
     slot_stride,
     m,
     m_inside,
-    terms,
+    bias_MN,
+    bias_m,
+    bias_n,
+    slope,
+    outer,
+    offset,
+    MODIFIED: tl.constexpr,
     MASKED: tl.constexpr,
     D: tl.constexpr,
     E: tl.constexpr,
@@ -192,24 +197,27 @@ def _forward_step(
     inside = n < kv_len
     k = _load_rows(k_ND, k_stride, n, inside, tl.arange(0, BLOCK_D), D, MASKED)
     scores = _dot(q, tl.trans(k), PRECISE)
-    if terms is not None:
-        scores, _ = _modified(scores, scale, terms, m[:, None], m_inside[:, None], n[None, :], inside[None, :])
+    if MODIFIED:
+        scores, _ = _modified(
+            scores, scale, bias_MN, bias_m, bias_n, slope, outer, offset,
+            m[:, None], m_inside[:, None], n[None, :], inside[None, :],
+        )  # fmt: skip
     if MASKED:
         allowed = _allowed(first_M, last_M, slot, slot_stride, m, m_inside, n, SLOTS, False)
         scores = tl.where(allowed, scores, -float("inf"))
-    if terms is not None:
+    if MODIFIED:
         new_top = tl.maximum(top, tl.max(scores, axis=1))
     else:
         new_top = tl.maximum(top, tl.max(scores, axis=1) * scale)
-    if MASKED or terms is not None:
+    if MASKED or MODIFIED:
         # A query that has met no key yet has no maximum; zero keeps the exponentials zero instead of NaN.
         base = tl.where(new_top == -float("inf"), 0.0, new_top)
     else:
         base = new_top
-    if terms is None:
+    if not MODIFIED:
         scores *= scale
-    p = _exp(scores - base[:, None], terms)
-    shrink = _exp(top - base, terms)
+    p = _exp(scores - base[:, None], MODIFIED)
+    shrink = _exp(top - base, MODIFIED)
     v = _load_rows(v_NE, v_stride, n, inside, tl.arange(0, BLOCK_E), E, MASKED)
     acc = acc * shrink[:, None] + _dot(p.to(v.dtype), v, PRECISE)
     total = total * shrink + tl.sum(p, axis=1)
@@ -256,6 +264,7 @@ def _forward(
     slopes,
     outer,
     sinks,
+    MODIFIED: tl.constexpr,
     D: tl.constexpr,
     E: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -278,13 +287,11 @@ def _forward(
     first_M = first_DSM + b * first_b
     last_M = last_DSM + b * first_b
 
-    bias_MN, slope, terms = None, None, None
+    bias_MN, slope = None, None
     if bias is not None:
         bias_MN = bias + b * bias_b + h * bias_h
     if slopes is not None:
         slope = tl.load(slopes + h)
-    if bias is not None or slopes is not None or outer is not None:
-        terms = (bias_MN, bias_m, bias_n, slope, outer, kv_len - q_len)
     acc = tl.zeros((BLOCK_M, BLOCK_E), dtype=tl.float32)
     top = tl.full((BLOCK_M,), -float("inf"), dtype=tl.float32)
     total = tl.zeros((BLOCK_M,), dtype=tl.float32)
@@ -292,7 +299,8 @@ def _forward(
     for index in tl.range(tl.load(span + 2 * row), tl.load(span + 2 * row + 1), num_stages=STAGES):
         acc, top, total = _forward_step(
             acc, top, total, q, k_ND, v_NE, k_n, v_n, index * BLOCK_N, kv_len, scale,
-            first_M, last_M, 0, q_len, m, m_inside, terms,
+            first_M, last_M, 0, q_len, m, m_inside,
+            bias_MN, bias_m, bias_n, slope, outer, kv_len - q_len, MODIFIED,
             False, D, E, BLOCK_D, BLOCK_E, BLOCK_N, PRECISE, SLOTS,
         )  # fmt: skip
     listed, end = tl.load(full_offsets + row), tl.load(full_offsets + row + 1)
@@ -302,7 +310,8 @@ def _forward(
         tile = tl.load(full + index + 1, mask=index + 1 < end, other=0)  # known before it is needed
         acc, top, total = _forward_step(
             acc, top, total, q, k_ND, v_NE, k_n, v_n, start, kv_len, scale,
-            first_M, last_M, 0, q_len, m, m_inside, terms,
+            first_M, last_M, 0, q_len, m, m_inside,
+            bias_MN, bias_m, bias_n, slope, outer, kv_len - q_len, MODIFIED,
             False, D, E, BLOCK_D, BLOCK_E, BLOCK_N, PRECISE, SLOTS,
         )  # fmt: skip
     listed, end = tl.load(partial_offsets + row), tl.load(partial_offsets + row + 1)
@@ -312,24 +321,25 @@ def _forward(
         tile = tl.load(partial + index + 1, mask=index + 1 < end, other=0)  # known before it is needed
         acc, top, total = _forward_step(
             acc, top, total, q, k_ND, v_NE, k_n, v_n, start, kv_len, scale,
-            first_M, last_M, tl.load(slots + index), q_len, m, m_inside, terms,
+            first_M, last_M, tl.load(slots + index), q_len, m, m_inside,
+            bias_MN, bias_m, bias_n, slope, outer, kv_len - q_len, MODIFIED,
             True, D, E, BLOCK_D, BLOCK_E, BLOCK_N, PRECISE, SLOTS,
         )  # fmt: skip
 
     if sinks is not None:  # one more score, without a value
         sink = tl.load(sinks + h)
-        if terms is None:
+        if not MODIFIED:
             sink *= 1.4426950408889634
         new_top = tl.maximum(top, sink)
         base = tl.where(new_top == -float("inf"), 0.0, new_top)
-        shrink = _exp(top - base, terms)
+        shrink = _exp(top - base, MODIFIED)
         acc *= shrink[:, None]
-        total = total * shrink + _exp(sink - base, terms)
+        total = total * shrink + _exp(sink - base, MODIFIED)
         top = new_top
     nothing = total == 0.0
     out = acc / tl.where(nothing, 1.0, total)[:, None]
     log_total = tl.log2(tl.where(nothing, 1.0, total))
-    if terms is None:
+    if not MODIFIED:
         lse = tl.where(nothing, -float("inf"), (top + log_total) / 1.4426950408889634)
     else:
         lse = tl.where(nothing, -float("inf"), top + log_total / 1.4426950408889634)
@@ -346,7 +356,8 @@ def _forward(
 @triton.jit
 def _dq_step(
     dq, q, dout, log_sum, delta, k_ND, v_NE, k_stride, v_stride, start, kv_len, scale,
-    first_M, last_M, slot, slot_stride, m, m_inside, terms, dbias_MN, MASKED: tl.constexpr,
+    first_M, last_M, slot, slot_stride, m, m_inside, bias_MN, bias_m, bias_n, slope, outer, offset,
+    dbias_MN, MODIFIED: tl.constexpr, MASKED: tl.constexpr,
     D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_N: tl.constexpr,
     PRECISE: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
@@ -355,13 +366,14 @@ def _dq_step(
     k = _load_rows(k_ND, k_stride, n, inside, tl.arange(0, BLOCK_D), D, MASKED)
     v = _load_rows(v_NE, v_stride, n, inside, tl.arange(0, BLOCK_E), E, MASKED)
     scores = _dot(q, tl.trans(k), PRECISE)
-    if terms is not None:
+    if MODIFIED:
         scores, derivative = _modified(
-            scores, scale, terms, m[:, None], m_inside[:, None], n[None, :], inside[None, :]
-        )
+            scores, scale, bias_MN, bias_m, bias_n, slope, outer, offset,
+            m[:, None], m_inside[:, None], n[None, :], inside[None, :],
+        )  # fmt: skip
     else:
         scores *= scale
-    p = _exp(scores - log_sum[:, None], terms)
+    p = _exp(scores - log_sum[:, None], MODIFIED)
     if MASKED:
         allowed = _allowed(first_M, last_M, slot, slot_stride, m, m_inside, n, SLOTS, False)
         p = tl.where(allowed, p, 0.0)
@@ -371,7 +383,7 @@ def _dq_step(
         pointers = dbias_MN + m[:, None].to(tl.int64) * kv_len + n[None, :]
         both = m_inside[:, None] & inside[None, :]
         tl.store(pointers, tl.load(pointers, mask=both, other=0.0) + ds, mask=both)
-    if terms is not None:
+    if MODIFIED:
         ds *= derivative
     return dq + _dot(ds.to(k.dtype), k, PRECISE)
 
@@ -384,7 +396,7 @@ def _dq(
     heads, group, q_len, kv_len, scale, inner_scale,
     q_b, q_h, q_m, k_b, k_h, k_n, v_b, v_h, v_n, dout_b, dout_h, dout_m, mask_b, mask_h, first_b,
     bias, bias_b, bias_h, bias_m, bias_n, slopes, outer, dbias_BHMN, first_entry,
-    dlse_b, dlse_h, dlse_m, HAS_DLSE: tl.constexpr,
+    dlse_b, dlse_h, dlse_m, HAS_DLSE: tl.constexpr, MODIFIED: tl.constexpr,
     D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, PRECISE: tl.constexpr, SLOTS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -395,13 +407,11 @@ def _dq(
     if dbias_BHMN is not None:
         dbias_MN = dbias_BHMN + (b * heads + h) * q_len * kv_len
         b += first_entry
-    bias_MN, slope, terms = None, None, None
+    bias_MN, slope = None, None
     if bias is not None:
         bias_MN = bias + b * bias_b + h * bias_h
     if slopes is not None:
         slope = tl.load(slopes + h)
-    if bias is not None or slopes is not None or outer is not None:
-        terms = (bias_MN, bias_m, bias_n, slope, outer, kv_len - q_len)
     m = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
     m_inside = m < q_len
     k_ND = k_BGND + b * k_b + (h // group) * k_h
@@ -417,7 +427,7 @@ def _dq(
         delta -= tl.load(dlse_BHM + b * dlse_b + h * dlse_h + m * dlse_m, mask=m_inside, other=0.0)
     lse = tl.load(lse_BHM + row_out, mask=m_inside, other=-float("inf"))
     # Where a query attends to nothing its lse is -inf; +inf makes every probability zero instead of NaN.
-    log_sum = tl.where(lse == -float("inf"), float("inf"), lse if terms is not None else lse * 1.4426950408889634)
+    log_sum = tl.where(lse == -float("inf"), float("inf"), lse if MODIFIED else lse * 1.4426950408889634)
     tl.store(delta_BHM + row_out, delta, mask=m_inside)
     tl.store(log_sum_BHM + row_out, log_sum, mask=m_inside)
     first_M = first_DSM + b * first_b
@@ -427,7 +437,8 @@ def _dq(
     for index in tl.range(tl.load(span + 2 * row), tl.load(span + 2 * row + 1), num_stages=STAGES):
         dq = _dq_step(
             dq, q, dout, log_sum, delta, k_ND, v_NE, k_n, v_n, index * BLOCK_N, kv_len, inner_scale,
-            first_M, last_M, 0, q_len, m, m_inside, terms, dbias_MN,
+            first_M, last_M, 0, q_len, m, m_inside,
+            bias_MN, bias_m, bias_n, slope, outer, kv_len - q_len, dbias_MN, MODIFIED,
             False, D, E, BLOCK_D, BLOCK_E, BLOCK_N, PRECISE, SLOTS,
         )  # fmt: skip
     listed, end = tl.load(full_offsets + row), tl.load(full_offsets + row + 1)
@@ -437,7 +448,8 @@ def _dq(
         tile = tl.load(full + index + 1, mask=index + 1 < end, other=0)  # known before it is needed
         dq = _dq_step(
             dq, q, dout, log_sum, delta, k_ND, v_NE, k_n, v_n, start, kv_len, inner_scale,
-            first_M, last_M, 0, q_len, m, m_inside, terms, dbias_MN,
+            first_M, last_M, 0, q_len, m, m_inside,
+            bias_MN, bias_m, bias_n, slope, outer, kv_len - q_len, dbias_MN, MODIFIED,
             False, D, E, BLOCK_D, BLOCK_E, BLOCK_N, PRECISE, SLOTS,
         )  # fmt: skip
     listed, end = tl.load(partial_offsets + row), tl.load(partial_offsets + row + 1)
@@ -447,7 +459,8 @@ def _dq(
         tile = tl.load(partial + index + 1, mask=index + 1 < end, other=0)  # known before it is needed
         dq = _dq_step(
             dq, q, dout, log_sum, delta, k_ND, v_NE, k_n, v_n, start, kv_len, inner_scale,
-            first_M, last_M, tl.load(slots + index), q_len, m, m_inside, terms, dbias_MN,
+            first_M, last_M, tl.load(slots + index), q_len, m, m_inside,
+            bias_MN, bias_m, bias_n, slope, outer, kv_len - q_len, dbias_MN, MODIFIED,
             True, D, E, BLOCK_D, BLOCK_E, BLOCK_N, PRECISE, SLOTS,
         )  # fmt: skip
     tl.store(
@@ -460,7 +473,8 @@ def _dq(
 @triton.jit
 def _dkdv_step(
     dk, dv, columns, k, v, q_MD, dout_ME, log_sum_M, delta_M, q_stride, dout_stride, start, q_len, scale,
-    first_M, last_M, slot, slot_stride, n, n_inside, terms, dbias_N, MASKED: tl.constexpr,
+    first_M, last_M, slot, slot_stride, n, n_inside, bias_MN, bias_m, bias_n, slope, outer, offset,
+    dbias_N, MODIFIED: tl.constexpr, MASKED: tl.constexpr,
     D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr,
     PRECISE: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
@@ -472,13 +486,14 @@ def _dkdv_step(
     else:
         log_sum = tl.load(log_sum_M + m)
     scores = _dot(k, tl.trans(q), PRECISE)
-    if terms is not None:
+    if MODIFIED:
         scores, derivative = _modified(
-            scores, scale, terms, m[None, :], inside[None, :], n[:, None], n_inside[:, None]
-        )
+            scores, scale, bias_MN, bias_m, bias_n, slope, outer, offset,
+            m[None, :], inside[None, :], n[:, None], n_inside[:, None],
+        )  # fmt: skip
     else:
         scores *= scale
-    p = _exp(scores - log_sum[None, :], terms)
+    p = _exp(scores - log_sum[None, :], MODIFIED)
     if MASKED:
         allowed = _allowed(first_M, last_M, slot, slot_stride, m, inside, n, SLOTS, True)
         p = tl.where(allowed, p, 0.0)
@@ -491,7 +506,7 @@ def _dkdv_step(
     ds = p * (_dot(v, tl.trans(dout), PRECISE) - delta[None, :])
     if dbias_N is not None:
         columns += tl.sum(ds, axis=1)
-    if terms is not None:
+    if MODIFIED:
         ds *= derivative
     dk += _dot(ds.to(q.dtype), q, PRECISE)
     return dk, dv, columns
@@ -503,7 +518,7 @@ def _dkdv(
     span, full_offsets, full, partial_offsets, partial, slots,
     heads, group, q_len, kv_len, scale, inner_scale,
     q_b, q_h, q_m, k_b, k_h, k_n, v_b, v_h, v_n, dout_b, dout_h, dout_m, mask_b, mask_h, first_b,
-    bias, bias_b, bias_h, bias_m, bias_n, slopes, outer, dbias_BHN,
+    bias, bias_b, bias_h, bias_m, bias_n, slopes, outer, dbias_BHN, MODIFIED: tl.constexpr,
     D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, PRECISE: tl.constexpr, SLOTS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -527,20 +542,19 @@ def _dkdv(
         dout_ME = dout_BHME + b * dout_b + h * dout_h
         log_sum_M = log_sum_BHM + (b * heads + h) * q_len
         delta_M = delta_BHM + (b * heads + h) * q_len
-        bias_MN, slope, terms = None, None, None
+        bias_MN, slope = None, None
         if bias is not None:
             bias_MN = bias + b * bias_b + h * bias_h
         if slopes is not None:
             slope = tl.load(slopes + h)
-        if bias is not None or slopes is not None or outer is not None:
-            terms = (bias_MN, bias_m, bias_n, slope, outer, kv_len - q_len)
         columns = tl.zeros((BLOCK_N,), dtype=tl.float32)
         row = b * mask_b + h * mask_h + tile_n
         for index in tl.range(tl.load(span + 2 * row), tl.load(span + 2 * row + 1), num_stages=STAGES):
             dk, dv, columns = _dkdv_step(
                 dk, dv, columns, k, v, q_MD, dout_ME, log_sum_M, delta_M, q_m, dout_m, index * BLOCK_M, q_len,
                 inner_scale,
-                first_M, last_M, 0, q_len, n, n_inside, terms, dbias_BHN,
+                first_M, last_M, 0, q_len, n, n_inside,
+                bias_MN, bias_m, bias_n, slope, outer, kv_len - q_len, dbias_BHN, MODIFIED,
                 False, D, E, BLOCK_D, BLOCK_E, BLOCK_M, PRECISE, SLOTS,
             )  # fmt: skip
         listed, end = tl.load(full_offsets + row), tl.load(full_offsets + row + 1)
@@ -550,7 +564,8 @@ def _dkdv(
             tile = tl.load(full + index + 1, mask=index + 1 < end, other=0)  # known before it is needed
             dk, dv, columns = _dkdv_step(
                 dk, dv, columns, k, v, q_MD, dout_ME, log_sum_M, delta_M, q_m, dout_m, start, q_len, inner_scale,
-                first_M, last_M, 0, q_len, n, n_inside, terms, dbias_BHN,
+                first_M, last_M, 0, q_len, n, n_inside,
+                bias_MN, bias_m, bias_n, slope, outer, kv_len - q_len, dbias_BHN, MODIFIED,
                 False, D, E, BLOCK_D, BLOCK_E, BLOCK_M, PRECISE, SLOTS,
             )  # fmt: skip
         listed, end = tl.load(partial_offsets + row), tl.load(partial_offsets + row + 1)
@@ -560,7 +575,8 @@ def _dkdv(
             tile = tl.load(partial + index + 1, mask=index + 1 < end, other=0)  # known before it is needed
             dk, dv, columns = _dkdv_step(
                 dk, dv, columns, k, v, q_MD, dout_ME, log_sum_M, delta_M, q_m, dout_m, start, q_len, inner_scale,
-                first_M, last_M, tl.load(slots + index), q_len, n, n_inside, terms, dbias_BHN,
+                first_M, last_M, tl.load(slots + index), q_len, n, n_inside,
+                bias_MN, bias_m, bias_n, slope, outer, kv_len - q_len, dbias_BHN, MODIFIED,
                 True, D, E, BLOCK_D, BLOCK_E, BLOCK_M, PRECISE, SLOTS,
             )  # fmt: skip
         if dbias_BHN is not None:
@@ -621,10 +637,16 @@ def _constants(q: torch.Tensor, v: torch.Tensor, known: Layout, tile: Tile) -> d
     }
 
 
+def _modifies(terms: Terms) -> bool:
+    """Whether scores are others than those of plain attention; a sink does not change them."""
+    return terms.bias is not None or terms.slopes is not None or terms.softcap != 0
+
+
 def _term_arguments(q: torch.Tensor, k: torch.Tensor, terms: Terms) -> dict[str, Any]:
     """What the three kernels share of what modifies the scores; None where nothing does."""
     names = ("bias", "bias_b", "bias_h", "bias_m", "bias_n", "slopes", "outer")
     found: dict[str, Any] = dict.fromkeys(names)
+    found["MODIFIED"] = _modifies(terms)
     if terms.bias is not None:
         bias = terms.bias.float() if terms.bias.dtype == torch.float64 else terms.bias
         bias = bias.expand(*q.shape[:3], k.shape[2])
@@ -660,7 +682,7 @@ def _inner_scale(scale: float, terms: Terms) -> float:
     """What products of q and k are multiplied with first: for tanh, for modified scores, or for scores to base 2."""
     if terms.softcap:
         return scale / terms.softcap
-    return scale * _LOG2_E if terms.bias is None and terms.slopes is None else scale
+    return scale if _modifies(terms) else scale * _LOG2_E
 
 
 def forward(
