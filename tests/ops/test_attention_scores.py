@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from torch.nn import functional
 
 import kernel_pytorch as kp
-from kernel_pytorch.masks import causal, padding, window
+from kernel_pytorch.hardware_abstraction.dispatch import function_of
+from kernel_pytorch.masks import Mask, blocks, causal, full, padding, window
+from kernel_pytorch.ops.attention.hugging_face import attention_forward
+from kernel_pytorch.ops.attention.score_mod import SCORE_MOD_ATTENTION
+from kernel_pytorch.testing.budget import compare, exceeded
+from kernel_pytorch.testing.devices import pretend
 
 
 def drawn(*shape: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
@@ -94,7 +102,7 @@ def test_plain_calls_keep_their_op():
     assert kp.explain(kp.attention, q, q, q, causal()).call.op == "attention"
     assert kp.explain(kp.attention, q, q, q, causal(), sink_logits=torch.zeros(2)).call.op == "attention"
     choice = kp.explain(kp.attention, q, q, q, causal(), softcap=3.0, device="nvidia/h200")
-    assert (choice.call.op, choice.kernel.name) == ("score_mod_attention", "tiled")
+    assert (choice.call.op, choice.kernel.name) == ("score_mod_attention", "triton")
 
 
 @pytest.mark.parametrize(
@@ -143,3 +151,177 @@ def test_autocast_is_honoured():
     wide = [x.double() for x in (q, k, v)]
     with torch.autocast("cpu", torch.bfloat16):
         assert kp.attention(*wide, causal()).dtype == torch.float64
+
+
+# The Triton kernel, in the interpreter, against float64.
+
+
+def arguments(
+    shape: tuple[int, int, int, int, int, int],
+    mask: Mask,
+    *,
+    bias: torch.Tensor | None = None,
+    slopes: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
+    softcap: float = 0.0,
+    wanted: str = "lse",
+    dtype: torch.dtype = torch.float32,
+) -> dict[str, Any]:
+    torch.manual_seed(0)
+    batch, heads, kv_heads, q_len, kv_len, dim = shape
+    return {
+        "q": torch.randn(batch, heads, q_len, dim, dtype=dtype),
+        "k": torch.randn(batch, kv_heads, kv_len, dim, dtype=dtype),
+        "v": torch.randn(batch, kv_heads, kv_len, dim, dtype=dtype),
+        "mask": mask,
+        "scale": dim**-0.5,
+        "wanted": wanted,
+        "bias": bias,
+        "slopes": slopes,
+        "sinks": sinks,
+        "softcap": softcap,
+        "bias_grad": bias is not None,
+    }
+
+
+def held_to_budget(values: dict[str, Any]) -> None:
+    with pretend(kp.device("nvidia/h200")):
+        compared = compare(SCORE_MOD_ATTENTION, function_of(SCORE_MOD_ATTENTION).pinned("triton"), values)
+    assert not exceeded(compared), exceeded(compared)
+    assert all(torch.tensor(row.budget).isfinite() for row in compared)
+
+
+SHAPE = (2, 4, 2, 19, 23, 16)
+
+
+@pytest.mark.parametrize(
+    "of",
+    [
+        (1, 1, 1, 1),
+        (1, 4, 1, 1),
+        (2, 1, 19, 1),
+        (1, 1, 1, 23),
+        (2, 4, 1, 23),
+        (2, 4, 19, 23),
+        (1, 4, 19, 23),
+        (2, 1, 19, 23),
+    ],
+    ids=str,
+)
+def test_triton_bias_broadcast_in_each_dimension(of):
+    held_to_budget(arguments(SHAPE, causal(), bias=torch.randn(of), sinks=torch.randn(4)))
+
+
+def test_triton_batch_entries_that_share_a_bias_add_up_over_launches(monkeypatch):
+    from kernel_pytorch.ops.attention import triton_kernel
+
+    bytes_of_two_entries = 2 * 4 * 2 * 20 * 20
+    monkeypatch.setattr(triton_kernel, "_BIAS_GRADIENT_BYTES", bytes_of_two_entries)
+    entries = []
+    buffers = triton_kernel._bias_gradients
+    monkeypatch.setattr(
+        triton_kernel, "_bias_gradients", lambda *a: (found := buffers(*a), entries.append(len(found[0])))[0]
+    )
+    held_to_budget(arguments((5, 2, 1, 20, 20, 16), full(), bias=torch.randn(1, 2, 20, 20), softcap=3.0))
+    assert entries == [2]
+
+
+def left_out_rows(like: torch.Tensor) -> torch.Tensor:
+    like[..., ::3] = -torch.inf
+    like[..., 5, :] = -torch.inf
+    return like
+
+
+TERMS: dict[str, Callable[[], dict[str, Any]]] = {
+    "transposed bias": lambda: {"bias": torch.randn(1, 4, 23, 19).transpose(2, 3)},
+    "float64 bias": lambda: {"bias": torch.randn(1, 1, 19, 23, dtype=torch.float64)},
+    "rows left out": lambda: {"bias": left_out_rows(torch.randn(1, 4, 19, 23))},
+    "rows left out beside sinks": lambda: {
+        "bias": left_out_rows(torch.randn(2, 1, 19, 23)),
+        "sinks": torch.tensor([0.5, -torch.inf, 30.0, -30.0]),
+    },
+    "softcap 1e-3": lambda: {"softcap": 1e-3},
+    "softcap 1e4": lambda: {"softcap": 1e4},
+    "steep slopes": lambda: {"slopes": torch.tensor([1e3, 30.0, 0.0, 1.0])},
+    "everything": lambda: {
+        "softcap": 2.0,
+        "slopes": torch.rand(4),
+        "bias": torch.randn(1, 4, 19, 23),
+        "sinks": torch.randn(4),
+    },
+}
+
+
+@pytest.mark.parametrize("mask", [window(9, 4), blocks(torch.eye(2, dtype=torch.bool), block=16)], ids=str)
+@pytest.mark.parametrize("name", TERMS)
+def test_triton_terms(name, mask):
+    held_to_budget(arguments(SHAPE, mask, **TERMS[name]()))
+
+
+@pytest.mark.parametrize("wanted", ["grad", "parts"])
+def test_triton_mixed_formats(wanted):
+    terms = {"bias": torch.randn(1, 4, 19, 23), "sinks": torch.randn(4, dtype=torch.bfloat16)}
+    held_to_budget(arguments(SHAPE, causal(), dtype=torch.float16, wanted=wanted, softcap=5.0, **terms))
+
+
+@pytest.mark.parametrize("lengths", [(0, 5), (5, 0)], ids=str)
+def test_triton_empty_tensors(lengths):
+    held_to_budget(arguments((1, 2, 1, *lengths, 16), full(), sinks=torch.randn(2), softcap=1.0))
+
+
+def test_triton_keeps_no_score_gradients_where_the_bias_takes_none(monkeypatch):
+    from kernel_pytorch.ops.attention import triton_kernel
+
+    made = []
+    buffers = triton_kernel._bias_gradients
+    monkeypatch.setattr(triton_kernel, "_bias_gradients", lambda *a: (made.append(found := buffers(*a)), found)[1])
+    q = torch.randn(1, 2, 20, 16, requires_grad=True)
+    bias = torch.randn(1, 2, 20, 20)
+    with pretend(kp.device("nvidia/h200")):
+        for trained in (bias, bias.clone().requires_grad_()):
+            kp.attention(q, q, q, bias=trained, kernel="triton").sum().backward()
+    assert made[0] == (None, None)
+    assert made[1][0].shape == (1, 2, 20, 20)
+
+
+# What a model on an H200 gets.
+
+
+def explained(function: Callable[..., Any], *values: Any, **terms: Any) -> tuple[str, str]:
+    choice = kp.explain(function, *values, device="nvidia/h200", **terms)
+    return choice.call.op, choice.kernel.name
+
+
+@pytest.mark.parametrize(
+    "terms",
+    [
+        {"softcap": 50.0, "is_causal": True},
+        {"s_aux": torch.zeros(4, dtype=torch.bfloat16)},
+        {"position_bias": torch.zeros(1, 4, 32, 32, dtype=torch.bfloat16, requires_grad=True), "is_causal": False},
+        {"attention_mask": torch.randn(2, 1, 32, 32)},
+    ],
+    ids=["Gemma 2", "gpt-oss", "T5", "additive mask"],
+)
+def test_hugging_face_models_reach_triton(terms):
+    q = torch.zeros(2, 4, 32, 64, dtype=torch.bfloat16)
+    mask = terms.get("attention_mask")
+    rest = {name: value for name, value in terms.items() if name != "attention_mask"}
+    found = explained(attention_forward, torch.nn.Module(), q, q, q, mask, **rest)
+    assert found == ("score_mod_attention", "triton")
+
+
+def test_attention_everywhere_reaches_triton():
+    q = torch.zeros(2, 4, 32, 64, dtype=torch.bfloat16)
+
+    def model():
+        with kp.attention_everywhere():
+            return functional.scaled_dot_product_attention(q, q, q, attn_mask=torch.randn(32, 32).to(q.dtype))
+
+    assert explained(model) == ("score_mod_attention", "triton")
+
+
+def test_a_wide_head_is_refused_with_its_reason():
+    q = torch.zeros(1, 2, 9, 288, dtype=torch.bfloat16)
+    choice = kp.explain(kp.attention, q, q, q, softcap=3.0, device="nvidia/h200")
+    assert choice.kernel.name == "tiled"
+    assert "triton  holds a head in registers: head_dim 288 exceeds 256" in str(choice)

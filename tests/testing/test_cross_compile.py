@@ -27,7 +27,7 @@ ARCHITECTURES = {"sm_80", "sm_90", "sm_100", "sm_120", "gfx90a", "gfx942", "gfx9
 REBUILT = ("sm_90", "gfx942")
 EVIDENCE = Path(__file__).parents[2] / "benchmarks" / "evidence"
 # Attention holds a tile of scores beside its sums; where that is too much, the record says how much was spilled.
-MAY_SPILL = {"attention", "fp8_cast", "fp8_rms_norm", "fp8_swiglu", "fp8_swiglu_grad"}
+MAY_SPILL = {"attention", "score_mod_attention", "fp8_cast", "fp8_rms_norm", "fp8_swiglu", "fp8_swiglu_grad"}
 
 
 def remedy(op: Op) -> str:

@@ -17,7 +17,7 @@ BACKEND = Backend(
         attention.KERNEL_NATIVE,
         attention.KERNEL_CPU_FLASH,
         attention.KERNEL_TILED,
-        attention.KERNEL_SCORE_MOD,
+        attention.KERNEL_SCORE_MOD_TILED,
         rms_norm.KERNEL_TORCH,
         rope.KERNEL_TORCH,
         fp8_cast.KERNEL_TORCH,

@@ -16,7 +16,8 @@ BACKEND = Backend(
     kernels=(
         attention.KERNEL_TRITON,
         attention.KERNEL_TILED,
-        attention.KERNEL_SCORE_MOD,
+        attention.KERNEL_SCORE_MOD_TRITON,
+        attention.KERNEL_SCORE_MOD_TILED,
         rms_norm.KERNEL_TRITON,
         rms_norm.KERNEL_TORCH,
         rope.KERNEL_TRITON,

@@ -180,7 +180,7 @@ def _moved(value: Any, working: torch.dtype, seed: int) -> Any:
     )  # a small draw needs no device's generator
     generator = torch.Generator(device=place).manual_seed(seed)
     step = torch.rand(wide.shape, generator=generator, device=place, dtype=working).sub_(0.5).to(wide.device)
-    return wide + wide * step.mul_(torch.finfo(working).eps)
+    return torch.where(wide.isfinite(), wide + wide * step.mul_(torch.finfo(working).eps), wide)
 
 
 def _upstream(op: Op, arguments: Mapping[str, Any]) -> dict[str, torch.Tensor]:

@@ -97,9 +97,10 @@ def _compile(launch: Any, kernel: Kernel, device: Device, case: str, number_form
     constants: dict[tuple[int], Any] = {}
     attributes: dict[tuple[int], Any] = {}
     for index, (parameter, value) in enumerate(zip(function.params, bound.arguments.values(), strict=True)):
-        # As Triton's launcher specialises: integers equal to 1 are constants, multiples of 16 are marked.
+        # As Triton's launcher specialises: None and integers equal to 1 are constants, multiples of 16 are marked.
         aligned = isinstance(value, torch.Tensor)
-        if parameter.is_constexpr or (isinstance(value, int) and not isinstance(value, bool) and value == 1):
+        one = isinstance(value, int) and not isinstance(value, bool) and value == 1
+        if parameter.is_constexpr or value is None or one:
             signature[parameter.name], constants[(index,)] = "constexpr", value
         elif isinstance(value, torch.Tensor):
             signature[parameter.name] = "*" + _TRITON_TYPES[value.dtype]

@@ -20,11 +20,12 @@ from kernel_pytorch.ops.attention.kernels import (
     KERNEL_FLASH_4,
     KERNEL_FLASH_4_DETERMINISTIC,
     KERNEL_NATIVE,
-    KERNEL_SCORE_MOD,
+    KERNEL_SCORE_MOD_TILED,
+    KERNEL_SCORE_MOD_TRITON,
     KERNEL_TILED,
     KERNEL_TRITON,
 )
-from kernel_pytorch.ops.attention.score_mod import SCORE_MOD_ATTENTION
+from kernel_pytorch.ops.attention.score_mod import SCORE_MOD_ATTENTION, Terms
 from kernel_pytorch.ops.attention.sink_logits import with_sink_logits
 
 __all__ = [
@@ -36,7 +37,8 @@ __all__ = [
     "KERNEL_FLASH_4",
     "KERNEL_FLASH_4_DETERMINISTIC",
     "KERNEL_NATIVE",
-    "KERNEL_SCORE_MOD",
+    "KERNEL_SCORE_MOD_TILED",
+    "KERNEL_SCORE_MOD_TRITON",
     "KERNEL_TILED",
     "KERNEL_TRITON",
     "attention",
@@ -138,11 +140,13 @@ def attention(
         scale = float(q.shape[-1]) ** -0.5 if known else 1.0
     plain = softcap is None and bias is None and alibi_slopes is None
     trains = _may_train(q, k, v, bias, sink_logits)
-    if sink_logits is not None:
-        # Unrounded, because the sink scales the result before it is rounded.
-        wanted = "lse" if not tensors or result_dtype(q.dtype, "parts") == q.dtype else "parts"
-    else:
-        wanted = "lse" if return_lse else "grad" if trains else "out"
+    wanted = "lse" if return_lse else "grad" if trains else "out"
+    # A sink scales the result, before it is rounded: a result in float32 afterwards, any other inside the kernel.
+    rounded = tensors and result_dtype(q.dtype, "parts") != q.dtype
+    rescaled = sink_logits is not None and (group is not None or (plain and not rounded))
+    plain = plain and (sink_logits is None or rescaled)
+    if rescaled:
+        wanted = "parts" if rounded else "lse"
     if group is not None:
         out, lse = _across_ranks(q, k, v, mask, scale, wanted, trains, plain, kernel, group)
     elif plain:
@@ -152,8 +156,9 @@ def attention(
             raise ValueError("alibi_slopes requires a gradient, and has none: pass it with .detach(), or use bias")
         if softcap == 0:
             raise ValueError("softcap=0: use a number above 0, or None for no soft-capping")
-        out, lse = _score_mod(q, k, v, bias, alibi_slopes, mask, scale, softcap or 0.0, wanted, kernel=kernel)
-    if sink_logits is not None:
+        terms = Terms(bias, alibi_slopes, sink_logits, softcap or 0.0, _may_train(bias))
+        out, lse = _score_mod(q, k, v, mask, scale, wanted, *terms, kernel=kernel)
+    if sink_logits is not None and rescaled:
         out, lse = with_sink_logits(out, lse, sink_logits, q.dtype)
     return (out, lse) if return_lse else out
 

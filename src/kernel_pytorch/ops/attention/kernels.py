@@ -22,7 +22,8 @@ __all__ = [
     "KERNEL_FLASH_4",
     "KERNEL_FLASH_4_DETERMINISTIC",
     "KERNEL_NATIVE",
-    "KERNEL_SCORE_MOD",
+    "KERNEL_SCORE_MOD_TILED",
+    "KERNEL_SCORE_MOD_TRITON",
     "KERNEL_TILED",
     "KERNEL_TRITON",
 ]
@@ -209,4 +210,5 @@ KERNEL_CUDNN_FLEX = _kernel("cudnn-flex", "cudnn_flex_kernel", _cudnn_flex_suppo
 KERNEL_CUDNN_FLEX_DETERMINISTIC = _kernel(
     "cudnn-flex-deterministic", "cudnn_flex_deterministic_kernel", _cudnn_flex_supports, "native"
 )
-KERNEL_SCORE_MOD = _kernel("tiled", "score_mod_kernel", _tiled_supports, "torch", op="score_mod_attention")
+KERNEL_SCORE_MOD_TRITON = _kernel("triton", "triton_kernel", _triton_supports, "triton", op="score_mod_attention")
+KERNEL_SCORE_MOD_TILED = _kernel("tiled", "score_mod_kernel", _tiled_supports, "torch", op="score_mod_attention")

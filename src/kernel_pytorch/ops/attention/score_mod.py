@@ -1,20 +1,23 @@
-"""Attention with modified scores: soft-capping, ALiBi and an additive bias. The definition and its cases.
+"""Attention with modified scores: soft-capping, ALiBi, an additive bias, sinks. The definition and its cases.
 
 The score of a query at position i and a key at position j is ``cap(q k^T * scale) - slope * |i - j| + bias``, with
-``cap(s) = softcap * tanh(s / softcap)``. Shapes and the log-sum-exp are those of ``attention``.
+``cap(s) = softcap * tanh(s / softcap)``. A sink is one more score in the softmax of every query of its head, without
+a value. Shapes are those of ``attention``; the log-sum-exp is that of all scores, the sink's too.
 
-It is an op of its own: calls without these terms keep the schema, the kernels and the records of ``attention``.
+It is an op of its own: calls without these terms keep the schema, the kernels and the records of ``attention``. Its
+arguments are those of ``attention`` and then ``Terms``, so that one function can serve both ops.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from torch.nn import functional
 
-from kernel_pytorch.hardware_abstraction.op import Call, Case, Codec, Draw, Op, TensorSpec
+from kernel_pytorch.hardware_abstraction.op import Call, Case, Draw, Op, TensorSpec
 from kernel_pytorch.ops.attention.definition import (
     ATTENTION,
     check_attention,
@@ -26,9 +29,37 @@ from kernel_pytorch.ops.attention.definition import (
 if TYPE_CHECKING:
     from kernel_pytorch.masks import Mask
 
-__all__ = ["SCORE_MOD_ATTENTION", "distances"]
+__all__ = ["SCORE_MOD_ATTENTION", "Terms", "distances", "sink_gradient", "sink_share"]
 
 _FORMATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+
+
+class Terms(NamedTuple):
+    """What modifies the scores: the arguments that ``score_mod_attention`` adds to those of ``attention``."""
+
+    bias: Any = None
+    """(batch, q_heads, q_len, kv_len) or what broadcasts to it: a tensor, or its spec in a call."""
+    slopes: Any = None
+    """(q_heads,)."""
+    sinks: Any = None
+    """(q_heads,)."""
+    softcap: float = 0.0
+    """0 for none."""
+    bias_grad: bool = False
+    """Whether bias takes a gradient: it needs memory for the gradients of scores."""
+
+
+def sink_share(sinks: torch.Tensor | None, lse: torch.Tensor) -> torch.Tensor:
+    """The probability of every query's sink, (batch, q_heads, q_len)."""
+    if sinks is None:
+        return torch.zeros_like(lse)
+    share = (sinks.to(lse.dtype).view(-1, 1) - lse).exp()
+    return share.masked_fill(lse == -math.inf, 0.0)
+
+
+def sink_gradient(sinks: torch.Tensor, lse: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
+    """The sinks' gradient; delta is what each query's softmax takes from all score gradients, as lse is shaped."""
+    return -(sink_share(sinks, lse) * delta).sum(dim=(0, 2)).to(sinks.dtype)
 
 
 def distances(q_len: int, kv_len: int, like: torch.Tensor) -> torch.Tensor:
@@ -50,49 +81,39 @@ def _added(scores: torch.Tensor, bias: torch.Tensor | None, slopes: torch.Tensor
 
 
 def reference(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    bias: torch.Tensor | None,
-    slopes: torch.Tensor | None,
-    mask: Mask,
-    scale: float,
-    softcap: float,
-    wanted: str,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask, scale: float, wanted: str, *terms: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The definition, computed in q's own precision, with every score in memory."""
-    groups = q.shape[1] // k.shape[1]
-    k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
-    scores = _added(_capped(q @ k.transpose(-1, -2) * scale, softcap), bias, slopes)
-    p, lse = _softmax(scores, mask)
+    scores, keep, v = _scores(q, k, v, mask, scale, Terms(*terms))
+    p, lse = masked_softmax(scores, keep)
     return p @ v, (lse if lse_flows(wanted) else lse.detach())
 
 
-def _softmax(scores: torch.Tensor, mask: Mask) -> tuple[torch.Tensor, torch.Tensor]:
-    """A bias of -inf leaves a pair out, as the mask does."""
-    keep = mask.dense(*scores.shape[-2:]).to(scores.device) & (scores != -math.inf)
-    return masked_softmax(scores.masked_fill(scores == -math.inf, 0.0), keep)
+def _scores(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask, scale: float, terms: Terms
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The scores, which of them attend, and the values: for each query head, with the sink as a last key."""
+    groups = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
+    scores = _added(_capped(q @ k.transpose(-1, -2) * scale, terms.softcap), terms.bias, terms.slopes)
+    keep = mask.dense(q.shape[2], k.shape[2]).to(q.device)
+    if terms.sinks is not None:
+        sinks = terms.sinks.to(scores.dtype).view(-1, 1, 1).expand(*scores.shape[:3], 1)
+        scores, keep = torch.cat([scores, sinks], dim=-1), functional.pad(keep, (0, 1), value=True)
+        v = functional.pad(v, (0, 0, 0, 1))
+    left_out = scores == -math.inf  # a bias or a sink of -inf leaves a pair out, as the mask does
+    return scores.masked_fill(left_out, 0.0), keep & ~left_out, v
 
 
 def low_precision(storage: torch.dtype) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
     """The definition with the roundings of a kernel that keeps no scores: see ``attention``."""
 
     def run(
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        bias: torch.Tensor | None,
-        slopes: torch.Tensor | None,
-        mask: Mask,
-        scale: float,
-        softcap: float,
-        wanted: str,
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask, scale: float, wanted: str, *terms: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        groups = q.shape[1] // k.shape[1]
-        k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
-        scores = _added(_capped(q @ k.transpose(-1, -2) * scale, softcap), bias, slopes)
+        scores, keep, v = _scores(q, k, v, mask, scale, Terms(*terms))
         kept = result_dtype(storage, wanted)
-        out, lse = _Streamed.apply(scores, v, mask, storage, kept)  # type: ignore[no-untyped-call]
+        out, lse = _Streamed.apply(scores, v, keep, storage, kept)  # type: ignore[no-untyped-call]
         return out, (lse if lse_flows(wanted) else lse.detach())
 
     return run
@@ -103,9 +124,14 @@ class _Streamed(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, scores: torch.Tensor, v: torch.Tensor, mask: Mask, storage: torch.dtype, kept: torch.dtype
+        ctx: Any,
+        scores: torch.Tensor,
+        v: torch.Tensor,
+        keep: torch.Tensor,
+        storage: torch.dtype,
+        kept: torch.dtype,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        p, lse = _softmax(scores, mask)
+        p, lse = masked_softmax(scores, keep)
         narrow = p.to(storage).to(p.dtype)
         out = narrow @ v
         ctx.save_for_backward(v, p, narrow, out)
@@ -121,12 +147,11 @@ class _Streamed(torch.autograd.Function):
 
 
 def check(call: Call) -> None:
-    plain = tuple((name, call[name]) for name in ATTENTION.argument_names)
-    check_attention(Call("attention", call.phase, plain, call.needs_grad))
-    q, k, bias, slopes, softcap = (call[name] for name in ("q", "k", "bias", "slopes", "softcap"))
+    check_attention(_plain(call))
+    q, k, (bias, slopes, sinks, softcap, _) = call["q"], call["k"], _terms(call)
     if isinstance(softcap, bool) or not isinstance(softcap, (int, float)) or not 0 <= softcap < math.inf:
         raise ValueError(f"softcap={softcap!r}: use a number above 0, or None for no soft-capping")
-    for name, spec in (("bias", bias), ("alibi_slopes", slopes)):
+    for name, spec in (("bias", bias), ("alibi_slopes", slopes), ("sink_logits", sinks)):
         if spec is None:
             continue
         if not isinstance(spec, TensorSpec) or spec.dtype not in _FORMATS:
@@ -142,40 +167,30 @@ def check(call: Call) -> None:
                 f"bias has shape {list(bias.shape)}: use four dimensions that broadcast to (batch, q_heads, q_len, "
                 f"kv_len), here {list(scores)}"
             )
-    if slopes is not None and slopes.shape != (q.shape[1],):
-        raise ValueError(f"alibi_slopes has shape {list(slopes.shape)}: use one for each of {q.shape[1]} q heads")
+    for name, spec in (("alibi_slopes", slopes), ("sink_logits", sinks)):
+        if spec is not None and spec.shape != (q.shape[1],):
+            raise ValueError(f"{name} has shape {list(spec.shape)}: use one for each of {q.shape[1]} q heads")
 
 
-def fake(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    bias: torch.Tensor | None,
-    slopes: torch.Tensor | None,
-    mask: Any,
-    scale: float,
-    softcap: float,
-    wanted: str,
-) -> tuple[torch.Tensor, ...]:
-    return ATTENTION.fake(q, k, v, mask, scale, wanted)
+def fake(*arguments: Any) -> tuple[torch.Tensor, ...]:
+    return ATTENTION.fake(*arguments[: len(ATTENTION.arguments)])
 
 
-def fake_backward(
-    dout: torch.Tensor,
-    dlse: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    bias: torch.Tensor | None,
-    *rest: Any,
-) -> tuple[torch.Tensor, ...]:
-    dbias = q.new_empty(0) if bias is None else bias.new_empty(bias.shape)
-    return *ATTENTION.fake_backward(dout, dlse, q, k, v, *rest), dbias
+def fake_backward(*arguments: Any) -> tuple[torch.Tensor, ...]:
+    count = len(ATTENTION.backward_names)
+    terms, q = Terms(*arguments[count:]), arguments[2]
+    dbias = terms.bias.new_empty(terms.bias.shape) if terms.bias is not None and terms.bias_grad else q.new_empty(0)
+    dsinks = q.new_empty(0) if terms.sinks is None else terms.sinks.new_empty(terms.sinks.shape)
+    return *ATTENTION.fake_backward(*arguments[:count]), dbias, dsinks
 
 
 def _plain(call: Call) -> Call:
     names = ATTENTION.argument_names if call.phase == "forward" else ATTENTION.backward_names
     return Call("attention", call.phase, tuple((name, call[name]) for name in names), call.needs_grad)
+
+
+def _terms(call: Call) -> Terms:
+    return Terms(*(call[name] for name in Terms._fields))
 
 
 def traffic(call: Call) -> int:
@@ -184,19 +199,9 @@ def traffic(call: Call) -> int:
     return ATTENTION.traffic(_plain(call)) + bytes_of_bias * (1 if call.phase == "forward" else 2)
 
 
-def written_out(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    bias: torch.Tensor | None,
-    slopes: torch.Tensor | None,
-    mask: Mask,
-    scale: float,
-    softcap: float,
-    wanted: str,
-) -> torch.Tensor:
+def written_out(*arguments: Any) -> torch.Tensor:
     """What a user would write without us: matrix products and a softmax."""
-    return reference(q, k, v, bias, slopes, mask, scale, softcap, wanted)[0]
+    return reference(*arguments)[0]
 
 
 def _case(
@@ -208,7 +213,11 @@ def _case(
     slopes: bool = False,
     bias: tuple[int, int, int, int] | None = None,
     left_out: bool = False,
+    sinks: bool = False,
+    value_dim: int | None = None,
+    gate: str | None = None,
     wanted: str = "grad",
+    formats: tuple[str, ...] = ("float32", "float16", "bfloat16"),
 ) -> Case:
     batch, heads, kv_heads, q_len, kv_len, dim = shape
 
@@ -220,16 +229,18 @@ def _case(
         return {
             "q": draw(batch, heads, q_len, dim).to(dtype),
             "k": draw(batch, kv_heads, kv_len, dim).to(dtype),
-            "v": draw(batch, kv_heads, kv_len, dim).to(dtype),
-            "bias": added,
-            "slopes": (2.0 ** -torch.arange(1.0, heads + 1, device=device)) if slopes else None,
+            "v": draw(batch, kv_heads, kv_len, value_dim or dim).to(dtype),
             "mask": mask(),
             "scale": dim**-0.5,
-            "softcap": softcap,
             "wanted": wanted,
+            "bias": added,
+            "slopes": (2.0 ** -torch.arange(1.0, heads + 1, device=device)) if slopes else None,
+            "sinks": draw(heads).to(dtype) if sinks else None,
+            "softcap": softcap,
+            "bias_grad": bias is not None,
         }
 
-    return Case(name, make)
+    return Case(name, make, benchmark=gate is not None, formats=formats, gate=gate)
 
 
 def _masks() -> Any:
@@ -240,7 +251,7 @@ def _masks() -> Any:
 
 CASES = (
     _case("softcap", lambda: _masks().causal(), (1, 2, 2, 70, 70, 32), softcap=5.0),
-    _case("softcap-window", lambda: _masks().causal() & _masks().window(40), (2, 4, 2, 200, 200, 32), softcap=2.0),
+    _case("softcap-window", lambda: _masks().causal() & _masks().window(40), (2, 4, 2, 190, 200, 32), softcap=2.0),
     _case("bias", lambda: _masks().full(), (2, 2, 2, 60, 50, 32), bias=(1, 2, 60, 50)),
     _case("bias-broadcast", lambda: _masks().causal(), (2, 4, 2, 40, 140, 32), bias=(2, 1, 1, 140), wanted="lse"),
     _case("bias-left-out", lambda: _masks().full(), (1, 2, 1, 40, 40, 32), bias=(1, 2, 40, 40), left_out=True),
@@ -253,39 +264,60 @@ CASES = (
         softcap=3.0,
         slopes=True,
         bias=(1, 1, 70, 70),
+        sinks=True,
     ),
     _case(
         "padded", lambda: _masks().padding([30, 0, 65], "left"), (3, 2, 1, 65, 65, 32), softcap=4.0, wanted="lse"
+    ),
+    _case("sinks", lambda: _masks().causal() & _masks().window(20), (2, 4, 2, 75, 75, 32), sinks=True),
+    _case(
+        "sinks-alone", lambda: _masks().padding([30, 0], "left"), (2, 2, 1, 40, 40, 32), sinks=True, wanted="lse"
+    ),
+    _case(
+        "bias-2k-d64",
+        lambda: _masks().full(),
+        (8, 8, 8, 2048, 2048, 64),
+        bias=(1, 8, 2048, 2048),
+        gate="bias",
+        formats=("bfloat16",),
+    ),
+    *(
+        _case(
+            f"{name}-8k-d128",
+            lambda: _masks().causal(),
+            (1, 16, 16, 8192, 8192, 128),
+            gate=name,
+            formats=("bfloat16",),
+            **terms,
+        )
+        for name, terms in (("softcap", {"softcap": 50.0}), ("alibi", {"slopes": True}), ("sinks", {"sinks": True}))
     ),
 )
 
 SCORE_MOD_ATTENTION = Op(
     name="score_mod_attention",
     arguments=(
-        "Tensor q",
-        "Tensor k",
-        "Tensor v",
+        *ATTENTION.arguments,
         "Tensor? bias",
         "Tensor? slopes",
-        "Tensor mask",
-        "float scale",
+        "Tensor? sinks",
         "float softcap",
-        "str wanted",
+        "bool bias_grad",
     ),
-    outputs=("out", "lse"),
-    differentiable=("q", "k", "v", "bias"),
-    differentiable_outputs=("out", "lse"),
-    saved=("q", "k", "v", "bias", "slopes", "out", "lse", "mask", "scale", "softcap", "wanted"),
+    outputs=ATTENTION.outputs,
+    differentiable=(*ATTENTION.differentiable, "bias", "sinks"),
+    differentiable_outputs=ATTENTION.differentiable_outputs,
+    saved=(*ATTENTION.saved, *Terms._fields),
     reference=reference,
     low_precision=low_precision,
-    without_gradients={"wanted": "out"},
-    cancelling=("dq", "dk", "dbias"),
-    codecs={"mask": Codec(encode=lambda mask: mask.code, decode=lambda code: _masks().from_code(code))},
+    without_gradients=ATTENTION.without_gradients,
+    cancelling=(*ATTENTION.cancelling, "dbias", "dsinks"),
+    codecs=ATTENTION.codecs,
     check=check,
     fake=fake,
     fake_backward=fake_backward,
     cases=CASES,
-    compile_cases=("softcap",),
+    compile_cases=("everything", "softcap-8k-d128"),
     traffic=traffic,
     flops=lambda call: ATTENTION.flops(_plain(call)),
     baselines={"softmax written out": written_out},

@@ -1,14 +1,16 @@
-"""Attention with soft-capping, ALiBi and an additive bias in plain torch operations: the tiled kernel's tiles."""
+"""Attention with soft-capping, ALiBi, bias and sinks in plain torch operations: the tiled kernel's tiles."""
 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from kernel_pytorch.hardware_abstraction.device import Device
-from kernel_pytorch.ops.attention.definition import lse_dtype
+from kernel_pytorch.ops.attention.definition import lse_dtype, lse_flows, result_dtype
+from kernel_pytorch.ops.attention.score_mod import Terms, sink_gradient
+from kernel_pytorch.ops.attention.sink_logits import with_sink_logits
 from kernel_pytorch.ops.attention.tiled_kernel import Piece, Scores, Work, grouped, tiled_backward, tiled_forward
 
 if TYPE_CHECKING:
@@ -20,24 +22,14 @@ __all__ = ["backward", "forward"]
 class _ModifiedScores(Scores):
     """``cap(q k^T * scale) - slope * |i - j| + bias``, tile by tile, and the gradient of the bias."""
 
-    def __init__(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        bias: torch.Tensor | None,
-        slopes: torch.Tensor | None,
-        softcap: float,
-        *,
-        gradients: bool = False,
-    ) -> None:
+    def __init__(self, q: torch.Tensor, k: torch.Tensor, terms: Terms) -> None:
         wide = lse_dtype(q.dtype)
-        self.softcap, self.kv_len, self.offset = softcap, k.shape[2], k.shape[2] - q.shape[2]
-        self.slopes = None if slopes is None else slopes.to(wide)
-        self.shape = (*q.shape[:3], k.shape[2])
-        self.bias = None if bias is None else bias.expand(self.shape)
+        self.softcap, self.kv_len, self.offset = terms.softcap, k.shape[2], k.shape[2] - q.shape[2]
+        self.slopes = None if terms.slopes is None else terms.slopes.to(wide)
+        self.bias = None if terms.bias is None else terms.bias.expand(*q.shape[:3], k.shape[2])
         self.dbias = None
-        if bias is not None and gradients:
-            self.dbias = torch.zeros(bias.shape, dtype=wide, device=bias.device)
+        if terms.bias is not None and terms.bias_grad:
+            self.dbias = torch.zeros(terms.bias.shape, dtype=wide, device=q.device)
         self.slope_of_cap: torch.Tensor | None = None
 
     def forward(
@@ -103,14 +95,17 @@ def forward(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    bias: torch.Tensor | None,
-    slopes: torch.Tensor | None,
     mask: Mask,
     scale: float,
-    softcap: float,
     wanted: str,
+    *modifying: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    return tiled_forward(q, k, v, mask, scale, wanted, _ModifiedScores(q, k, bias, slopes, softcap))
+    terms = Terms(*modifying)
+    scoring = _ModifiedScores(q, k, terms)
+    if terms.sinks is None:
+        return tiled_forward(q, k, v, mask, scale, wanted, scoring)
+    out, lse = tiled_forward(q, k, v, mask, scale, "parts", scoring)  # unrounded
+    return with_sink_logits(out, lse, terms.sinks, result_dtype(q.dtype, wanted))
 
 
 def backward(
@@ -120,16 +115,19 @@ def backward(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    bias: torch.Tensor | None,
-    slopes: torch.Tensor | None,
     out: torch.Tensor,
     lse: torch.Tensor,
     mask: Mask,
     scale: float,
-    softcap: float,
     wanted: str,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    scoring = _ModifiedScores(q, k, bias, slopes, softcap, gradients=True)
-    dq, dk, dv = tiled_backward(dout, dlse, q, k, v, out, lse, mask, scale, wanted, scoring)
-    dbias = q.new_empty(0) if scoring.dbias is None or bias is None else scoring.dbias.to(bias.dtype)
-    return dq, dk, dv, dbias
+    *modifying: Any,
+) -> tuple[torch.Tensor, ...]:
+    terms = Terms(*modifying)
+    scoring = _ModifiedScores(q, k, terms)
+    gradients = tiled_backward(dout, dlse, q, k, v, out, lse, mask, scale, wanted, scoring)
+    dbias = q.new_empty(0) if scoring.dbias is None else scoring.dbias.to(terms.bias.dtype)
+    dsinks = q.new_empty(0)
+    if terms.sinks is not None:
+        delta = (out.to(lse.dtype) * dout.to(lse.dtype)).sum(dim=-1)
+        dsinks = sink_gradient(terms.sinks, lse, delta - dlse if lse_flows(wanted) else delta)
+    return (*gradients, dbias, dsinks)
