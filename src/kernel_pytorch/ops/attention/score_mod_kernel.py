@@ -25,7 +25,7 @@ class _ModifiedScores(Scores):
     def __init__(self, q: torch.Tensor, k: torch.Tensor, terms: Terms) -> None:
         wide = lse_dtype(q.dtype)
         self.softcap, self.kv_len, self.offset = terms.softcap, k.shape[2], k.shape[2] - q.shape[2]
-        self.slopes = None if terms.slopes is None else terms.slopes.to(wide)
+        self.slopes: torch.Tensor | None = None if terms.slopes is None else terms.slopes.to(wide)
         self.bias = None if terms.bias is None else terms.bias.expand(*q.shape[:3], k.shape[2])
         self.dbias = None
         if terms.bias is not None and terms.bias_grad:
