@@ -112,8 +112,9 @@ class Workload:
         assert self.pattern.flex is not None
         per_head = self.heads if self.pattern.per_head else None
         mask_mod = self.pattern.flex(self, device)
-        # Eager, it evaluates the mask function on all pairs at once: 128 GiB for 65,536 tokens.
-        make = create_block_mask if self.length <= 32768 else torch.compile(create_block_mask)
+        # Eager, it evaluates the mask function on all pairs at once: 128 GiB for 16 heads of 32,768 tokens.
+        pairs = (per_head or 1) * self.queries * self.length
+        make = create_block_mask if pairs <= 1 << 31 else torch.compile(create_block_mask)
         return make(mask_mod, None, per_head, self.queries, self.length, device=device)
 
 

@@ -40,23 +40,8 @@ class _Tiles:
     full: torch.Tensor
     intervals: tuple[torch.Tensor, ...]
 
-    @property
-    def listed(self) -> tuple[torch.Tensor, ...]:
-        return (self.partial_count, self.partial, self.full_count, self.full)
-
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        return (*self.listed, *self.intervals)
-
-
-@dataclass(frozen=True)
-class _Order:
-    """In which order the tiles of keys add to dq, for partial tiles and full ones."""
-
-    partial: torch.Tensor
-    full: torch.Tensor
-
-    def tensors(self) -> tuple[torch.Tensor, ...]:
-        return (self.partial, self.full)
+        return (self.partial_count, self.partial, self.full_count, self.full, *self.intervals)
 
 
 def _sequences(known: Layout, packed: PackedSequences, batch: int, device: torch.device) -> _Sequences:
@@ -107,26 +92,15 @@ class _Call:
         return x if not self.packed else x[0] if len(x) == 1 else x.transpose(0, 1).flatten(1)
 
 
-def _kept_tiles(known: Layout, device: torch.device, by_key: bool) -> _Tiles:
-    return known.keep(("flash-4", "tiles", by_key, str(device)), partial(_tiles, device=device, by_key=by_key))
-
-
-def _order(known: Layout, device: torch.device) -> _Order:
-    from flash_attn.cute.block_sparsity import compute_dq_write_order
-
-    by_query, by_key = (_kept_tiles(known, device, flag) for flag in (False, True))
-    return _Order(*compute_dq_write_order(*by_query.listed, *by_key.listed))
-
-
-def _call(mask: Mask, q: torch.Tensor, k: torch.Tensor, by_key: bool, deterministic: bool = False) -> _Call:
+def _call(mask: Mask, q: torch.Tensor, k: torch.Tensor, by_key: bool) -> _Call:
     window = window_of(mask.node)
     if window is not None:
         return _Call(_window_arguments(window))
     known = mask.layout(q.shape[2], k.shape[2])
     packed = packed_sequences(mask.node)
     if packed is not None:
-        make = partial(_sequences, packed=packed, batch=len(q), device=q.device)
-        sequences = known.keep(("flash-4", "sequences", len(q), str(q.device)), make)
+        made = partial(_sequences, packed=packed, batch=len(q), device=q.device)
+        sequences = known.keep(("flash-4", "sequences", len(q), str(q.device)), made)
         offsets = dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), sequences.offsets)
         longest = dict.fromkeys(("max_seqlen_q", "max_seqlen_k"), sequences.longest)
         return _Call({**_window_arguments(packed.window), **offsets, **longest}, packed=True)
@@ -134,13 +108,11 @@ def _call(mask: Mask, q: torch.Tensor, k: torch.Tensor, by_key: bool, determinis
 
     from kernel_pytorch.ops.attention.flash4_mask import in_intervals
 
-    tiles = _kept_tiles(known, q.device, by_key)
-    block_sparse = BlockSparseTensorsTorch(*tiles.listed, block_size=(TILE, TILE))
-    if deterministic:
-        order = known.keep(("flash-4", "order", str(q.device)), partial(_order, device=q.device))
-        block_sparse = block_sparse._replace(
-            dq_write_order=order.partial, dq_write_order_full=order.full, spt=False
-        )
+    make = partial(_tiles, device=q.device, by_key=by_key)
+    tiles = known.keep(("flash-4", "tiles", by_key, str(q.device)), make)
+    block_sparse = BlockSparseTensorsTorch(
+        tiles.partial_count, tiles.partial, tiles.full_count, tiles.full, block_size=(TILE, TILE)
+    )
     return _Call(
         {
             "block_sparse_tensors": block_sparse,
@@ -192,7 +164,7 @@ def backward(
     wanted: str,
     deterministic: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    call = _call(mask, q, k, by_key=True, deterministic=deterministic)
+    call = _call(mask, q, k, by_key=True)
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     own = [call.enter(x) for x in (dq, dk, dv)]
     flash_4_backward()(

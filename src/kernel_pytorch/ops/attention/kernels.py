@@ -9,7 +9,7 @@ import torch
 from kernel_pytorch.hardware_abstraction.device import Device
 from kernel_pytorch.hardware_abstraction.library import CUDNN_FRONTEND, FLASH_ATTENTION_4, Library
 from kernel_pytorch.hardware_abstraction.op import Call, Kernel
-from kernel_pytorch.masks.code import NOT_IN_RUNTIME
+from kernel_pytorch.masks.code import BLOCKS, NOT_IN_RUNTIME
 from kernel_pytorch.ops.attention.definition import lse_dtype, lse_flows
 from kernel_pytorch.ops.attention.sequences import packed_sequences, tile_refusal, window_of
 
@@ -160,6 +160,13 @@ def _flash_4_supports(call: Call, device: Device) -> str | None:
     return tile_refusal(known)
 
 
+def _flash_4_deterministic_supports(call: Call, device: Device) -> str | None:
+    trains = call.needs_grad or call.phase == "backward"
+    if trains and call["mask"].node.uses(BLOCKS):
+        return "has no deterministic backward for block tables on sm_90"
+    return _flash_4_supports(call, device)
+
+
 def _cudnn_flex_supports(call: Call, device: Device) -> str | None:
     q, k, v, mask = call["q"], call["k"], call["v"], call["mask"]
     if reason := _adopted(call, device, CUDNN_FRONTEND):
@@ -204,7 +211,7 @@ KERNEL_FLASH = _kernel("flash", "flash_kernel", _flash_supports, "native", deter
 KERNEL_CUDNN = _kernel("cudnn", "cudnn_kernel", _cudnn_supports, "native", deterministic=False)
 KERNEL_FLASH_4 = _kernel("flash-4", "flash4_kernel", _flash_4_supports, "native", deterministic=False)
 KERNEL_FLASH_4_DETERMINISTIC = _kernel(
-    "flash-4-deterministic", "flash4_deterministic_kernel", _flash_4_supports, "native"
+    "flash-4-deterministic", "flash4_deterministic_kernel", _flash_4_deterministic_supports, "native"
 )
 KERNEL_CUDNN_FLEX = _kernel("cudnn-flex", "cudnn_flex_kernel", _cudnn_flex_supports, "native", deterministic=False)
 KERNEL_CUDNN_FLEX_DETERMINISTIC = _kernel(
