@@ -11,7 +11,7 @@ from kernel_pytorch.hardware_abstraction.dispatch import explain, policy
 from kernel_pytorch.hardware_abstraction.registry import Backend, device, devices
 from kernel_pytorch.hardware_abstraction.selection import Policy, UnsupportedCallError
 from kernel_pytorch.kv_cache import KVCache
-from kernel_pytorch.ops.attention import attention
+from kernel_pytorch.ops.attention import PageTable, attention
 from kernel_pytorch.ops.attention.everywhere import attention_everywhere
 from kernel_pytorch.ops.attention.hugging_face import register_with_transformers
 from kernel_pytorch.ops.rms_norm import rms_norm
@@ -39,6 +39,7 @@ __all__ = [
     "Backend",
     "Device",
     "KVCache",
+    "PageTable",
     "Policy",
     "TextGenerator",
     "UnsupportedCallError",

@@ -15,10 +15,13 @@ BACKEND = Backend(
     catalogue=tuple(device for device in CATALOGUE.values() if device.backend == "amd"),
     kernels=(
         attention.KERNEL_FLASH,
+        attention.KERNEL_TRITON_SPLIT_KV,
         attention.KERNEL_TRITON,
         attention.KERNEL_TILED,
         attention.KERNEL_SCORE_MOD_TRITON,
         attention.KERNEL_SCORE_MOD_TILED,
+        attention.KERNEL_PAGED_TRITON,
+        attention.KERNEL_PAGED_GATHER,
         rms_norm.KERNEL_TRITON,
         rms_norm.KERNEL_TORCH,
         rope.KERNEL_TRITON,

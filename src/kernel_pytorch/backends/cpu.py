@@ -18,6 +18,7 @@ BACKEND = Backend(
         attention.KERNEL_CPU_FLASH,
         attention.KERNEL_TILED,
         attention.KERNEL_SCORE_MOD_TILED,
+        attention.KERNEL_PAGED_GATHER,
         rms_norm.KERNEL_TORCH,
         rope.KERNEL_TORCH,
         fp8_cast.KERNEL_TORCH,

@@ -15,6 +15,7 @@ BACKEND = Backend(
     catalogue=tuple(device for device in CATALOGUE.values() if device.backend == "nvidia"),
     kernels=(
         attention.KERNEL_CUDNN,
+        attention.KERNEL_TRITON_SPLIT_KV,
         attention.KERNEL_FLASH,
         attention.KERNEL_TRITON,
         attention.KERNEL_FLASH_4,
@@ -24,6 +25,8 @@ BACKEND = Backend(
         attention.KERNEL_TILED,
         attention.KERNEL_SCORE_MOD_TRITON,
         attention.KERNEL_SCORE_MOD_TILED,
+        attention.KERNEL_PAGED_TRITON,
+        attention.KERNEL_PAGED_GATHER,
         rms_norm.KERNEL_TRITON,
         rms_norm.KERNEL_TORCH,
         rope.KERNEL_TRITON,

@@ -14,6 +14,7 @@ from kernel_pytorch.masks import code as mask_code
 from kernel_pytorch.masks import part as mask_part
 from kernel_pytorch.masks.code import Node
 from kernel_pytorch.masks.layout import Layout, layout
+from kernel_pytorch.masks.relative import attends_to_all, relative_intervals
 
 __all__ = ["Mask", "checked_count", "from_code", "leaf", "made", "traced"]
 
@@ -203,6 +204,9 @@ def made(node: Node) -> Mask:
 
 @lru_cache(maxsize=1024)
 def _simplified(mask: Mask, q_len: int, kv_len: int) -> Mask:
+    relative = relative_intervals(mask.node) if q_len == 1 else None
+    if relative is not None:  # decoding asks at another length for every token: without a layout
+        return leaf(mask_code.FULL) if attends_to_all(relative, kv_len - 1, kv_len) else mask
     known = mask.layout(q_len, kv_len)
     if not known.tables and known.batch == 1:
         if mask_part.is_full(known.first, known.last, known.kv_len):

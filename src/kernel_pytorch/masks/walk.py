@@ -11,7 +11,7 @@ import torch
 if TYPE_CHECKING:
     from kernel_pytorch.masks.layout import Layout
 
-__all__ = ["Walk", "attended_pairs", "walk_of"]
+__all__ = ["Walk", "attended_pairs", "expand", "walk_of"]
 
 Array = np.ndarray[Any, Any]
 
@@ -81,7 +81,7 @@ def _spans(first: Array, last: Array, queries: int, tile: int) -> _Spans:
     return _Spans(may_first, may_last, all_first, all_last)
 
 
-def _expand(first: Array, last: Array) -> tuple[Array, Array]:
+def expand(first: Array, last: Array) -> tuple[Array, Array]:
     """Every integer of every range [first, last): (index of the range, integer)."""
     counts = np.maximum(last - first, 0).astype(np.int64)
     owner = np.repeat(np.arange(len(counts)), counts)
@@ -102,7 +102,7 @@ def walk_of(known: Layout, queries: int, keys: int, by_key: bool) -> Walk:
         if known.q_len % queries:
             # A kernel that walks queries checks their number in partial tiles only.
             ragged = np.arange(len(span)) % rows == rows - 1
-            owner, inner = _expand(np.where(ragged, span[:, 0], 0), np.where(ragged, span[:, 1], 0))
+            owner, inner = expand(np.where(ragged, span[:, 0], 0), np.where(ragged, span[:, 1], 0))
             span = np.where(ragged[:, None], 0, span)
             row, column = np.concatenate([row, owner]), np.concatenate([column, inner])
             partial = np.concatenate([partial, np.ones(len(owner), dtype=bool)]) | (row % rows == rows - 1)
@@ -130,7 +130,7 @@ def _tiles_of_spans(spans: _Spans, rows: int) -> tuple[Array, Array, Array, Arra
     owner = np.broadcast_to(
         (np.arange(lengths.shape[0])[:, None, None] * rows + np.arange(rows)[None, None, :]), lengths.shape
     ).reshape(-1)
-    found = [(*_expand(first.reshape(-1), last.reshape(-1)), partial) for first, last, partial in pieces]
+    found = [(*expand(first.reshape(-1), last.reshape(-1)), partial) for first, last, partial in pieces]
     row = np.concatenate([owner[index] for index, _, _ in found])
     column = np.concatenate([column for _, column, _ in found])
     partial = np.concatenate([np.full(len(column), flag) for _, column, flag in found])
@@ -210,7 +210,7 @@ def _blocks_with_tables(known: Layout, spans: list[_Spans], block: int) -> tuple
         if variant == 0:
             # No table holds the tile: every tile of the spans that is in none.
             main, row, column, partial = _tiles_of_spans(span, rows)
-            owner, inner = _expand(main[:, 0], main[:, 1])
+            owner, inner = expand(main[:, 0], main[:, 1])
             row, column = np.concatenate([row, owner]), np.concatenate([column, inner])
             partial = np.concatenate([partial, np.zeros(len(owner), dtype=bool)])
             entries = np.arange(known.batch * known.heads)
@@ -258,7 +258,7 @@ def _transposed(
             span_t[entry, :, 1] = np.searchsorted(starts[entry], np.arange(columns), side="right")
         span_t[..., 1] = np.maximum(span_t[..., 0], span_t[..., 1])
     else:
-        owner, inner = _expand(span[:, 0], span[:, 1])
+        owner, inner = expand(span[:, 0], span[:, 1])
         row, column = np.concatenate([row, owner]), np.concatenate([column, inner])
         partial = np.concatenate([partial, np.zeros(len(owner), dtype=bool)])
         slots = np.concatenate([slots, np.zeros(len(owner), dtype=np.int64)])

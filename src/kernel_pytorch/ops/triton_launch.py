@@ -111,7 +111,7 @@ class Ready(NamedTuple):
     metadata: Any
     constants: tuple[Any, ...]
 
-    def __call__(self, stream: int, *arguments: int) -> None:
+    def __call__(self, stream: int, *arguments: int | float) -> None:
         # Addresses in place of tensors: the driver is not asked whose they are.
         self.run(*self.grid, stream, self.function, self.metadata, None, None, None, *arguments, *self.constants)
 
@@ -134,7 +134,7 @@ def launch(
     Args:
         key: whatever a specialisation depends on: the constants' values, integers, pointer types and alignment, and
             the device, which must be the current one.
-        arguments: every argument that is not a constant, in order: tensors, places and integers. The constants
+        arguments: every argument that is not a constant, in order: tensors, places and numbers. The constants
             follow them in the signature.
 
     Returns:
@@ -156,7 +156,7 @@ def launch(
         return ready
     active = driver.active
     stream = active.get_current_stream(active.get_current_device())
-    ready(stream, *(argument if type(argument) is int else argument.data_ptr() for argument in arguments))
+    ready(stream, *(x if type(x) is int or type(x) is float else x.data_ptr() for x in arguments))
     return ready
 
 

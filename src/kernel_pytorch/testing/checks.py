@@ -28,14 +28,15 @@ from kernel_pytorch.evidence import (
 )
 from kernel_pytorch.hardware_abstraction.device import Device
 from kernel_pytorch.hardware_abstraction.dispatch import function_of
-from kernel_pytorch.hardware_abstraction.op import Kernel, Op, registered_op, registered_ops
+from kernel_pytorch.hardware_abstraction.op import Case, Kernel, Op, registered_op, registered_ops
 from kernel_pytorch.hardware_abstraction.registry import backends
 from kernel_pytorch.testing.budget import compare, exceeded
 from kernel_pytorch.testing.contract import prepared
 from kernel_pytorch.testing.cross_compile import cross_compile
+from kernel_pytorch.testing.devices import cannot_run
 from kernel_pytorch.testing.poison import poisoned
 
-__all__ = ["make_checks", "triton_ops"]
+__all__ = ["make_checks", "refuses", "triton_ops"]
 
 
 def triton_ops() -> list[Op]:
@@ -69,8 +70,16 @@ def compile_all(op: Op, architectures: Collection[str] = ()) -> list[Compilation
         for device in compile_targets(kernel)
         if not architectures or device.arch in architectures
         for case in cases
+        if not refuses(kernel, device, case)
         for compilation in cross_compile(kernel, device, case, case.formats[0])
     ]
+
+
+def refuses(kernel: Kernel, device: Device, case: Case) -> bool:
+    """Whether the kernel leaves the case, in its first format, to others."""
+    arguments = case.arguments(getattr(torch, case.formats[0]), torch.device("meta"))
+    call = function_of(registered_op(kernel.op)).call("forward", tuple(arguments.values()))
+    return kernel.refusal(call, device) is not None
 
 
 def interpret_all(op: Op) -> list[Interpretation]:
@@ -83,9 +92,13 @@ def interpret_all(op: Op) -> list[Interpretation]:
             for case in op.cases:
                 if case.benchmark:
                     continue
-                with prepared(kernel, device, case, getattr(torch, number_format)) as arguments, poisoned():
-                    if isinstance(arguments, str):
-                        raise EvidenceError(f"{kernel.name} on {case.name}: {arguments}")
+                dtype = getattr(torch, number_format)
+                reason = cannot_run(kernel, device, dtype)
+                if reason is not None:
+                    raise EvidenceError(f"{kernel.name} on {case.name}: {reason}")
+                with prepared(kernel, device, case, dtype) as arguments, poisoned():
+                    if isinstance(arguments, str):  # a kernel for some of the cases, such as few queries
+                        continue
                     compared = compare(op, function_of(op).pinned(kernel.name), arguments)
                 if exceeded(compared):
                     raise EvidenceError(f"{kernel.name} on {case.name} in {number_format}: {exceeded(compared)}")

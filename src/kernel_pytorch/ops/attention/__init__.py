@@ -20,11 +20,15 @@ from kernel_pytorch.ops.attention.kernels import (
     KERNEL_FLASH_4,
     KERNEL_FLASH_4_DETERMINISTIC,
     KERNEL_NATIVE,
+    KERNEL_PAGED_GATHER,
+    KERNEL_PAGED_TRITON,
     KERNEL_SCORE_MOD_TILED,
     KERNEL_SCORE_MOD_TRITON,
     KERNEL_TILED,
     KERNEL_TRITON,
+    KERNEL_TRITON_SPLIT_KV,
 )
+from kernel_pytorch.ops.attention.paged import PAGED_ATTENTION, PageTable
 from kernel_pytorch.ops.attention.score_mod import SCORE_MOD_ATTENTION, Terms
 from kernel_pytorch.ops.attention.sink_logits import with_sink_logits
 
@@ -37,16 +41,21 @@ __all__ = [
     "KERNEL_FLASH_4",
     "KERNEL_FLASH_4_DETERMINISTIC",
     "KERNEL_NATIVE",
+    "KERNEL_PAGED_GATHER",
+    "KERNEL_PAGED_TRITON",
     "KERNEL_SCORE_MOD_TILED",
     "KERNEL_SCORE_MOD_TRITON",
     "KERNEL_TILED",
     "KERNEL_TRITON",
+    "KERNEL_TRITON_SPLIT_KV",
+    "PageTable",
     "attention",
 ]
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _function = Function(ATTENTION)
 _score_mod = Function(SCORE_MOD_ATTENTION)
+_paged = Function(PAGED_ATTENTION)
 
 spreading: list[Callable[..., Any]] = []
 """What takes calls without a group, the last one first: a model that is spread over ranks does, inside it."""
@@ -67,6 +76,7 @@ def attention(
     return_lse: bool = False,
     kernel: str | None = None,
     group: Any = None,
+    pages: PageTable | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Exact attention: ``softmax(q k^T * scale) v`` over the keys that the mask lets through.
 
@@ -91,6 +101,9 @@ def attention(
         group: the ranks that a sequence is sharded across, as a ``kp.context_parallel.Context``, a process group or a
             mesh dimension: q, k and v are then this rank's tokens. ``kp.context_parallel.Chunks`` goes through the
             keys of one device in chunks instead.
+        pages: k and v are then pages, (pages, kv_heads, page_size, head_dim), and this says which of them each row of
+            the batch has and how many keys. For inference: there is no gradient. The mask counts positions from each
+            row's own length; documents, blocks, intervals and padding do not go with it.
 
     Returns:
         (batch, q_heads, q_len, v's head_dim), contiguous. A query that attends to nothing gets zeros, an lse of
@@ -109,6 +122,15 @@ def attention(
             f"dropout_p={dropout_p}: kp.attention is exact and has no dropout; leave it out (Hugging Face models: "
             "attention_dropout=0.0 in the config), or use torch.nn.functional.scaled_dot_product_attention"
         )
+    if pages is not None:
+        others = {
+            "group": group,
+            "softcap": softcap,
+            "bias": bias,
+            "alibi_slopes": alibi_slopes,
+            "sink_logits": sink_logits,
+        }
+        return _over_pages(q, k, v, mask, pages, scale, return_lse, kernel, others)
     if spreading and group is None:
         found: torch.Tensor | tuple[torch.Tensor, torch.Tensor] = spreading[-1](
             q,
@@ -160,6 +182,36 @@ def attention(
         out, lse = _score_mod(q, k, v, mask, scale, wanted, *terms, kernel=kernel)
     if sink_logits is not None and rescaled:
         out, lse = with_sink_logits(out, lse, sink_logits, q.dtype)
+    return (out, lse) if return_lse else out
+
+
+def _over_pages(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: Mask | None,
+    pages: PageTable,
+    scale: float | None,
+    return_lse: bool,
+    kernel: str | None,
+    others: dict[str, Any],
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    if not isinstance(pages, PageTable):
+        raise TypeError(f"pages={pages!r}: expected a kp.PageTable(table, lengths)")
+    given = [name for name, value in others.items() if value is not None] + ["context_parallel"] * bool(spreading)
+    if given:
+        raise NotImplementedError(
+            f"pages: attention over pages has no {', '.join(given)}; leave it out, or gather the keys into k and v"
+        )
+    if torch.is_grad_enabled() and any(getattr(x, "requires_grad", False) for x in (q, k, v)):
+        raise NotImplementedError(
+            "pages: attention over pages has no gradient, and q, k or v requires one: call it under torch.no_grad(), "
+            "or pass them with .detach()"
+        )
+    if scale is None:
+        scale = float(q.shape[-1]) ** -0.5 if isinstance(q, torch.Tensor) and q.ndim and q.shape[-1] else 1.0
+    chosen = full() if mask is None else mask
+    out, lse = _paged(q, k, v, pages.table, pages.lengths, chosen, scale, kernel=kernel)
     return (out, lse) if return_lse else out
 
 

@@ -12,7 +12,7 @@ import torch
 from kernel_pytorch.hardware_abstraction.device import Device
 from kernel_pytorch.hardware_abstraction.dispatch import TORCH_VERSION
 from kernel_pytorch.ops.attention.definition import lse_dtype
-from kernel_pytorch.ops.attention.torch_heads import adjacent, repeated, summed
+from kernel_pytorch.ops.attention.torch_heads import adjacent, causal_flag, repeated, summed
 
 if TYPE_CHECKING:
     from kernel_pytorch.masks import Mask
@@ -35,7 +35,8 @@ def forward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     k, v = _heads(q, k, v)
     wide = [_wide(x, lse_dtype(q.dtype)) for x in (q, k, v)]
-    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*wide, 0.0, mask.is_causal, scale=scale)
+    causal = causal_flag(mask, q, k)
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*wide, 0.0, causal, scale=scale)
     return out.to(q.dtype).contiguous(), lse.contiguous()
 
 
@@ -54,7 +55,7 @@ def backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     k_all, v_all = _heads(q, k, v)
     wide = [_wide(x, lse.dtype) for x in (dout, q, k_all, v_all, out)]
-    dq, dk, dv = _BACKWARD(*wide, lse, 0.0, mask.is_causal, scale=scale)
+    dq, dk, dv = _BACKWARD(*wide, lse, 0.0, causal_flag(mask, q, k), scale=scale)
     return summed(dq, q), summed(dk, k), summed(dv, v)
 
 

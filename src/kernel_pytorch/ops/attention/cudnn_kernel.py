@@ -1,4 +1,6 @@
-"""cuDNN's attention, by PyTorch's own operators for it, which return the log-sum-exp and take it back."""
+"""cuDNN's attention, by PyTorch's own operators for it, which return the log-sum-exp and take it back.
+
+Grouped heads are passed as they are: cuDNN reads each key head once for its group, and sums its gradients."""
 
 from __future__ import annotations
 
@@ -7,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from kernel_pytorch.hardware_abstraction.device import Device
-from kernel_pytorch.ops.attention.torch_heads import adjacent, repeated, summed
+from kernel_pytorch.ops.attention.torch_heads import adjacent, causal_flag
 
 if TYPE_CHECKING:
     from kernel_pytorch.masks import Mask
@@ -16,9 +18,16 @@ if TYPE_CHECKING:
 def forward(
     device: Device, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask, scale: float, wanted: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    k, v = repeated(q, k, v)
     found = torch.ops.aten._scaled_dot_product_cudnn_attention(
-        adjacent(q), k, v, None, wanted != "out", 0.0, mask.is_causal, False, scale=scale
+        adjacent(q),
+        adjacent(k),
+        adjacent(v),
+        None,
+        wanted != "out",
+        0.0,
+        causal_flag(mask, q, k),
+        False,
+        scale=scale,
     )
     lse = q.new_empty(q.shape[:3], dtype=torch.float32) if wanted == "out" else found[1].reshape(q.shape[:3])
     return found[0].contiguous(), lse
@@ -37,13 +46,12 @@ def backward(
     scale: float,
     wanted: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    k_all, v_all = repeated(q, k, v)
     unused = torch.empty((), dtype=torch.int64, device=q.device)  # seed and offset of a dropout there is not
     dq, dk, dv = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
         adjacent(dout),
         adjacent(q),
-        k_all,
-        v_all,
+        adjacent(k),
+        adjacent(v),
         out,
         lse.unsqueeze(-1),
         unused,
@@ -54,7 +62,7 @@ def backward(
         q.shape[2],
         k.shape[2],
         0.0,
-        mask.is_causal,
+        causal_flag(mask, q, k),
         scale=scale,
     )
-    return dq.contiguous(), summed(dk, k), summed(dv, v)
+    return dq.contiguous(), dk.contiguous(), dv.contiguous()

@@ -122,6 +122,7 @@ def masked_softmax(scores: torch.Tensor, keep: torch.Tensor) -> tuple[torch.Tens
 
 def check_attention(call: Call) -> None:
     from kernel_pytorch.masks import Mask
+    from kernel_pytorch.masks.relative import relative_intervals
 
     q, k, v, mask, scale = (call[name] for name in ("q", "k", "v", "mask", "scale"))
     for name, spec in (("q", q), ("k", k), ("v", v)):
@@ -156,6 +157,8 @@ def check_attention(call: Call) -> None:
         raise ValueError(f"scale={scale!r}: use a finite number, such as head_dim ** -0.5")
     if call["wanted"] not in _WANTED:
         raise ValueError(f"wanted={call['wanted']!r}: use one of {', '.join(_WANTED)}")
+    if relative_intervals(mask.node) is not None:  # fits any lengths, batch and heads: no layout is needed
+        return
     known = mask.layout(q.shape[2], k.shape[2])
     if known.batch not in (1, q.shape[0]):
         raise ValueError(f"mask is for a batch of {known.batch} and q has {q.shape[0]}: they must be equal")
@@ -326,11 +329,51 @@ CASES = (
     _case("projected", lambda: _masks().causal(), (2, 2, 2, 90, 90, 64), change=_transposed_heads),
     _case("wide", lambda: _masks().causal(), (1, 1, 1, 66, 66, 256)),
     _case(
+        "few-queries",
+        lambda: _masks().causal() & (_masks().window(90) | _masks().sinks(3)),
+        (2, 8, 2, 3, 301, 64),
+        wanted="lse",
+    ),
+    _case(
+        "few-queries-padded",
+        lambda: _masks().causal() & _masks().padding([290, 0], side="left"),
+        (2, 6, 2, 1, 333, 48),
+        change=_transposed_heads,
+    ),
+    _case(
+        "few-queries-table-per-head",
+        lambda: _masks().causal() & _masks().blocks(_table(4, 1, 10, share=0.4), block=32),
+        (1, 4, 2, 5, 310, 32),
+        value_dim=80,
+        wanted="parts",
+    ),
+    _case(
         "window-4k-d64",
         lambda: _masks().causal() & _masks().window(205),
         (1, 8, 8, 4096, 4096, 64),
         gate="grouped",
         formats=("float32", "bfloat16"),
+    ),
+    _case(
+        "decode-causal-64k-d128",
+        lambda: _masks().causal(),
+        (1, 32, 8, 1, 65536, 128),
+        gate="few-queries",
+        formats=("bfloat16",),
+    ),
+    _case(
+        "decode-window-and-sinks-64k-d128",
+        lambda: _masks().causal() & (_masks().window(4096) | _masks().sinks(4)),
+        (1, 32, 8, 1, 65536, 128),
+        gate="few-queries",
+        formats=("bfloat16",),
+    ),
+    _case(
+        "decode-causal-8k-d128",
+        lambda: _masks().causal(),
+        (16, 32, 8, 1, 8192, 128),
+        gate="few-queries",
+        formats=("bfloat16",),
     ),
     *(
         _case(
@@ -370,7 +413,7 @@ ATTENTION = Op(
     fake=fake,
     fake_backward=fake_backward,
     cases=CASES,
-    compile_cases=("value-dim", "window-and-sinks-16k-d128"),
+    compile_cases=("value-dim", "window-and-sinks-16k-d128", "decode-window-and-sinks-64k-d128"),
     traffic=traffic,
     flops=flops,
     baselines={"scaled_dot_product_attention": sdpa},

@@ -1,4 +1,6 @@
-"""PyTorch's own flash attention for GPUs, by its operators, which return the log-sum-exp and take it back."""
+"""PyTorch's own flash attention for GPUs, by its operators, which return the log-sum-exp and take it back.
+
+Grouped heads are passed as they are."""
 
 from __future__ import annotations
 
@@ -7,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from kernel_pytorch.hardware_abstraction.device import Device
-from kernel_pytorch.ops.attention.torch_heads import adjacent, repeated, summed
+from kernel_pytorch.ops.attention.torch_heads import adjacent, causal_flag
 
 if TYPE_CHECKING:
     from kernel_pytorch.masks import Mask
@@ -16,9 +18,8 @@ if TYPE_CHECKING:
 def forward(
     device: Device, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask, scale: float, wanted: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    k, v = repeated(q, k, v)
     found = torch.ops.aten._scaled_dot_product_flash_attention(
-        adjacent(q), k, v, 0.0, mask.is_causal, False, scale=scale
+        adjacent(q), adjacent(k), adjacent(v), 0.0, causal_flag(mask, q, k), False, scale=scale
     )
     return found[0].contiguous(), found[1].contiguous()
 
@@ -36,13 +37,12 @@ def backward(
     scale: float,
     wanted: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    k_all, v_all = repeated(q, k, v)
     unused = torch.empty(2, dtype=torch.uint64, device=q.device)  # seed and offset of a dropout there is not
     dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_backward(
         adjacent(dout),
         adjacent(q),
-        k_all,
-        v_all,
+        adjacent(k),
+        adjacent(v),
         out,
         lse,
         None,
@@ -50,9 +50,9 @@ def backward(
         q.shape[2],
         k.shape[2],
         0.0,
-        mask.is_causal,
+        causal_flag(mask, q, k),
         unused,
         unused,
         scale=scale,
     )
-    return dq.contiguous(), summed(dk, k), summed(dv, v)
+    return dq.contiguous(), dk.contiguous(), dv.contiguous()

@@ -10,6 +10,7 @@ from kernel_pytorch.hardware_abstraction.device import Device
 from kernel_pytorch.hardware_abstraction.library import CUDNN_FRONTEND, FLASH_ATTENTION_4, Library
 from kernel_pytorch.hardware_abstraction.op import Call, Kernel
 from kernel_pytorch.masks.code import BLOCKS, NOT_IN_RUNTIME
+from kernel_pytorch.masks.relative import MOST_RELATIVE_INTERVALS, relative_intervals
 from kernel_pytorch.ops.attention.definition import lse_dtype, lse_flows
 from kernel_pytorch.ops.attention.sequences import packed_sequences, tile_refusal, window_of
 
@@ -22,10 +23,13 @@ __all__ = [
     "KERNEL_FLASH_4",
     "KERNEL_FLASH_4_DETERMINISTIC",
     "KERNEL_NATIVE",
+    "KERNEL_PAGED_GATHER",
+    "KERNEL_PAGED_TRITON",
     "KERNEL_SCORE_MOD_TILED",
     "KERNEL_SCORE_MOD_TRITON",
     "KERNEL_TILED",
     "KERNEL_TRITON",
+    "KERNEL_TRITON_SPLIT_KV",
 ]
 
 _FLASH_4_DIMS = (32, 64, 96, 128, 160, 192, 256)
@@ -51,6 +55,33 @@ def _triton_supports(call: Call, device: Device) -> str | None:
     return None
 
 
+_MOST_SPLIT_ROWS = 128
+
+
+def _split_kv_supports(call: Call, device: Device) -> str | None:
+    q, k = call["q"], call["k"]
+    rows = q.shape[2] * (q.shape[1] // k.shape[1])
+    if rows > _MOST_SPLIT_ROWS or 4 * q.shape[2] > k.shape[2]:
+        return (
+            f"is for few queries over many keys: at most {_MOST_SPLIT_ROWS} queries x heads of a group, and a "
+            f"quarter of the keys; there are {rows}, and {q.shape[2]} queries over {k.shape[2]} keys"
+        )
+    known = call["mask"].layout(q.shape[2], k.shape[2]) if call["mask"].node.uses(BLOCKS) else None
+    if known is not None and q.shape[2] > known.finest_block:
+        return f"is for queries in one row of the mask's tables: {q.shape[2]} exceed blocks of {known.finest_block}"
+    return _triton_supports(call, device)
+
+
+def _paged_triton_supports(call: Call, device: Device) -> str | None:
+    intervals = relative_intervals(call["mask"].node)
+    if intervals is None or len(intervals) > MOST_RELATIVE_INTERVALS:
+        return (
+            "works out a query's keys from causal, windows and sinks, in at most "
+            f"{MOST_RELATIVE_INTERVALS} intervals; the mask is {call['mask']}"
+        )
+    return _triton_supports(call, device)
+
+
 def _fixed_form(call: Call) -> str | None:
     """Why kernels of other libraries cannot serve the call, whatever its mask, or None."""
     q, k = call["q"], call["k"]
@@ -65,11 +96,12 @@ def _fixed_form(call: Call) -> str | None:
 
 def _torch_mask(call: Call) -> str | None:
     """Why PyTorch's own kernels cannot serve the call's mask, or None."""
-    q, k, mask = call["q"], call["k"], call["mask"]
+    q, k = call["q"], call["k"]
     if reason := _fixed_form(call):
         return reason
     if lse_flows(call["wanted"]) and (call.needs_grad or call.phase == "backward"):
         return "has no gradient through the log-sum-exp, and return_lse asks for it"
+    mask = call["mask"].simplified(q.shape[2], k.shape[2])
     if mask.is_full or (mask.is_causal and q.shape[2] == k.shape[2]):
         return None
     return f"knows full and causal with as many queries as keys; the mask is {mask}"
@@ -152,12 +184,11 @@ def _flash_4_supports(call: Call, device: Device) -> str | None:
     if packed_sequences(mask.node):
         same = q.shape[2] == k.shape[2]
         return None if same else f"packs as many queries as keys; there are {q.shape[2]} and {k.shape[2]}"
-    known = mask.layout(q.shape[2], k.shape[2])
-    if not known.tables:
+    if not mask.node.uses(BLOCKS):
         return f"knows windows, packed sequences and block tables; the mask is {mask}"
     if q.shape[3] > 128:
         return f"walks block tables at head_dim up to 128; it is {q.shape[3]}"
-    return tile_refusal(known)
+    return tile_refusal(mask.layout(q.shape[2], k.shape[2]))
 
 
 def _flash_4_deterministic_supports(call: Call, device: Device) -> str | None:
@@ -176,6 +207,9 @@ def _cudnn_flex_supports(call: Call, device: Device) -> str | None:
             f"is right for head_dim {', '.join(map(str, _CUDNN_FLEX_DIMS))} and values no wider (104 and 112 give "
             f"wrong dq); q has {q.shape[3]} and v {v.shape[3]}"
         )
+    relative = relative_intervals(mask.node)
+    if relative is not None and len(relative) <= MOST_INTERVALS:
+        return None  # without a layout, which every step of decoding would make anew
     known = mask.layout(q.shape[2], k.shape[2])
     if known.tables:
         return "takes intervals of keys, and the mask has block tables"
@@ -191,6 +225,7 @@ def _kernel(
     language: str,
     *,
     deterministic: bool = True,
+    backward: bool = True,
     op: str = "attention",
 ) -> Kernel:
     return Kernel(
@@ -200,11 +235,13 @@ def _kernel(
         supports=supports,  # type: ignore[arg-type]
         language=language,  # type: ignore[arg-type]
         deterministic=deterministic,
+        backward=backward,
     )
 
 
 KERNEL_TILED = _kernel("tiled", "tiled_kernel", _tiled_supports, "torch")
 KERNEL_TRITON = _kernel("triton", "triton_kernel", _triton_supports, "triton")
+KERNEL_TRITON_SPLIT_KV = _kernel("triton-split-kv", "triton_split_kv_kernel", _split_kv_supports, "triton")
 KERNEL_CPU_FLASH = _kernel("cpu-flash", "cpu_flash_kernel", _cpu_flash_supports, "torch")
 KERNEL_NATIVE = _kernel("native", "native_kernel", _native_supports, "native")
 KERNEL_FLASH = _kernel("flash", "flash_kernel", _flash_supports, "native", deterministic=False)
@@ -219,3 +256,14 @@ KERNEL_CUDNN_FLEX_DETERMINISTIC = _kernel(
 )
 KERNEL_SCORE_MOD_TRITON = _kernel("triton", "triton_kernel", _triton_supports, "triton", op="score_mod_attention")
 KERNEL_SCORE_MOD_TILED = _kernel("tiled", "score_mod_kernel", _tiled_supports, "torch", op="score_mod_attention")
+KERNEL_PAGED_TRITON = _kernel(
+    "triton-split-kv",
+    "triton_paged_kernel",
+    _paged_triton_supports,
+    "triton",
+    backward=False,
+    op="paged_attention",
+)
+KERNEL_PAGED_GATHER = _kernel(
+    "gather", "paged_gather_kernel", _tiled_supports, "torch", backward=False, op="paged_attention"
+)

@@ -112,7 +112,8 @@ def backward(
     # What cpu-flash refuses: gradients of lse, empty tensors, two head dimensions, scales of 0 and below.
     if lse_flows(wanted) or q.shape[3] != v.shape[3] or scale < 1e-30 or not (q.numel() and k.numel()):
         return tiled_kernel.backward(device, dout, dlse, q, k, v, out, lse, mask, scale, wanted)
-    if mask.is_full or (mask.is_causal and q.shape[2] == k.shape[2]):
+    known = mask.simplified(q.shape[2], k.shape[2])
+    if known.is_full or (known.is_causal and q.shape[2] == k.shape[2]):
         return cpu_flash_kernel.backward(device, dout, dlse, q, k, v, out, lse, mask, scale, wanted)
     addends = _small_addends(mask, q.shape[2], k.shape[2], lse.dtype)
     if addends is None:

@@ -1,10 +1,15 @@
-"""Grouped heads for kernels that know only as many key heads as query heads."""
+"""How PyTorch's own attention operators take the tensors and the mask of a call."""
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 
-__all__ = ["adjacent", "repeated", "summed"]
+if TYPE_CHECKING:
+    from kernel_pytorch.masks import Mask
+
+__all__ = ["adjacent", "causal_flag", "repeated", "summed"]
 
 
 def adjacent(x: torch.Tensor) -> torch.Tensor:
@@ -12,10 +17,14 @@ def adjacent(x: torch.Tensor) -> torch.Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
+def causal_flag(mask: Mask, q: torch.Tensor, k: torch.Tensor) -> bool:
+    """Whether a mask that these operators serve, so causal or full, is causal at these lengths."""
+    return mask.simplified(q.shape[2], k.shape[2]).is_causal
+
+
 def repeated(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values with one head for each query head."""
+    """Keys and values with one head for each query head, for operators that know no grouped heads."""
     group = q.shape[1] // k.shape[1]
-    k, v = adjacent(k), adjacent(v)
     return (k, v) if group == 1 else (k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1))
 
 
