@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from kernel_pytorch.optimization.examples import Example
-from kernel_pytorch.optimization.reference import Reference, reference_of
+from kernel_pytorch.optimization.reference import Reference, difference, reference_of
 from kernel_pytorch.optimization.workload import Observation, Workload, without_dropout
 
 __all__ = ["BUDGET_DB", "Verdict", "Verifier"]
@@ -22,6 +22,7 @@ _NEGLIGIBLE = 1e-3  # a gradient this much smaller than the others is what is le
 _NOISE_DB = 20.0  # a gradient below this in the original is rounding noise, as of a bias before a batch norm
 _OPTIMIZER_STEPS = 3
 _SEED, _FRESH = 20261118, 7
+_PIECE = 1 << 26  # elements in float64 at once
 
 
 @dataclass(frozen=True)
@@ -139,42 +140,38 @@ class Verifier:
 def _compared(
     found: Observation, reference: Reference, *, exact: bool, drops: frozenset[str], budget_db: float
 ) -> Verdict:
-    dropped = {name for name in reference.truth if name.removeprefix("output.").partition(".")[0] in drops}
-    missing = reference.truth.keys() - found.keys() - dropped
-    added = {name for name in found.keys() - reference.truth.keys() if not name.startswith("buffer.")}
+    expected = reference.tensors
+    dropped = {name for name in expected if name.removeprefix("output.").partition(".")[0] in drops}
+    missing = expected.keys() - found.keys() - dropped
+    added = {name for name in found.keys() - expected.keys() if not name.startswith("buffer.")}
     if missing or added:
         which = f"{min(missing)} is missing" if missing else f"{min(added)} is new"
         return Verdict(f"{which} in the result")
-    gradients = [value for name, value in reference.truth.items() if name.startswith("gradient.")]
-    largest = max((float(value.abs().max()) for value in gradients if value.numel()), default=0.0)
-    count = sum(value.numel() for value in gradients)
-    power = sum(float(value.double().square().sum()) for value in gradients) / max(count, 1)
+    gradients = [one for name, one in expected.items() if name.startswith("gradient.")]
+    largest = max((one.magnitude for one in gradients), default=0.0)
+    count = sum(one.truth.numel() for one in gradients)
+    power = sum(one.signal for one in gradients) / max(count, 1)
     worst, snr = Verdict(), Verdict()
-    for name, truth in reference.truth.items():
+    for name, one in expected.items():
         if name in dropped:
             continue
-        out, original = found[name], reference.original[name]
-        if (out.shape, out.dtype) != (original.shape, original.dtype):
-            return Verdict(
-                f"{name} is {_kind(out)}, and {_kind(original)} in the original", math.inf, -math.inf, name
-            )
-        if not truth.is_floating_point():
-            if _differ(out, original):
+        out = found[name]
+        if (out.shape, out.dtype) != (one.truth.shape, one.dtype):
+            original = f"{_name(one.dtype)}{list(one.truth.shape)}"
+            return Verdict(f"{name} is {_kind(out)}, and {original} in the original", math.inf, -math.inf, name)
+        if not out.is_floating_point():
+            if _differ(out, one.truth):
                 return Verdict(f"{name} is another value than in the original", math.inf, -math.inf, name)
             continue
         gradient = name.startswith("gradient.")
-        noise = gradient and _snr_db(original, truth, original, 0.0) < _NOISE_DB
-        if noise and _distance(out, truth, original) <= _NEGLIGIBLE * largest:
+        distance, noise = difference(out, one)
+        if gradient and _decibels(one.signal, one.noise) < _NOISE_DB and distance <= _NEGLIGIBLE * largest:
             continue
-        db = _snr_db(out, truth, original, (_NEGLIGIBLE**2) * power if gradient else 0.0)
+        db = _decibels(max(one.signal, (_NEGLIGIBLE**2) * power * out.numel() if gradient else 0.0), noise)
         if db < snr.snr_db:
             snr = Verdict("", 0.0, db, name)
         eps = torch.finfo(out.dtype).eps
-        budget = _SLACK * (
-            max(_distance(run[name], truth, original) for run in reference.yardsticks)
-            + eps * (_magnitude(truth) + (largest * _NEGLIGIBLE if gradient else 0.0))
-        )
-        distance = _distance(out, truth, original)
+        budget = _SLACK * (one.distance + eps * (one.magnitude + (largest * _NEGLIGIBLE if gradient else 0.0)))
         error = 0.0 if distance == 0 else distance / budget if budget else math.inf
         if error > worst.error:
             worst = Verdict("", error, db, name)
@@ -195,37 +192,11 @@ def _compared(
     return Verdict("", worst.error, snr.snr_db, worst.worst if exact else snr.worst)
 
 
-def _finite(tensor: torch.Tensor, truth: torch.Tensor, original: torch.Tensor) -> torch.Tensor | None:
-    """The truth with the original's infinities and NaN taken out, or None where the tensor has others."""
-    usable = original.isfinite() & truth.isfinite()
-    if not torch.equal(tensor.isfinite() | ~usable, torch.ones_like(usable)):
-        return None
-    return usable
-
-
-def _distance(tensor: torch.Tensor, truth: torch.Tensor, original: torch.Tensor) -> float:
-    usable = _finite(tensor, truth, original)
-    if usable is None:
-        return math.inf
-    difference = (tensor.double() - truth.double())[usable].abs()
-    return float(difference.max()) if difference.numel() else 0.0
-
-
-def _magnitude(truth: torch.Tensor) -> float:
-    finite = truth[truth.isfinite()]
-    return float(finite.abs().max()) if finite.numel() else 0.0
-
-
-def _snr_db(tensor: torch.Tensor, truth: torch.Tensor, original: torch.Tensor, least_power: float) -> float:
-    usable = _finite(tensor, truth, original)
-    if usable is None:
-        return -math.inf
-    exact = truth.double()[usable]
-    noise = float((tensor.double()[usable] - exact).square().sum())
-    signal = max(float(exact.square().sum()), least_power * exact.numel())
+def _decibels(signal: float, noise: float) -> float:
+    """The signal-to-noise ratio, from sums of squares."""
     if noise == 0:
         return math.inf
-    return 10 * math.log10(signal / noise) if signal else -math.inf
+    return 10 * math.log10(signal / noise) if signal and math.isfinite(noise) else -math.inf
 
 
 def _differ(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -236,8 +207,12 @@ def _differ(one: torch.Tensor, other: torch.Tensor) -> bool:
     )
 
 
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
 def _kind(tensor: torch.Tensor) -> str:
-    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+    return f"{_name(tensor.dtype)}{list(tensor.shape)}"
 
 
 def _state(workload: Workload) -> dict[str, tuple[str, str]]:
@@ -249,9 +224,13 @@ def _state(workload: Workload) -> dict[str, tuple[str, str]]:
 
 
 def _checksum(tensor: torch.Tensor) -> str:
-    flat = tensor.detach().contiguous().flatten().double()
-    order = torch.arange(1, flat.numel() + 1, device=flat.device, dtype=torch.float64)
-    return f"{float(flat.sum())!r} {float(flat.dot(order.rsqrt()))!r}"
+    sums = torch.zeros(2, dtype=torch.float64, device=tensor.device)
+    for number, piece in enumerate(tensor.detach().contiguous().flatten().split(_PIECE)):
+        wide = piece.double()
+        first = number * _PIECE + 1
+        order = torch.arange(first, first + wide.numel(), device=wide.device, dtype=torch.float64)
+        sums += torch.stack([wide.sum(), wide.dot(order.rsqrt_())])
+    return repr(sums.tolist())
 
 
 def _state_change(before: Mapping[str, tuple[str, str]], now: Mapping[str, tuple[str, str]]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -85,8 +86,8 @@ class Workload:
                 loss.backward()
                 seen["loss"] = loss.detach().clone()
                 for name, parameter in self.model.named_parameters():
-                    if parameter.grad is not None:
-                        seen[f"gradient.{name}"] = parameter.grad.detach().clone()
+                    if parameter.grad is not None:  # the copy takes its place, so that both never exist for all
+                        parameter.grad = seen[f"gradient.{name}"] = parameter.grad.detach().clone()
             for name, tensor in leaves(output):
                 seen[f"output.{name}"] = tensor.detach().clone()
             for name, tensor in leaves((own.args, dict(own.kwargs))):
@@ -105,14 +106,11 @@ class Workload:
 
     def rate(self, observation: Observation) -> float:
         """Return the learning rate whose first step moves the weights by a hundredth of their norm."""
-        weights = [
-            p.detach().double() for p in self.model.parameters() if p.requires_grad and p.is_floating_point()
-        ]
-        gradients = [value.double() for name, value in observation.items() if name.startswith("gradient.")]
+        weights = [_norm(p.detach()) for p in self.model.parameters() if p.requires_grad and p.is_floating_point()]
+        gradients = [_norm(value) for name, value in observation.items() if name.startswith("gradient.")]
         if not weights or not gradients:
             return 0.0
-        largest = torch.stack([gradient.norm() for gradient in gradients]).norm().item()
-        return float(_RELATIVE_STEP * torch.stack([w.norm() for w in weights]).norm().item() / max(largest, 1e-30))
+        return _RELATIVE_STEP * math.hypot(*weights) / max(math.hypot(*gradients), 1e-30)
 
     @contextlib.contextmanager
     def kept(self) -> Iterator[None]:
@@ -164,6 +162,10 @@ class Workload:
                 if parameter.grad is not None:
                     parameter.add_(parameter.grad, alpha=-rate)
                     parameter.grad = None
+
+
+def _norm(tensor: torch.Tensor) -> float:
+    return float(torch.linalg.vector_norm(tensor, dtype=torch.float64))
 
 
 def without_dropout(model: nn.Module) -> Edits:
