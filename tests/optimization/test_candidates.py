@@ -25,11 +25,14 @@ def drawn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> tor
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("elements", [1 << 25, 40, 1], ids=["whole", "chunks", "rows"])
+@pytest.mark.parametrize(
+    ("elements", "widths"), [(1 << 25, 2), (40, 2), (40, 0), (1, 0)], ids=["whole", "chunks", "blocks", "rows"]
+)
 def test_chunked_cross_entropy_has_the_loss_and_gradients_of_whole_logits(
-    dtype: torch.dtype, elements: int, monkeypatch: pytest.MonkeyPatch
+    dtype: torch.dtype, elements: int, widths: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fused, "_CHUNK_ELEMENTS", elements)
+    monkeypatch.setattr(fused, "_ROWS_PER_WIDTH", widths)
     target = torch.tensor([1, -100, 3, 12, 0, -100, 7])
 
     def run(kind: torch.dtype, loss: Any) -> list[torch.Tensor]:
@@ -56,6 +59,7 @@ def test_chunked_cross_entropy_has_the_loss_and_gradients_of_whole_logits(
 
 def test_the_gradients_are_those_of_the_loss(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fused, "_CHUNK_ELEMENTS", 12)
+    monkeypatch.setattr(fused, "_ROWS_PER_WIDTH", 1)
     x, weight = (drawn(*shape, dtype=torch.float64).requires_grad_() for shape in ((5, 4), (6, 4)))
     target = torch.tensor([0, 5, -100, 2, 2])
     assert torch.autograd.gradcheck(lambda *given: fused.linear_cross_entropy(*given, target), (x, weight))

@@ -1,4 +1,4 @@
-"""The language-model head and its cross-entropy in chunks of rows, so that the logits are never whole in memory.
+"""The language-model head and its cross-entropy in chunks of rows: no float32 logits, and few passes over memory.
 
 Legend: R rows (tokens), H hidden, V vocabulary.
 """
@@ -18,35 +18,48 @@ from kernel_pytorch.optimization.edits import Edits, Forward
 
 __all__ = ["CHUNKED_CROSS_ENTROPY", "linear_cross_entropy"]
 
-_CHUNK_ELEMENTS = 1 << 25  # of logits at once: 128 MiB in float32
+_CHUNK_ELEMENTS = 1 << 27  # of log-probabilities at once: 512 MiB in float32
+_ROWS_PER_WIDTH = 2  # gradients of so many rows per column of x are as large as the head's gradient in float32
 
 
 class _Chunked(torch.autograd.Function):
-    """The sum of the losses; the gradients are computed in the forward pass, while the logits of a chunk exist."""
+    """The sum of the losses. The forward pass computes the gradients too, while the probabilities of a chunk exist.
+
+    The gradients of a block of chunks are kept, so that the GEMMs with them are large ones: with as many rows as
+    fit in the memory of a float32 gradient of the head.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, x_RH: torch.Tensor, weight_VH: torch.Tensor, target_R: torch.Tensor, ignore: int, rows: int
+        ctx: Any, x_RH: torch.Tensor, weight_VH: torch.Tensor, target_R: torch.Tensor, ignore: int
     ) -> torch.Tensor:
+        (rows, width), vocabulary = x_RH.shape, weight_VH.shape[0]
         wide = torch.float64 if x_RH.dtype is torch.float64 else torch.float32
         needs_x, needs_weight = ctx.needs_input_grad[:2]
+        chunk = max(1, _CHUNK_ELEMENTS // vocabulary)
+        block = max(chunk, _ROWS_PER_WIDTH * width)
+        known = (target_R != ignore).unsqueeze(1)
+        hit = target_R.unsqueeze(1).where(known, 0)
+        minus = torch.full_like(hit, -1, dtype=wide)
         total = torch.zeros((), dtype=wide, device=x_RH.device)
         dx = torch.empty_like(x_RH) if needs_x else None
-        dweight = torch.zeros_like(weight_VH, dtype=wide) if needs_weight else None
-        for start in range(0, x_RH.shape[0], rows):
-            x, target = x_RH[start : start + rows], target_R[start : start + rows]
-            logits = functional.linear(x, weight_VH).to(wide)
-            total = total + functional.cross_entropy(logits, target, ignore_index=ignore, reduction="sum")
-            if needs_x or needs_weight:
-                known = target != ignore
-                dlogits = logits.softmax(dim=-1)
-                hit = torch.where(known, target, 0).unsqueeze(1)
-                dlogits = dlogits.scatter_add(1, hit, -torch.ones_like(hit, dtype=wide)) * known.unsqueeze(1)
-                dlogits = dlogits.to(x.dtype)  # as autograd rounds it behind a cast of the logits
-                if dx is not None:
-                    dx[start : start + rows] = dlogits @ weight_VH
-                if dweight is not None:
-                    dweight += dlogits.t() @ x
+        dweight = None
+        for first in range(0, rows, block):
+            x = x_RH[first : first + block]
+            dlogits = x.new_empty(x.shape[0], vocabulary) if needs_x or needs_weight else None
+            for start in range(first, min(first + block, rows), chunk):
+                piece = slice(start, min(start + chunk, first + block))
+                logits = functional.linear(x_RH[piece], weight_VH)
+                found = functional.log_softmax(logits, dim=-1, dtype=wide)
+                total = total - found.gather(1, hit[piece]).where(known[piece], 0).sum()
+                if dlogits is not None:
+                    found = found.exp_().scatter_add_(1, hit[piece], minus[piece]).mul_(known[piece])
+                    dlogits[start - first : piece.stop - first] = found  # rounded as behind a cast of the logits
+            if dx is not None and dlogits is not None:
+                dx[first : first + block] = dlogits @ weight_VH
+            if needs_weight and dlogits is not None:
+                product = dlogits.t() @ x
+                dweight = product if dweight is None else product + dweight.to(wide)
         ctx.save_for_backward(dx, dweight)
         ctx.weight_dtype = weight_VH.dtype
         return total
@@ -59,14 +72,13 @@ class _Chunked(torch.autograd.Function):
             None if dweight is None else (dweight * gradient).to(ctx.weight_dtype),
             None,
             None,
-            None,
         )
 
 
 def linear_cross_entropy(
     x_RH: torch.Tensor, weight_VH: torch.Tensor, target_R: torch.Tensor, *, ignore_index: int = -100
 ) -> torch.Tensor:
-    """Return the sum of ``cross_entropy(x @ weight.T, target)`` over rows, in float32, without whole logits.
+    """Return the sum of ``cross_entropy(x @ weight.T, target)`` over rows, in float32, in chunks of rows.
 
     Example:
         >>> import torch
@@ -75,8 +87,7 @@ def linear_cross_entropy(
         >>> torch.allclose(linear_cross_entropy(x, weight, target), expected, rtol=1e-5)
         True
     """
-    rows = max(1, min(x_RH.shape[0], _CHUNK_ELEMENTS // weight_VH.shape[0]))
-    total: torch.Tensor = _Chunked.apply(x_RH, weight_VH, target_R, ignore_index, rows)  # type: ignore[no-untyped-call]
+    total: torch.Tensor = _Chunked.apply(x_RH, weight_VH, target_R, ignore_index)  # type: ignore[no-untyped-call]
     return total
 
 
@@ -164,7 +175,7 @@ def _apply(model: nn.Module, sites: tuple[str, ...], edits: Edits) -> None:
 
 CHUNKED_CROSS_ENTROPY = Candidate(
     "chunked-cross-entropy",
-    "language-model head and cross-entropy in chunks, logits never whole",
+    "language-model head and cross-entropy in chunks, without logits in float32",
     "exact",
     Stage.MODULE,
     _match,
