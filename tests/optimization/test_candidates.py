@@ -233,27 +233,6 @@ def test_torchao_swaps_layers_and_gives_them_back() -> None:
     assert model[0] is first
 
 
-@pytest.mark.parametrize("one", [others.LIGER_RMS_NORM, others.QUACK_RMS_NORM], ids=lambda one: one.name)
-def test_norms_of_other_libraries_get_the_weight_and_the_offset(
-    one: Candidate, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    library = one.name.partition("-")[0]
-    seen: list[Any] = []
-
-    def norm(x: torch.Tensor, weight: torch.Tensor, how: norms.Norm) -> torch.Tensor:
-        seen.append(how)
-        return functional.rms_norm(x, (8,), weight + how.offset, how.eps)
-
-    monkeypatch.setitem(others._NORMS, library, norm)
-    model, edits, x = Gemma(), Edits(), drawn(3, 8)
-    expected = model(x)
-    one.apply(model, ("",), edits)
-    assert torch.allclose(model(x), expected, atol=1e-6)
-    assert seen == [norms.Norm(1e-5, 1.0)]
-    edits.undo()
-    assert torch.equal(model(x), expected)
-
-
 def test_only_a_sliding_window_needs_no_mask_tensor() -> None:
     pytest.importorskip("transformers")
     from types import SimpleNamespace

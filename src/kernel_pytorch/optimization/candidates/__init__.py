@@ -4,34 +4,45 @@ from __future__ import annotations
 
 from kernel_pytorch.optimization.candidates.attention import HF_ATTENTION
 from kernel_pytorch.optimization.candidates.compilers import COMPILE, COMPILE_MAX_AUTOTUNE, COMPILE_REDUCE_OVERHEAD
-from kernel_pytorch.optimization.candidates.fp8 import FP8_TRAINING
+from kernel_pytorch.optimization.candidates.fp8 import FP8_LINEAR, FP8_TRAINING
 from kernel_pytorch.optimization.candidates.layout import CHANNELS_LAST
+from kernel_pytorch.optimization.candidates.liger import (
+    LIGER_CROSS_ENTROPY,
+    LIGER_GATED_MLP,
+    LIGER_RMS_NORM,
+    LIGER_ROPE,
+)
 from kernel_pytorch.optimization.candidates.linear_cross_entropy import CHUNKED_CROSS_ENTROPY
 from kernel_pytorch.optimization.candidates.memory import ACTIVATION_CHECKPOINTING
 from kernel_pytorch.optimization.candidates.norms import RMS_NORM
 from kernel_pytorch.optimization.candidates.others import (
     FLASH_ATTENTION,
     HUB_KERNELS,
-    LIGER_RMS_NORM,
     QUACK_RMS_NORM,
     TORCHAO_FLOAT8,
 )
 from kernel_pytorch.optimization.candidates.precision import BF16_AUTOCAST, BF16_LINEAR, INT8_LINEAR, TF32
+from kernel_pytorch.optimization.candidates.rotary import ROPE
 
 __all__ = ["BUILT_IN"]
 
 BUILT_IN = (
     HF_ATTENTION,
     RMS_NORM,
+    ROPE,
     CHUNKED_CROSS_ENTROPY,
     BF16_LINEAR,
     BF16_AUTOCAST,
     INT8_LINEAR,
     TF32,
     FP8_TRAINING,
+    FP8_LINEAR,
     ACTIVATION_CHECKPOINTING,
     CHANNELS_LAST,
     LIGER_RMS_NORM,
+    LIGER_GATED_MLP,
+    LIGER_ROPE,
+    LIGER_CROSS_ENTROPY,
     QUACK_RMS_NORM,
     FLASH_ATTENTION,
     TORCHAO_FLOAT8,

@@ -17,9 +17,11 @@ from kernel_pytorch.optimization.examples import leaves
 
 __all__ = ["HF_ATTENTION", "NAME"]
 
-NAME = "kernel_pytorch"
-"""What the attention is called in the configuration of a model."""
-_UNKNOWN = ("softcap", "position_bias", "s_aux")  # arguments that change the scores
+NAME = "kernel_pytorch_plan"
+"""What the attention is called in the configuration of a model. Unlike ``"kernel_pytorch"``, which serves every
+mask or raises an error, it leaves some calls to SDPA, and it makes no mask where none is needed, so that compiled
+models are one graph."""
+_UNKNOWN = ("position_bias", "cache")  # arguments that change the scores
 _PASSING = ("eager", "sdpa")
 
 
@@ -60,25 +62,26 @@ def _attend(
     scaling: float | None = None,
     is_causal: bool | None = None,
     sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attend with a recognised mask; calls with a mask tensor, dropout or another change of scores go to SDPA."""
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
     queries, keys = query.shape[2], key.shape[2]
     windowed = sliding_window is not None and sliding_window < keys
-    unknown = args or dropout or kwargs.get("cache") is not None
-    unknown = unknown or any(kwargs.get(name) is not None for name in _UNKNOWN)
+    unknown = args or dropout or any(kwargs.get(name) is not None for name in _UNKNOWN)
     if attention_mask is not None or unknown or (causal and 1 < queries != keys) or (windowed and queries != keys):
         sdpa = importlib.import_module("transformers.integrations.sdpa_attention").sdpa_attention_forward
         found: tuple[torch.Tensor, None] = sdpa(
             module, query, key, value, attention_mask, *args, dropout=dropout, scaling=scaling, is_causal=is_causal,
-            sliding_window=sliding_window, **kwargs,
+            sliding_window=sliding_window, softcap=softcap, s_aux=s_aux, **kwargs,
         )  # fmt: skip
         return found
     mask = masks.causal() if causal and queries > 1 else masks.full()
     if windowed and causal:
         mask = mask & masks.window(int(sliding_window or 1) - 1)
-    out = attention(query, key, value, mask, scale=scaling)
+    out = attention(query, key, value, mask, scale=scaling, softcap=softcap or None, sink_logits=s_aux)
     assert isinstance(out, torch.Tensor)
     return out.transpose(1, 2).contiguous(), None
 

@@ -1,4 +1,4 @@
-"""FP8 training of linear layers with ``kp.fp8``."""
+"""FP8 of linear layers with ``kp.fp8``: training, and inference with cached weights."""
 
 from __future__ import annotations
 
@@ -7,15 +7,20 @@ from typing import Any
 import torch
 from torch import nn
 
+from kernel_pytorch.fp8.autograd import formats_on
+from kernel_pytorch.fp8.quantize import NAMES, QuantizeSpec, quantize, scaled_matmul
 from kernel_pytorch.hardware_abstraction.registry import device
 from kernel_pytorch.optimization.candidate import Candidate, Context, Sites, Stage
 from kernel_pytorch.optimization.candidates.modules import sites_of
-from kernel_pytorch.optimization.edits import Edits
+from kernel_pytorch.optimization.candidates.precision import cached, needs_gradients
+from kernel_pytorch.optimization.edits import Edits, Forward
 
-__all__ = ["FP8_TRAINING"]
+__all__ = ["FP8_LINEAR", "FP8_TRAINING"]
+
+_FAST_COLUMNS = 16384  # fast accumulation is for sums of at most so many products
 
 
-def _match(model: nn.Module, context: Context) -> Sites | str:
+def _layers(model: nn.Module, context: Context, dtypes: tuple[torch.dtype, ...]) -> Sites | str:
     here = device(context.device)
     if not {"float8_e4m3fn", "float8_e4m3fnuz"} & here.matrix_formats:
         return f"{here.name} has no 8-bit matrix units"
@@ -26,11 +31,15 @@ def _match(model: nn.Module, context: Context) -> Sites | str:
             return False
         if module is last:
             return "the logits are sensitive to rounding"
-        if module.weight.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        if module.weight.dtype not in dtypes:
             return f"its weight is {str(module.weight.dtype).removeprefix('torch.')}"
         return True
 
     return sites_of(model, wanted, "the model has no nn.Linear to convert")
+
+
+def _match(model: nn.Module, context: Context) -> Sites | str:
+    return _layers(model, context, (torch.float32, torch.float16, torch.bfloat16))
 
 
 def _head(model: Any) -> nn.Module | None:
@@ -64,4 +73,40 @@ FP8_TRAINING = Candidate(
     goals=frozenset({"training", "memory"}),
     conflicts=frozenset({"torchao-float8"}),
     adds_state=frozenset({"fp8_state"}),
+)
+
+
+# Inference: the weight is quantized once, each input with one scale from its own amax.
+
+
+def _quantized(matrix: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    number_format, _ = formats_on(matrix.device.type, matrix.device.index, "e4m3")
+    found = quantize(matrix, QuantizeSpec(number_format, "tensor", False, False), None, 0)
+    return found.data, found.inverse
+
+
+def _linear_forward(call: Forward, x: torch.Tensor) -> Any:
+    if needs_gradients(call, x) or x.dtype not in NAMES or x.numel() == 0:
+        return call.original(x)
+    weight, weight_inverse = call.settings.tensors()
+    data, inverse = _quantized(x.reshape(-1, x.shape[-1]))
+    accumulation = "fast" if x.shape[-1] <= _FAST_COLUMNS else "promoted"
+    out = scaled_matmul(data, weight, inverse, weight_inverse, NAMES[x.dtype], accumulation)
+    bias: Any = call.module.bias
+    out = out if bias is None else out + bias
+    return out.reshape(*x.shape[:-1], -1)
+
+
+def _match_linear(model: nn.Module, context: Context) -> Sites | str:
+    return _layers(model, context, (torch.bfloat16,))
+
+
+FP8_LINEAR = Candidate(
+    "fp8-linear",
+    "linear layers in FP8 for inference: cached weights, inputs scaled by their amax",
+    "approximate",
+    Stage.PRECISION,
+    _match_linear,
+    cached(_linear_forward, _quantized),
+    goals=frozenset({"latency", "throughput"}),
 )

@@ -5,6 +5,8 @@ Legend: R rows (tokens), H hidden, V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +18,7 @@ from kernel_pytorch.optimization.candidates.attention import pretrained_models
 from kernel_pytorch.optimization.candidates.modules import has_hooks, left_alone
 from kernel_pytorch.optimization.edits import Edits, Forward
 
-__all__ = ["CHUNKED_CROSS_ENTROPY", "linear_cross_entropy"]
+__all__ = ["CHUNKED_CROSS_ENTROPY", "apply_loss", "linear_cross_entropy"]
 
 _CHUNK_ELEMENTS = 1 << 27  # of log-probabilities at once: 512 MiB in float32
 _ROWS_PER_WIDTH = 2  # gradients of so many rows per column of x are as large as the head's gradient in float32
@@ -94,8 +96,8 @@ def linear_cross_entropy(
 class _Fusion:
     """Whether the call that runs now leaves out its logits; shared by the three places that take part."""
 
-    def __init__(self, head: nn.Linear) -> None:
-        self.head, self.active = head, False
+    def __init__(self, head: nn.Linear, compute: Callable[..., torch.Tensor]) -> None:
+        self.head, self.compute, self.active = head, compute, False
 
 
 def _model_forward(call: Forward, *args: Any, **kwargs: Any) -> Any:
@@ -139,9 +141,13 @@ class _Loss:
         if shift_labels is None:
             shift_labels = functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
         target = shift_labels.flatten().to(logits.device)
-        total = linear_cross_entropy(
-            logits.flatten(0, -2), self.fusion.head.weight, target, ignore_index=ignore_index
-        )
+        weight = self.fusion.head.weight
+        if type(weight.data).__name__ == "DTensor":
+            raise ValueError(
+                "the weight of the head is sharded when the loss is computed: shard the head with the whole model, "
+                "in fully_shard(model), instead of on its own"
+            )
+        total = self.fusion.compute(logits.flatten(0, -2), weight, target, ignore_index=ignore_index)
         return total / ((target != ignore_index).sum() if num_items_in_batch is None else num_items_in_batch)
 
 
@@ -165,9 +171,12 @@ def _match(model: nn.Module, context: Context) -> Sites | str:
     return left_alone(head) or Sites(("",))
 
 
-def _apply(model: nn.Module, sites: tuple[str, ...], edits: Edits) -> None:
+def apply_loss(
+    compute: Callable[..., torch.Tensor], model: nn.Module, sites: tuple[str, ...], edits: Edits
+) -> None:
+    """Let the model's loss call ``compute(x, weight, target, ignore_index=)``, a function of a module: a sum."""
     whole: Any = model
-    fusion = _Fusion(whole.get_output_embeddings())
+    fusion = _Fusion(whole.get_output_embeddings(), compute)
     edits.replace_forward(model, _model_forward, fusion)
     edits.replace_forward(fusion.head, _head_forward, fusion)
     edits.set(whole, "loss_function", _Loss(fusion, whole.loss_function))
@@ -179,7 +188,8 @@ CHUNKED_CROSS_ENTROPY = Candidate(
     "exact",
     Stage.MODULE,
     _match,
-    _apply,
+    partial(apply_loss, linear_cross_entropy),
     goals=frozenset({"training", "memory"}),
+    conflicts=frozenset({"liger-cross-entropy"}),
     drops=frozenset({"logits"}),
 )

@@ -8,10 +8,10 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
-from kernel_pytorch.optimization.candidate import Sites
+from kernel_pytorch.optimization.candidate import Context, Sites, missing
 from kernel_pytorch.optimization.edits import own_forward
 
-__all__ = ["has_hooks", "left_alone", "sites_of"]
+__all__ = ["has_hooks", "left_alone", "sites_of", "unusable"]
 
 
 def left_alone(module: nn.Module) -> str | None:
@@ -30,6 +30,14 @@ def has_hooks(module: nn.Module) -> bool:
     """Whether a hook of any kind would be skipped if the module were not called."""
     kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
     return any(getattr(module, kind) for kind in kinds)
+
+
+def unusable(library: str, distribution: str, context: Context) -> str | None:
+    """Return why a library of GPU kernels cannot be used for this model, or None."""
+    absent = missing(library, distribution)
+    if absent is None and context.device.type == "cpu":
+        return f"{library} has kernels for GPUs only, and the model is on a CPU"
+    return absent
 
 
 def sites_of(model: nn.Module, wanted: Callable[[nn.Module], str | bool], nothing: str) -> Sites | str:

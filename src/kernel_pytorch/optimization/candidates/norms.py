@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +17,7 @@ from kernel_pytorch.optimization.candidate import Candidate, Context, Sites, Sta
 from kernel_pytorch.optimization.candidates.modules import sites_of
 from kernel_pytorch.optimization.edits import Edits, Forward
 
-__all__ = ["RMS_NORM", "Norm", "recognised"]
+__all__ = ["RMS_NORM", "Norm", "apply_norm", "recognised"]
 
 
 @dataclass(frozen=True)
@@ -71,10 +73,14 @@ def _computes(module: nn.Module, width: int, norm: Norm) -> bool:
 
 def _forward(call: Forward, x: Any, *args: Any, **kwargs: Any) -> Any:
     weight: Any = call.module.weight
-    norm = call.settings
+    compute, norm = call.settings
     served = isinstance(x, torch.Tensor) and not args and not kwargs
     if not served or weight.dtype not in (x.dtype, torch.float32) or x.is_complex():
         return call.original(x, *args, **kwargs)
+    return compute(x, weight, norm)
+
+
+def _kp_norm(x: torch.Tensor, weight: torch.Tensor, norm: Norm) -> torch.Tensor:
     if norm.offset:
         weight = weight.float() + norm.offset if x.dtype is not torch.float64 else weight + norm.offset
     return rms_norm(x, weight, norm.eps)
@@ -88,13 +94,26 @@ def _match(model: nn.Module, context: Context) -> Sites | str:
     )
 
 
-def _apply(model: nn.Module, sites: tuple[str, ...], edits: Edits) -> None:
+def apply_norm(
+    compute: Callable[[torch.Tensor, torch.Tensor, Norm], Any],
+    model: nn.Module,
+    sites: tuple[str, ...],
+    edits: Edits,
+) -> None:
+    """Let RMSNorm modules compute by a function of a module, called with x, the weight and the ``Norm``."""
     for name in sites:
         module = model.get_submodule(name)
         norm = recognised(module)
         if norm is None:
             raise ValueError(f"module {name!r} ({type(module).__name__}) is not an RMSNorm")
-        edits.replace_forward(module, _forward, norm)
+        edits.replace_forward(module, _forward, (compute, norm))
 
 
-RMS_NORM = Candidate("rms-norm", "RMSNorm modules on kp.rms_norm", "exact", Stage.MODULE, _match, _apply)
+RMS_NORM = Candidate(
+    "rms-norm",
+    "RMSNorm modules on kp.rms_norm",
+    "exact",
+    Stage.MODULE,
+    _match,
+    partial(apply_norm, _kp_norm),
+)

@@ -1,4 +1,4 @@
-"""Kernels of other libraries, where they are installed: Liger, quack, FlashAttention, torchao, the kernel hub.
+"""Kernels of other libraries, where they are installed: quack, FlashAttention, torchao, the kernel hub.
 
 They are held to the same verification as ours. One that is not installed is refused with that reason.
 """
@@ -15,26 +15,14 @@ from torch import nn
 from kernel_pytorch.optimization.candidate import Candidate, Context, Sites, Stage, missing
 from kernel_pytorch.optimization.candidates.attention import pretrained_models
 from kernel_pytorch.optimization.candidates.fp8 import FP8_TRAINING
-from kernel_pytorch.optimization.candidates.norms import RMS_NORM, Norm, recognised
-from kernel_pytorch.optimization.edits import Edits, Forward
+from kernel_pytorch.optimization.candidates.modules import unusable
+from kernel_pytorch.optimization.candidates.norms import RMS_NORM, Norm, apply_norm
+from kernel_pytorch.optimization.edits import Edits
 
-__all__ = ["FLASH_ATTENTION", "HUB_KERNELS", "LIGER_RMS_NORM", "QUACK_RMS_NORM", "TORCHAO_FLOAT8"]
-
-
-def _unusable(library: str, distribution: str, context: Context) -> str | None:
-    absent = missing(library, distribution)
-    if absent is None and context.device.type == "cpu":
-        return f"{library} has kernels for GPUs only, and the model is on a CPU"
-    return absent
+__all__ = ["FLASH_ATTENTION", "HUB_KERNELS", "QUACK_RMS_NORM", "TORCHAO_FLOAT8"]
 
 
-# RMSNorm of Liger and quack.
-
-
-def _liger_norm(x: torch.Tensor, weight: torch.Tensor, norm: Norm) -> Any:
-    functional = importlib.import_module("liger_kernel.transformers.functional")
-    mode = "gemma" if norm.offset else "llama"
-    return functional.liger_rms_norm(x, weight, norm.eps, norm.offset, mode, False)
+# RMSNorm of quack.
 
 
 def _quack_norm(x: torch.Tensor, weight: torch.Tensor, norm: Norm) -> Any:
@@ -43,45 +31,18 @@ def _quack_norm(x: torch.Tensor, weight: torch.Tensor, norm: Norm) -> Any:
     return quack.rmsnorm(rows, weight.float() + norm.offset, eps=norm.eps).reshape(x.shape)
 
 
-_NORMS = {"liger": _liger_norm, "quack": _quack_norm}
+def _match_quack(model: nn.Module, context: Context) -> Sites | str:
+    return unusable("quack", "quack-kernels", context) or RMS_NORM.match(model, context)
 
 
-def _norm_forward(call: Forward, x: Any, *args: Any, **kwargs: Any) -> Any:
-    library, norm = call.settings
-    if args or kwargs or not isinstance(x, torch.Tensor):
-        return call.original(x, *args, **kwargs)
-    return _NORMS[library](x, call.module.get_parameter("weight"), norm)
-
-
-def _match_norm(library: str, distribution: str, model: nn.Module, context: Context) -> Sites | str:
-    return _unusable(library, distribution, context) or RMS_NORM.match(model, context)
-
-
-def _apply_norm(library: str, model: nn.Module, sites: tuple[str, ...], edits: Edits) -> None:
-    for name in sites:
-        module = model.get_submodule(name)
-        edits.replace_forward(module, _norm_forward, (library, recognised(module)))
-
-
-def _norm_candidate(
-    name: str, library: str, module: str, distribution: str, conflicts: frozenset[str]
-) -> Candidate:
-    return Candidate(
-        name,
-        f"RMSNorm modules on {library}",
-        "exact",
-        Stage.MODULE,
-        partial(_match_norm, module, distribution),
-        partial(_apply_norm, library),
-        conflicts=conflicts,
-    )
-
-
-LIGER_RMS_NORM = _norm_candidate(
-    "liger-rms-norm", "liger", "liger_kernel", "liger-kernel", frozenset({"rms-norm", "quack-rms-norm"})
-)
-QUACK_RMS_NORM = _norm_candidate(
-    "quack-rms-norm", "quack", "quack", "quack-kernels", frozenset({"rms-norm", "liger-rms-norm"})
+QUACK_RMS_NORM = Candidate(
+    "quack-rms-norm",
+    "RMSNorm modules on quack",
+    "exact",
+    Stage.MODULE,
+    _match_quack,
+    partial(apply_norm, _quack_norm),
+    conflicts=frozenset({"rms-norm", "liger-rms-norm"}),
 )
 
 
@@ -89,7 +50,7 @@ QUACK_RMS_NORM = _norm_candidate(
 
 
 def _match_flash(model: nn.Module, context: Context) -> Sites | str:
-    reason = _unusable("flash_attn", "flash-attn", context)
+    reason = unusable("flash_attn", "flash-attn", context)
     if reason:
         return reason
     models = pretrained_models(model)
@@ -121,7 +82,7 @@ FLASH_ATTENTION = Candidate(
 
 
 def _match_torchao(model: nn.Module, context: Context) -> Sites | str:
-    return _unusable("torchao", "torchao", context) or FP8_TRAINING.match(model, context)
+    return unusable("torchao", "torchao", context) or FP8_TRAINING.match(model, context)
 
 
 def _to_float8(model: nn.Module, sites: tuple[str, ...], _: list[tuple[nn.Module, str, nn.Module]]) -> None:

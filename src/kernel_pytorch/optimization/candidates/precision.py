@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -21,7 +22,7 @@ from kernel_pytorch.optimization.candidates.modules import sites_of
 from kernel_pytorch.optimization.compiler import map_tensors
 from kernel_pytorch.optimization.edits import Edits, Forward
 
-__all__ = ["BF16_AUTOCAST", "BF16_LINEAR", "INT8_LINEAR", "TF32", "WeightCache"]
+__all__ = ["BF16_AUTOCAST", "BF16_LINEAR", "INT8_LINEAR", "TF32", "WeightCache", "cached", "needs_gradients"]
 
 _INFERENCE = frozenset({"latency", "throughput"})
 _LEAST_ELEMENTS = 1 << 10  # a smaller weight costs more to convert inputs for than it gains
@@ -72,12 +73,20 @@ def _int8(weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return (weight.float() / scale[:, None]).round().clamp(-127, 127).to(torch.int8), scale
 
 
-def _needs_gradients(call: Forward, x: torch.Tensor) -> bool:
-    return torch.is_grad_enabled() and (x.requires_grad or call.module.get_parameter("weight").requires_grad)
+def needs_gradients(call: Forward, x: torch.Tensor) -> bool:
+    """Whether a call of a linear layer records gradients, so that it must run in full precision; warn if so."""
+    recorded = torch.is_grad_enabled() and (x.requires_grad or call.module.get_parameter("weight").requires_grad)
+    if recorded and not torch.compiler.is_compiling():
+        warnings.warn(
+            "a plan for inference runs a call that records gradients in full precision: call the model under "
+            "torch.no_grad() or torch.inference_mode(), or optimise it for training",
+            stacklevel=2,
+        )
+    return recorded
 
 
 def _bf16_forward(call: Forward, x: torch.Tensor) -> Any:
-    if _needs_gradients(call, x) or x.dtype is not torch.float32:
+    if needs_gradients(call, x) or x.dtype is not torch.float32:
         return call.original(x)
     (weight,) = call.settings.tensors()
     bias: Any = call.module.bias
@@ -86,7 +95,7 @@ def _bf16_forward(call: Forward, x: torch.Tensor) -> Any:
 
 
 def _int8_forward(call: Forward, x: torch.Tensor) -> Any:
-    if _needs_gradients(call, x) or x.dtype not in (torch.float32, torch.bfloat16) or x.numel() == 0:
+    if needs_gradients(call, x) or x.dtype not in (torch.float32, torch.bfloat16) or x.numel() == 0:
         return call.original(x)
     weight, scale = call.settings.tensors()
     rows = x.reshape(-1, x.shape[-1]).float()
@@ -132,9 +141,11 @@ def _match_int8(model: nn.Module, context: Context) -> Sites | str:
     return _linears(model, (torch.float32, torch.bfloat16))
 
 
-def _cached(
+def cached(
     forward: Callable[..., Any], convert: Callable[[torch.Tensor], tuple[torch.Tensor, ...]]
 ) -> Callable[[nn.Module, tuple[str, ...], Edits], None]:
+    """Return how to give linear layers a forward that reads a ``WeightCache``."""
+
     def apply(model: nn.Module, sites: tuple[str, ...], edits: Edits) -> None:
         for name in sites:
             module = model.get_submodule(name)
@@ -209,13 +220,13 @@ def _approximate(name: str, summary: str, match: Any, apply: Any, goals: frozens
 
 
 BF16_LINEAR = _approximate(
-    "bf16-linear", "linear layers in bf16, with a cached bf16 weight", _match_bf16, _cached(_bf16_forward, _bf16)
+    "bf16-linear", "linear layers in bf16, with a cached bf16 weight", _match_bf16, cached(_bf16_forward, _bf16)
 )
 INT8_LINEAR = _approximate(
     "int8-linear",
     "linear layers in int8: per-channel weights, per-row activations",
     _match_int8,
-    _cached(_int8_forward, _int8),
+    cached(_int8_forward, _int8),
 )
 BF16_AUTOCAST = _approximate(
     "bf16-autocast",
