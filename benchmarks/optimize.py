@@ -1,17 +1,19 @@
-"""kp.optimize on whole models: eager, torch.compile and the plan that was found, in turns, and the time to find it.
+"""kp.optimize on whole models, beside eager mode, torch.compile and combinations that people make by hand.
 
 Run it with ``python benchmarks/optimize.py``; add ``--record`` in a clean checkout to keep the result. Every plan is
 verified by kp.optimize itself before it is timed: exact steps against a float64 budget, approximate ones in dB. The
 arms of a model are then timed in turns once more, apart from the search. On a CPU the models are small versions of
 twelve architectures of transformers; on a GPU they are a Llama-3-shaped training step of 2 x 4096 tokens, its prefill
 of 8k tokens, a Mistral-shaped prefill of 32k tokens with a window of 4096, ViT-L and a Whisper encoder, in bfloat16.
-``--small`` runs tiny versions to check the program itself.
+Liger and torchao take part where they can be imported. A prefill computes the logits of the last token alone, as
+generation does, and may use steps of 20 dB. ``--small`` runs tiny versions to check the program itself.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import math
 import shlex
 import sys
 import time
@@ -26,10 +28,18 @@ import kernel_pytorch as kp
 from kernel_pytorch import benchmarking
 from kernel_pytorch.evidence import Measurement, Quantiles, clean_commit, write_record
 from kernel_pytorch.hardware_abstraction.timing import quantiles
+from kernel_pytorch.optimization import Context, Edits, Progress, Sites, registered_candidates
+from kernel_pytorch.optimization.examples import examples_of
+from kernel_pytorch.optimization.search import build
 from kernel_pytorch.optimization.timing import Arm, alternate, saved_bytes
 from kernel_pytorch.optimization.workload import Workload
 
-SECONDS = 5.0
+SECONDS = 3.0
+RIVALS = {
+    "baseline:Liger": ("liger-rms-norm", "liger-swiglu", "liger-rope", "liger-cross-entropy"),
+    "baseline:torchao float8 compiled": ("torchao-float8", "compile"),
+}
+"""What people combine by hand, as candidates."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +49,10 @@ class Case:
     name: str
     goal: str
     make: Callable[[torch.device], tuple[torch.nn.Module, Any]]
+    budget: float = 120.0
+    """Seconds for the search."""
+    budget_db: float | None = None
+    exclude: tuple[str, ...] = ()
 
 
 def text(
@@ -55,7 +69,8 @@ def text(
         with torch.device(device):
             model = getattr(transformers, f"{kind}{head}")(config).to(dtype)
         ids = torch.randint(config.vocab_size, (rows, tokens), device=device)
-        return model.train(labels), {"input_ids": ids, **({"labels": ids} if labels else {"use_cache": False})}
+        prefill = {"use_cache": False, "logits_to_keep": 1} if device.type != "cpu" else {"use_cache": False}
+        return model.train(labels), {"input_ids": ids, **({"labels": ids} if labels else prefill)}
 
     return make
 
@@ -101,26 +116,42 @@ def decoder(
     }  # fmt: skip
 
 
-def cases(device: torch.device, small: bool) -> list[Case]:
-    if device.type != "cpu" and not small:
-        llama = decoder(4096, 14336, 4, 32, 8, 128256, max_position_embeddings=8192)
-        window = decoder(4096, 14336, 4, 32, 8, 32000, max_position_embeddings=32768, sliding_window=4096)
-        whisper = {
-            "d_model": 1280,
-            "encoder_layers": 32,
-            "encoder_attention_heads": 20,
-            "encoder_ffn_dim": 5120,
-            "decoder_layers": 1,
-            "decoder_attention_heads": 20,
-        }
-        image = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24, "num_attention_heads": 16}
-        return [
-            Case("llama step 2x4096", "training", text("Llama", 2, 4096, labels=True, **llama)),
-            Case("llama prefill 8192", "latency", text("Llama", 1, 8192, **llama)),
-            Case("mistral prefill 32768 window 4096", "latency", text("Mistral", 1, 32768, **window)),
-            Case("vit-l", "latency", pixels("ViT", 32, 224, **image)),
-            Case("whisper encoder", "latency", speech(1, **whisper)),
-        ]
+def large_cases(small: bool) -> list[Case]:
+    """What is run on a GPU."""
+    many = 128 if small else 1  # tokens and widths are divided by this
+    shape = (32, 64, 1, 4, 2) if small else (4096, 14336, 4, 32, 8)
+    llama = decoder(*shape, 64 if small else 128256, max_position_embeddings=8192)
+    window = decoder(
+        *shape, 64 if small else 32000, max_position_embeddings=32768, sliding_window=4096 // many, head_dim=None
+    )
+    heads, layers, width = (4, 1, 32) if small else (20, 32, 1280)
+    whisper = {
+        "d_model": width, "encoder_layers": layers, "encoder_attention_heads": heads, "encoder_ffn_dim": 4 * width,
+        "decoder_layers": 1, "decoder_attention_heads": heads, "max_source_positions": 16 if small else 1500,
+    }  # fmt: skip
+    heads, layers, width = (4, 1, 32) if small else (16, 24, 1024)
+    image = {
+        "hidden_size": width, "intermediate_size": 4 * width, "num_hidden_layers": layers,
+        "num_attention_heads": heads, "image_size": 32 if small else 224,
+    }  # fmt: skip
+    quick = ("compile-max-autotune",)
+    return [
+        Case(
+            "llama step 2x4096", "training", text("Llama", 2, 4096 // many, labels=True, **llama), 90.0,
+            exclude=quick,
+        ),
+        Case("llama prefill 8192", "latency", text("Llama", 1, 8192 // many, **llama), 45.0, 20.0, quick),
+        Case(
+            "mistral prefill 32768 window 4096", "latency", text("Mistral", 1, 32768 // many, **window), 45.0, 20.0,
+            quick,
+        ),
+        Case("vit-l", "latency", pixels("ViT", 2 if small else 32, image["image_size"], **image)),
+        Case("whisper encoder", "latency", speech(1, **whisper)),
+    ]  # fmt: skip
+
+
+def small_cases(small: bool) -> list[Case]:
+    """What is run on a CPU."""
     width, layers, tokens = (32, 1, 16) if small else (512, 4, 256)
     common = decoder(width, 3 * width, layers, 8, 4, 64 if small else 8192)
     plain = {key: value for key, value in common.items() if key != "num_key_value_heads"}
@@ -155,39 +186,69 @@ def cases(device: torch.device, small: bool) -> list[Case]:
     ]
 
 
-def measure(case: Case, device: torch.device, budget: float, exclude: tuple[str, ...]) -> list[Measurement]:
-    """Optimise one model, and time eager, torch.compile and the result in turns."""
+def rivals(model: torch.nn.Module, case: Case, device: torch.device, exclude: tuple[str, ...]) -> dict[str, Edits]:
+    """The combinations that can be made here, not applied, and torch.compile; a line for each of the others."""
+    known = {candidate.name: candidate for candidate in registered_candidates()}
+    wanted = {"baseline:torch.compile": ("compile",), **(RIVALS if case.goal == "training" else {})}
+    made = {}
+    for name, steps in wanted.items():
+        if set(steps) & set(exclude):
+            continue
+        sites = {step: known[step].match(model, Context(case.goal, device, ())) for step in steps}
+        missing = [str(reason) for reason in sites.values() if not isinstance(reason, Sites)]
+        if missing:
+            print(f"{name}: left out: {missing[0]}", flush=True)
+            continue
+        edits = build(model, [(known[step], found.names) for step, found in sites.items()])  # type: ignore[union-attr]
+        edits.undo()
+        made[name] = edits
+    return made
+
+
+def only(arms: dict[str, Edits], edits: Edits | None) -> None:
+    """Switch to one arm."""
+    for other in arms.values():
+        other.undo()
+    if edits is not None:
+        edits.redo()
+
+
+def measure(case: Case, device: torch.device, budget: float | None, exclude: tuple[str, ...]) -> list[Measurement]:
+    """Optimise one model, and time eager, torch.compile, the rivals and the result in turns."""
     model, inputs = case.make(device)
     started = time.perf_counter()
-    best: Any = kp.optimize(model, inputs, case.goal, budget=budget, exclude=exclude, resume=False)
+
+    def tell(now: Progress) -> None:
+        print(f"  {time.perf_counter() - started:5.0f} s  best {now.best:.2f}x  {now.trying}", flush=True)
+
+    best: Any = kp.optimize(
+        model, inputs, case.goal, budget=budget or case.budget, budget_db=case.budget_db,
+        exclude=(*exclude, *case.exclude), resume=False, progress=tell,
+    )  # fmt: skip
     spent = time.perf_counter() - started
     print(best.report, flush=True)
-    plan, report = best.plan, best.report
-    from kernel_pytorch.optimization.compiler import compile_in_place
-    from kernel_pytorch.optimization.edits import Edits
-    from kernel_pytorch.optimization.examples import examples_of
-
+    plan, noise = best.plan, best.report.noise
     (example,) = examples_of(inputs)
     workload = Workload(model, case.goal == "training")
-    found, compiled = best.revert.edits, Edits()
+    found = best.revert.edits
     best.revert()
-    arms = {"baseline:eager": Edits(), "kernel:plan": found}
-    if "compile" not in exclude:
-        compile_in_place(model, compiled)
-        compiled.undo()
-        arms["baseline:torch.compile"] = compiled
-
-    def entering(edits: Edits) -> Callable[[], None]:
-        def enter() -> None:
-            for other in arms.values():
-                other.undo()
-            edits.redo()
-
-        return enter
-
+    arms = {"baseline:eager": Edits(), **rivals(model, case, device, exclude), "kernel:plan": found}
+    losses: dict[str, float] = {}
     rows = []
     with workload.mode(), workload.kept():
-        timed = [Arm(name, entering(edits), lambda: workload.step(example)) for name, edits in arms.items()]
+        for name, edits in list(arms.items()):
+            try:
+                only(arms, edits)
+                result = workload.step(example)
+                losses[name] = float(result) if isinstance(result, torch.Tensor) else math.nan
+            except Exception as error:  # a rival that fails is no reason to stop
+                print(f"{name}: left out: {type(error).__name__}: {' '.join(str(error).split())[:300]}", flush=True)
+                only(arms, None)
+                del arms[name]
+        timed = [
+            Arm(name, lambda edits=edits: only(arms, edits), lambda: workload.step(example))
+            for name, edits in arms.items()
+        ]
         samples = alternate(timed, device, SECONDS)
         for arm, times in zip(timed, samples, strict=True):
             arm.enter()
@@ -211,18 +272,34 @@ def measure(case: Case, device: torch.device, budget: float, exclude: tuple[str,
                     peak_bytes=peak if case.goal == "training" or device.type != "cpu" else None,
                 )
             )
-        entering(Edits())()
+        only(arms, None)
     steps = " + ".join(step.candidate for step in plan.steps) or "left as it is"
-    medians = ", ".join(f"{row.subject} {row.seconds.median * 1e3:.3g} ms" for row in rows)
-    print(f"{case.name}: {medians}; {steps}; found in {spent:.0f} s; noise {report.noise:.1%}", flush=True)
+    print(f"{case.name}: {steps}; found in {spent:.0f} s; noise {noise:.1%}")
+    print(table(rows, losses), flush=True)
     return rows
+
+
+def table(rows: list[Measurement], losses: dict[str, float] | None = None) -> str:
+    """Milliseconds, time over the plan's, peak memory and loss of each arm."""
+    lines = [f"{'case':34} {'arm':34} {'ms':>9} {'over plan':>9} {'GiB':>7} {'loss':>9}"]
+    plans = {row.case: row.seconds.median for row in rows if row.subject == "kernel:plan"}
+    for row in rows:
+        memory = f"{row.peak_bytes / 2**30:7.2f}" if row.peak_bytes is not None else " " * 7
+        loss = (losses or {}).get(row.subject, math.nan)
+        shown = "" if math.isnan(loss) else f"{loss:9.4g}"
+        ratio = row.seconds.median / plans[row.case] if row.case in plans else math.nan
+        lines.append(
+            f"{row.case:34} {row.subject:34} {row.seconds.median * 1e3:9.2f} {ratio:8.2f}x {memory} {shown}".rstrip()
+        )
+    return "\n".join(lines)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default=None, help="a torch device; the best one when left out")
-    parser.add_argument("--case", action="append", help="a case by name; may be repeated")
-    parser.add_argument("--budget", type=float, default=600.0, help="seconds for each model")
+    parser.add_argument("--only", action="append", help="cases whose name contains this; may be repeated")
+    parser.add_argument("--models", choices=("small", "large"), help="which list; by the device when left out")
+    parser.add_argument("--budget", type=float, help="seconds of each search; set for each case when left out")
     parser.add_argument("--exclude", action="append", default=[], help="a candidate to leave out")
     parser.add_argument("--small", action="store_true", help="tiny models, to check the program")
     parser.add_argument("--record", action="store_true", help="keep the result as evidence")
@@ -235,14 +312,15 @@ def main() -> None:
     commit = clean_commit(benchmarking.checkout()) if arguments.record else ""
     where = kp.device(arguments.device)
     device = torch.device(where.torch_device or "cpu")
-    known = cases(device, arguments.small)
-    unknown = set(arguments.case or ()) - {case.name for case in known}
-    if unknown:
-        parser.error(f"--case {min(unknown)!r}: use one of {', '.join(case.name for case in known)}")
+    models = arguments.models or ("small" if device.type == "cpu" else "large")
+    every = small_cases(arguments.small) if models == "small" else large_cases(arguments.small)
+    wanted = arguments.only or [""]
+    chosen = [case for case in every if any(part in case.name for part in wanted)]
+    if not chosen:
+        parser.error(f"--only {wanted[0]!r}: use a part of {', '.join(case.name for case in every)}")
     rows: list[Measurement] = []
-    for case in known:
-        if arguments.case and case.name not in arguments.case:
-            continue
+    started = time.perf_counter()
+    for case in chosen:
         rows += measure(case, device, arguments.budget, tuple(arguments.exclude))
         gc.collect()
         if device.type != "cpu":
@@ -251,6 +329,7 @@ def main() -> None:
             command = shlex.join(["python", "benchmarks/optimize.py", *sys.argv[1:]])
             record = benchmarking.record("optimize", where, (), rows, command=command, commit=commit)
             write_record(record, arguments.out / benchmarking.record_name("optimize", where))
+    print(f"\nall cases, in {time.perf_counter() - started:.0f} s\n{table(rows)}")
 
 
 if __name__ == "__main__":

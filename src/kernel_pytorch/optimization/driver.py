@@ -112,8 +112,9 @@ def optimize(
             verifier = Verifier(workload, examples, decibels)
             problem = _problem(model, context, decibels, loss)
             cache = TrialCache(problem, enabled=resume and loss is None)
+            left = budget - (time.monotonic() - started)
             search = Search(
-                workload, context, verifier, matched, timer=timer, budget=budget, cache=cache, progress=progress
+                workload, context, verifier, matched, timer=timer, budget=left, cache=cache, progress=progress
             )
             if verifier.random:
                 search.result.notes.append(f"nothing was changed: {verifier.random}, so nothing can be verified")

@@ -82,6 +82,13 @@ class Verifier:
         """Why the model does not run in float64, or None where it does."""
         return next((reference.float64 for reference in self._references if reference.float64), None)
 
+    @property
+    def held_bytes(self) -> int:
+        """The memory of the references on an accelerator, which is none of the model's."""
+        kept = [one for reference in self._references for one in reference.tensors.values()]
+        tensors = [tensor for one in kept for tensor in (one.truth, one.usable) if tensor is not None]
+        return sum(tensor.nbytes for tensor in tensors if tensor.device.type != "cpu")
+
     def verify(
         self, *, exact: bool, drops: frozenset[str] = frozenset(), adds_state: frozenset[str] = frozenset()
     ) -> Verdict:
