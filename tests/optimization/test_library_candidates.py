@@ -221,3 +221,14 @@ def test_attention_of_a_plan_leaves_the_public_name_alone() -> None:
     kp.optimize(model, inputs, include=("hf-attention",), timer=ScriptedTimer(), resume=False)
     assert model.config._attn_implementation == "kernel_pytorch_plan"
     assert transformers.AttentionInterface()["kernel_pytorch"] is public
+
+
+def test_rotary_embedding_under_autocast_is_left_to_the_model() -> None:
+    pytest.importorskip("transformers")
+    model, inputs = model_of("llama")
+    expected, edits = {}, Edits()
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = model(**inputs).past_key_values.layers[0].keys
+        rotary.ROPE.apply(model, rotary.ROPE.match(model, GPU).names, edits)  # type: ignore[union-attr]
+        assert torch.equal(model(**inputs).past_key_values.layers[0].keys, expected)  # promoted to float32
+    assert expected.dtype is torch.float32

@@ -187,8 +187,8 @@ class Search:
         if trial is None:
             compiled = self._compiled(state)
             started = time.monotonic()
-            # What compiles takes long: it is not begun where the last one would not have come to its end.
-            if started + self._took[compiled] > self._deadline:
+            # What compiles takes long, the first time longest: it is not begun with less than half of that left.
+            if started + self._took[compiled] / 2 > self._deadline:
                 self._note("the budget ran out before everything was tried")
                 return None
             self._tell(" + ".join(state))

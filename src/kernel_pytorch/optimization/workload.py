@@ -35,7 +35,7 @@ class Workload:
 
     def __post_init__(self) -> None:
         tensors = (*self.model.parameters(), *self.model.buffers())
-        copies = {tensor: tensor.detach().to("cpu", copy=True) for tensor in tensors}
+        copies = {tensor: _on_host(tensor.detach()) for tensor in tensors}
         object.__setattr__(self, "originals", copies)
 
     def step(self, example: Example) -> object:
@@ -132,7 +132,7 @@ class Workload:
         with torch.no_grad():
             for tensor in self.originals if tensors is None else tensors:
                 if tensor in self.originals:  # a candidate may have added one
-                    tensor.copy_(self.originals[tensor])
+                    tensor.copy_(self.originals[tensor].to(tensor.device, non_blocking=True))
 
     @contextlib.contextmanager
     def mode(self) -> Iterator[None]:
@@ -162,6 +162,12 @@ class Workload:
                 if parameter.grad is not None:
                     parameter.add_(parameter.grad, alpha=-rate)
                     parameter.grad = None
+
+
+def _on_host(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy in host memory, pinned for GPUs: it is read back after every verification of a training step."""
+    pinned = tensor.device.type == "cuda"
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned).copy_(tensor)
 
 
 def _norm(tensor: torch.Tensor) -> float:

@@ -60,7 +60,8 @@ def _with_rotation(kind: type[nn.Module], rotate: Rotate) -> Callable[..., Any]:
     def rotary(
         q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *args: Any, **kwargs: Any
     ) -> Any:
-        served = q.ndim == k.ndim == 4 and cos.ndim in (2, 3) and cos.dtype in (q.dtype, torch.float32)
+        served = q.ndim == k.ndim == 4 and cos.ndim in (2, 3)
+        served = served and q.dtype == k.dtype == cos.dtype  # others are promoted, as under autocast
         served = served and not args and kwargs in ({}, {"unsqueeze_dim": 1})
         if not served or cos.requires_grad:
             return original(q, k, cos, sin, *args, **kwargs)
