@@ -13,7 +13,7 @@ from kernel_pytorch.optimization.candidates.liger import (
     LIGER_ROPE,
 )
 from kernel_pytorch.optimization.candidates.linear_cross_entropy import CHUNKED_CROSS_ENTROPY
-from kernel_pytorch.optimization.candidates.memory import ACTIVATION_CHECKPOINTING
+from kernel_pytorch.optimization.candidates.memory import ACTIVATION_CHECKPOINTING, ACTIVATION_OFFLOADING
 from kernel_pytorch.optimization.candidates.norms import RMS_NORM
 from kernel_pytorch.optimization.candidates.others import (
     FLASH_ATTENTION,
@@ -23,11 +23,14 @@ from kernel_pytorch.optimization.candidates.others import (
 )
 from kernel_pytorch.optimization.candidates.precision import BF16_AUTOCAST, BF16_LINEAR, INT8_LINEAR, TF32
 from kernel_pytorch.optimization.candidates.rotary import ROPE
+from kernel_pytorch.optimization.candidates.sdpa import MULTIHEAD_ATTENTION, SDPA_ATTENTION
 
 __all__ = ["BUILT_IN"]
 
 BUILT_IN = (
     HF_ATTENTION,
+    SDPA_ATTENTION,
+    MULTIHEAD_ATTENTION,
     RMS_NORM,
     ROPE,
     CHUNKED_CROSS_ENTROPY,
@@ -38,6 +41,7 @@ BUILT_IN = (
     FP8_TRAINING,
     FP8_LINEAR,
     ACTIVATION_CHECKPOINTING,
+    ACTIVATION_OFFLOADING,
     CHANNELS_LAST,
     LIGER_RMS_NORM,
     LIGER_GATED_MLP,

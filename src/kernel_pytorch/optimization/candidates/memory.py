@@ -1,4 +1,4 @@
-"""Activation checkpointing of repeated blocks: less memory for a second forward pass."""
+"""Less memory for activations: computed again in the backward pass, or kept in host memory."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kernel_pytorch.optimization.candidate import Candidate, Context, Sites, Sta
 from kernel_pytorch.optimization.candidates.modules import left_alone
 from kernel_pytorch.optimization.edits import Edits, Forward
 
-__all__ = ["ACTIVATION_CHECKPOINTING"]
+__all__ = ["ACTIVATION_CHECKPOINTING", "ACTIVATION_OFFLOADING"]
 
 _CACHES = ("past_key_value", "past_key_values", "use_cache")
 
@@ -55,4 +55,55 @@ ACTIVATION_CHECKPOINTING = Candidate(
     _apply,
     goals=frozenset({"memory"}),
     drops=frozenset({"past_key_values"}),
+)
+
+
+# Offloading: what autograd saves waits in host memory.
+
+_LEAST_BYTES = 1 << 20  # smaller tensors cost more to move than they free
+
+
+def _offloaded(call: Forward, *args: Any, **kwargs: Any) -> Any:
+    if not torch.is_grad_enabled():
+        return call.original(*args, **kwargs)
+    module = call.module
+    # Weights are on the device in any case, whole or as the views that GEMMs save.
+    kept = {tensor.untyped_storage().data_ptr() for tensor in (*module.parameters(), *module.buffers())}
+
+    def pack(tensor: torch.Tensor) -> Any:
+        small = tensor.nbytes < _LEAST_BYTES or type(tensor) not in (torch.Tensor, nn.Parameter)
+        if small or tensor.device.type == "cpu" or tensor.untyped_storage().data_ptr() in kept:
+            return tensor
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        return tensor.device, host.copy_(tensor, non_blocking=True)
+
+    def unpack(packed: Any) -> torch.Tensor:
+        if isinstance(packed, torch.Tensor):
+            return packed
+        device, host = packed
+        found: torch.Tensor = host.to(device, non_blocking=True)
+        return found
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        return call.original(*args, **kwargs)
+
+
+def _match_offloading(model: nn.Module, context: Context) -> Sites | str:
+    if context.device.type != "cuda":
+        return f"moves activations from a GPU to host memory, and the model is on {context.device.type}"
+    return left_alone(model) or Sites(("",))
+
+
+def _apply_offloading(model: nn.Module, sites: tuple[str, ...], edits: Edits) -> None:
+    edits.replace_forward(model, _offloaded)
+
+
+ACTIVATION_OFFLOADING = Candidate(
+    "activation-offloading",
+    "what the backward pass needs kept in pinned host memory",
+    "exact",
+    Stage.MEMORY,
+    _match_offloading,
+    _apply_offloading,
+    goals=frozenset({"memory"}),
 )
