@@ -232,3 +232,19 @@ def test_rotary_embedding_under_autocast_is_left_to_the_model() -> None:
         rotary.ROPE.apply(model, rotary.ROPE.match(model, GPU).names, edits)  # type: ignore[union-attr]
         assert torch.equal(model(**inputs).past_key_values.layers[0].keys, expected)  # promoted to float32
     assert expected.dtype is torch.float32
+
+
+@pytest.mark.parametrize("one", others.FLASH_ATTENTION, ids=lambda one: one.name)
+def test_flash_attention_is_a_name_in_the_configuration(one: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("transformers")
+    model, edits = model_of("llama")[0], Edits()
+    assert "pip install" in str(one.match(model, GPU))
+    monkeypatch.setattr(others, "unusable", lambda *_: None)
+    assert "other parameters" in str(one.match(model, GPU)) or "another version" in str(one.match(model, GPU))
+    monkeypatch.setattr(others, "_installed", lambda _: True)
+    found = one.match(model.to(torch.bfloat16), GPU)
+    assert isinstance(found, Sites)
+    one.apply(model, found.names, edits)
+    assert model.config._attn_implementation == one.name.replace("-", "_")
+    edits.undo()
+    assert model.config._attn_implementation == "sdpa"

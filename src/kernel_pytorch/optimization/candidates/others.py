@@ -6,6 +6,7 @@ They are held to the same verification as ours. One that is not installed is ref
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
 from functools import partial
 from typing import Any
 
@@ -46,36 +47,58 @@ QUACK_RMS_NORM = Candidate(
 )
 
 
-# FlashAttention through the attention interface of transformers.
+# FlashAttention 2, 3 and 4 through the attention interface of transformers. Versions 2 and 4 share a module's name.
+
+_VERSIONS = {
+    2: ("flash_attn", "flash-attn"),
+    3: ("flash_attn_interface", "flash-attn-3"),
+    4: ("flash_attn", "flash-attn-4"),
+}
 
 
-def _match_flash(model: nn.Module, context: Context) -> Sites | str:
-    reason = unusable("flash_attn", "flash-attn", context)
+def _installed(distribution: str) -> bool:
+    try:
+        importlib.metadata.distribution(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+def _match_flash(version: int, model: nn.Module, context: Context) -> Sites | str:
+    library, distribution = _VERSIONS[version]
+    reason = unusable(library, distribution, context)
+    if reason is None and version != 3 and not _installed(distribution):
+        reason = f"needs {distribution}; the {library} that is installed is another version"
     if reason:
         return reason
     models = pretrained_models(model)
     names = tuple(name for name, one in models.items() if getattr(one, "_supports_flash_attn", False))
     kinds = {parameter.dtype for parameter in model.parameters()}
     if not kinds <= {torch.bfloat16, torch.float16}:
-        return "flash_attn computes in bfloat16 and float16, and the model has other parameters"
-    return Sites(names) if names else "the model is none of transformers that supports flash_attn"
+        return f"{library} computes in bfloat16 and float16, and the model has other parameters"
+    return Sites(names) if names else f"the model is none of transformers that supports {library}"
 
 
-def _apply_flash(model: nn.Module, sites: tuple[str, ...], edits: Edits) -> None:
+def _apply_flash(version: int, model: nn.Module, sites: tuple[str, ...], edits: Edits) -> None:
     for name in sites:
         config: Any = model.get_submodule(name).config
-        edits.set(config, "_attn_implementation", "flash_attention_2")
+        edits.set(config, "_attn_implementation", f"flash_attention_{version}")
 
 
-FLASH_ATTENTION = Candidate(
-    "flash-attention",
-    "attention of Hugging Face models on flash_attn",
-    "exact",
-    Stage.MODULE,
-    _match_flash,
-    _apply_flash,
-    conflicts=frozenset({"hf-attention"}),
-)
+def _flash_attention(version: int) -> Candidate:
+    names = {f"flash-attention-{other}" for other in _VERSIONS if other != version}
+    return Candidate(
+        f"flash-attention-{version}",
+        f"attention of Hugging Face models on FlashAttention {version}",
+        "exact",
+        Stage.MODULE,
+        partial(_match_flash, version),
+        partial(_apply_flash, version),
+        conflicts=frozenset({"hf-attention", *names}),
+    )
+
+
+FLASH_ATTENTION = tuple(_flash_attention(version) for version in _VERSIONS)
 
 
 # torchao's FP8 training swaps modules; the weights stay the same objects.

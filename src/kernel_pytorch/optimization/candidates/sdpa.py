@@ -80,7 +80,7 @@ def _calls(model: nn.Module) -> bool:
     """Whether a file that defines a class of the model's modules calls SDPA, itself or in a helper."""
     files = {type(module).__module__ for module in model.modules()}
     own = [sys.modules[name] for name in files if name in sys.modules and not name.startswith("torch.")]
-    functions = [function for file in own for function in _functions(file)]
+    functions: list[Any] = [function for file in own for function in _functions(file)]
     functions += [type(module).forward for module in model.modules()]  # of classes that were made in a function too
     return any(_NAME in getattr(getattr(one, "__code__", None), "co_names", ()) for one in functions)
 
@@ -110,9 +110,7 @@ SDPA_ATTENTION = Candidate(
 # nn.MultiheadAttention, whose call of SDPA no mode sees.
 
 
-def _projected(
-    module: nn.MultiheadAttention, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
-) -> list[torch.Tensor]:
+def _projected(module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> list[torch.Tensor]:
     """Queries, keys and values of shape (batch, heads, length, head_dim)."""
     if module.in_proj_weight is not None:
         weights = module.in_proj_weight.chunk(3)
