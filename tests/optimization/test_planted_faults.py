@@ -274,3 +274,13 @@ def test_the_order_of_stages_is_kept(only: Any) -> None:
     assert Stage.MODULE < Stage.PRECISION < Stage.MEMORY < Stage.LAYOUT < Stage.COMPILE
     _, kept = refused(small().eval(), (x(),))
     assert sorted(kept) == ["first", "last"]
+
+
+def test_losses_are_held_closer_than_gradients(only: Any) -> None:
+    def biased(call: Forward, value: torch.Tensor) -> Any:
+        return call.original(value) * 1.05  # 26 dB in the outputs, and 20 dB in the mean of their squares
+
+    only(rewrite("biased", biased, exact=False))
+    reasons, kept = refused(small(), (x(),), "training", budget_db=12.0)
+    assert "below the 40 dB of losses" in reasons["biased"]
+    assert not kept

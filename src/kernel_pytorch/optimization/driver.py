@@ -75,8 +75,8 @@ def optimize(
             examples of different shapes.
         goal: ``latency`` or ``throughput`` of inference, ``training`` steps, or ``memory`` of training steps.
         budget: seconds to spend. Ctrl-C ends earlier, with the best so far.
-        budget_db: the signal-to-noise ratio that approximate candidates must keep, 30 dB for inference and 20 dB for
-            training when left out. ``math.inf`` allows exact candidates only.
+        budget_db: the signal-to-noise ratio that approximate candidates must keep, 30 dB for inference and 12 dB for
+            training when left out; losses always keep 40 dB. ``math.inf`` allows exact candidates only.
         loss: a function of the model's output, for training; the model's own loss when left out, or the mean square
             of its outputs.
         include: names of the only candidates to try.
