@@ -17,8 +17,8 @@ __all__ = ["BUDGET_DB", "Verdict", "Verifier"]
 BUDGET_DB = {"latency": 30.0, "throughput": 30.0, "training": 12.0, "memory": 12.0}
 """The signal-to-noise ratio that approximate candidates must keep by default, for each goal.
 
-Gradients of a small Llama have 13 to 16 dB in FP8, whatever the recipe, and 37 dB in bf16; those of two batches differ
-by more than that. Losses are held to ``_LOSS_DB``.
+Gradients of a small Llama have 13 to 16 dB in FP8, whatever the recipe, and 37 dB in bf16; those of two batches
+differ by more than that. Losses are held to ``_LOSS_DB``.
 """
 
 _SLACK = 4.0  # another order of the same sums errs differently, and whole models amplify that
