@@ -199,16 +199,17 @@ def test_fresh_values_keep_what_has_a_meaning() -> None:
     assert not torch.equal(fresh["x"], given["x"])
 
 
-def test_fp8_training_is_applied_and_taken_back() -> None:
+@pytest.mark.parametrize("one", [fp8.FP8_TRAINING, fp8.FP8_TRAINING_DELAYED], ids=lambda one: one.name)
+def test_fp8_training_is_applied_and_taken_back(one: Candidate) -> None:
     model, edits, x = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 8)), Edits(), drawn(16, 64)
-    reason = fp8.FP8_TRAINING.match(model, Context("training", torch.device("cpu"), ()))
+    reason = one.match(model, Context("training", torch.device("cpu"), ()))
     assert "8-bit matrix units" in str(reason)
     before, attributes, state = model(x), dict(vars(model)), set(model.state_dict())
-    fp8.FP8_TRAINING.apply(model, ("0",), edits)
+    one.apply(model, ("0",), edits)
     assert type(model[0]) is not nn.Linear
     assert type(model[2]) is nn.Linear
     added = {name.rpartition(".")[2] for name in set(model.state_dict()) - state}
-    assert added <= fp8.FP8_TRAINING.adds_state
+    assert added <= one.adds_state
     model(x).sum().backward()
     edits.undo()
     assert type(model[0]) is nn.Linear

@@ -17,6 +17,7 @@ TOO_NOISY = 0.25
 _LEAST_NOISE = 0.01
 _LEAST_ROUNDS, _MOST_ROUNDS = 5, 60
 _BATCH_SECONDS = 2e-3  # a shorter sample would time the clock
+_LONG_SECONDS = 20e-3  # a longer sample does not notice whose data is in the caches
 
 
 @dataclass(frozen=True)
@@ -35,20 +36,22 @@ Timer = Callable[[Sequence[Arm], torch.device, float], list[list[float]]]
 def alternate(arms: Sequence[Arm], device: torch.device, seconds: float) -> list[list[float]]:
     """Run the arms in turns, in both orders, for about so many seconds; return the time of each run by arm.
 
-    Each arm runs once untimed after it is entered, because the other one has used the caches.
+    A short arm runs once untimed after it is entered, because the other one has used the caches.
     """
     samples: list[list[float]] = [[] for _ in arms]
-    batches = [1] * len(arms)
-    for number, arm in enumerate(arms):
+    first = []
+    for arm in arms:
         arm.enter()
         arm.run()  # compilation and first-use costs
-        batches[number] = max(1, int(_BATCH_SECONDS / max(_timed(arm, device, 1), 1e-9)))
+        first.append(max(_timed(arm, device, 1), 1e-9))
+    batches = [max(1, int(_BATCH_SECONDS / seconds_of_one)) for seconds_of_one in first]
     deadline = time.perf_counter() + seconds
     for round_number in range(_MOST_ROUNDS):
         order = range(len(arms)) if round_number % 2 == 0 else reversed(range(len(arms)))
         for number in order:
             arms[number].enter()
-            arms[number].run()
+            if first[number] < _LONG_SECONDS:
+                arms[number].run()
             samples[number].append(_timed(arms[number], device, batches[number]))
         if round_number + 1 >= _LEAST_ROUNDS and time.perf_counter() > deadline:
             break

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kernel_pytorch.optimization.candidates.attention import HF_ATTENTION
 from kernel_pytorch.optimization.candidates.compilers import COMPILE, COMPILE_MAX_AUTOTUNE, COMPILE_REDUCE_OVERHEAD
-from kernel_pytorch.optimization.candidates.fp8 import FP8_LINEAR, FP8_TRAINING
+from kernel_pytorch.optimization.candidates.fp8 import FP8_LINEAR, FP8_TRAINING, FP8_TRAINING_DELAYED
 from kernel_pytorch.optimization.candidates.layout import CHANNELS_LAST
 from kernel_pytorch.optimization.candidates.liger import (
     LIGER_CROSS_ENTROPY,
@@ -39,6 +39,7 @@ BUILT_IN = (
     INT8_LINEAR,
     TF32,
     FP8_TRAINING,
+    FP8_TRAINING_DELAYED,
     FP8_LINEAR,
     ACTIVATION_CHECKPOINTING,
     ACTIVATION_OFFLOADING,

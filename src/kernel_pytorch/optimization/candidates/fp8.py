@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from kernel_pytorch.optimization.candidates.modules import sites_of
 from kernel_pytorch.optimization.candidates.precision import cached, needs_gradients
 from kernel_pytorch.optimization.edits import Edits, Forward
 
-__all__ = ["FP8_LINEAR", "FP8_TRAINING"]
+__all__ = ["FP8_LINEAR", "FP8_TRAINING", "FP8_TRAINING_DELAYED"]
 
 _FAST_COLUMNS = 16384  # fast accumulation is for sums of at most so many products
 
@@ -47,32 +48,42 @@ def _head(model: Any) -> nn.Module | None:
     return found if isinstance(found, nn.Module) else None
 
 
-def _convert(model: nn.Module, sites: tuple[str, ...]) -> None:
+def _convert(model: nn.Module, sites: tuple[str, ...], recipe: str) -> None:
     from kernel_pytorch.fp8 import convert
 
-    convert(model, "auto", layers=lambda name, _: name in sites)
+    convert(model, recipe, layers=lambda name, _: name in sites)
 
 
-def _revert(model: nn.Module, _: tuple[str, ...]) -> None:
+def _revert(model: nn.Module, *_: Any) -> None:
     from kernel_pytorch.fp8 import revert
 
     revert(model)
 
 
-def _apply(model: nn.Module, sites: tuple[str, ...], edits: Edits) -> None:
-    edits.call(_convert, _revert, model, sites)
+def _apply(recipe: str, model: nn.Module, sites: tuple[str, ...], edits: Edits) -> None:
+    edits.call(_convert, _revert, model, sites, recipe)
 
 
-FP8_TRAINING = Candidate(
-    "fp8-training",
-    "linear layers trained in FP8 with kp.fp8, where that is measured to gain",
-    "approximate",
-    Stage.PRECISION,
-    _match,
-    _apply,
-    goals=frozenset({"training", "memory"}),
-    conflicts=frozenset({"torchao-float8"}),
-    adds_state=frozenset({"fp8_state"}),
+def _training(name: str, summary: str, recipe: str) -> Candidate:
+    others = {"fp8-training", "fp8-training-delayed", "torchao-float8"}
+    return Candidate(
+        name,
+        summary,
+        "approximate",
+        Stage.PRECISION,
+        _match,
+        partial(_apply, recipe),
+        goals=frozenset({"training", "memory"}),
+        conflicts=frozenset(others - {name}),
+        adds_state=frozenset({"fp8_state"}),
+    )
+
+
+FP8_TRAINING = _training(
+    "fp8-training", "linear layers trained in FP8 with kp.fp8, where that is measured to gain", "auto"
+)
+FP8_TRAINING_DELAYED = _training(
+    "fp8-training-delayed", "every linear layer trained in FP8 with kp.fp8, delayed scaling", "delayed"
 )
 
 

@@ -134,7 +134,7 @@ TORCHAO_FLOAT8 = Candidate(
     _match_torchao,
     _apply_torchao,
     goals=frozenset({"training", "memory"}),
-    conflicts=frozenset({"fp8-training"}),
+    conflicts=frozenset({"fp8-training", "fp8-training-delayed"}),
 )
 
 
