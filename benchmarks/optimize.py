@@ -221,7 +221,7 @@ def measure(case: Case, device: torch.device, budget: float | None, exclude: tup
     def tell(now: Progress) -> None:
         print(f"  {time.perf_counter() - started:5.0f} s  best {now.best:.2f}x  {now.trying}", flush=True)
 
-    best: Any = kp.optimize(
+    best = kp.optimize(
         model, inputs, case.goal, budget=budget or case.budget, budget_db=case.budget_db,
         exclude=(*exclude, *case.exclude), resume=False, progress=tell,
     )  # fmt: skip

@@ -108,7 +108,7 @@ def _language_model() -> tuple[nn.Module, torch.Tensor]:
 
 def _optimize(device: str) -> tuple[list[str], str]:
     model, ids = _language_model()
-    best: Any = kp.optimize(model.to(device), (ids.to(device),), goal="latency", budget=20)
+    best = kp.optimize(model.to(device), (ids.to(device),), goal="latency", budget=20)
     lines = str(best.report).splitlines()
     rows = [("eager", one.eager_seconds) for one in best.report.inputs]
     rows += [("optimised", one.best_seconds) for one in best.report.inputs]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kernel_pytorch.optimization.candidate import Candidate, Context, Sites, Stage, registered_candidates
-from kernel_pytorch.optimization.driver import apply, optimize
+from kernel_pytorch.optimization.driver import Optimized, apply, optimize
 from kernel_pytorch.optimization.edits import Edits, Forward
 from kernel_pytorch.optimization.examples import Example
 from kernel_pytorch.optimization.plan import Plan, PlanError
@@ -16,6 +16,7 @@ __all__ = [
     "Edits",
     "Example",
     "Forward",
+    "Optimized",
     "Plan",
     "PlanError",
     "Progress",

@@ -6,7 +6,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, cast
 
 from torch import nn
 
@@ -30,9 +30,8 @@ from kernel_pytorch.optimization.trials import TrialCache
 from kernel_pytorch.optimization.verify import BUDGET_DB, Verifier
 from kernel_pytorch.optimization.workload import Loss, Workload
 
-__all__ = ["apply", "optimize"]
+__all__ = ["Optimized", "apply", "optimize"]
 
-Model = TypeVar("Model", bound=nn.Module)
 _ATTRIBUTES = ("report", "plan", "revert")
 
 
@@ -50,8 +49,24 @@ class Revert:
         return self.model
 
 
+class Optimized(nn.Module):
+    """The result of ``kp.optimize`` and ``kp.apply`` as type checkers see it: the given model with more attributes.
+
+    There are no instances: the model keeps its class, and its own attributes have the type ``Any`` here.
+    """
+
+    report: Report
+    """Of ``kp.optimize`` alone; ``kp.apply`` measures nothing."""
+    plan: Plan
+    revert: Revert
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any: ...
+
+
 def optimize(
-    model: Model,
+    model: nn.Module,
     inputs: Any,
     goal: str = "latency",
     *,
@@ -63,7 +78,7 @@ def optimize(
     resume: bool = True,
     progress: Callable[[Progress], None] | None = None,
     timer: Timer = alternate,
-) -> Model:
+) -> Optimized:
     """Make a model faster or smaller in place, prove that it computes the same, and keep the plan.
 
     Candidates are verified against the original, outputs and for training gradients too, and then timed beside it.
@@ -136,7 +151,7 @@ def optimize(
     return _attached(model, edits, plan, report)
 
 
-def apply(model: Model, plan: Plan | str | os.PathLike[str], *, force: bool = False) -> Model:
+def apply(model: nn.Module, plan: Plan | str | os.PathLike[str], *, force: bool = False) -> Optimized:
     """Apply a plan to a model at once, without measuring.
 
     The plan must fit: the same structure of modules and parameters, the same device and the same versions. Otherwise
@@ -185,12 +200,12 @@ def apply(model: Model, plan: Plan | str | os.PathLike[str], *, force: bool = Fa
     return _attached(model, build(model, steps), known_plan, None)
 
 
-def _attached(model: Model, edits: Edits, plan: Plan, report: Report | None) -> Model:
+def _attached(model: nn.Module, edits: Edits, plan: Plan, report: Report | None) -> Optimized:
     values = {"report": report, "plan": plan, "revert": Revert(model, edits)}
     for name, value in values.items():
         if value is not None:
             setattr(model, name, value)
-    return model
+    return cast(Optimized, model)
 
 
 def _check_model(model: Any) -> None:
