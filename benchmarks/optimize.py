@@ -69,7 +69,7 @@ def text(
         with torch.device(device):
             model = getattr(transformers, f"{kind}{head}")(config).to(dtype)
         ids = torch.randint(config.vocab_size, (rows, tokens), device=device)
-        prefill = {"use_cache": False, "logits_to_keep": 1} if device.type != "cpu" else {"use_cache": False}
+        prefill = {"logits_to_keep": 1} if device.type != "cpu" else {"use_cache": False}
         return model.train(labels), {"input_ids": ids, **({"labels": ids} if labels else prefill)}
 
     return make

@@ -16,6 +16,7 @@ from kernel_pytorch.optimization.candidates import attention, fp8, memory, norms
 from kernel_pytorch.optimization.candidates import linear_cross_entropy as fused
 from kernel_pytorch.optimization.examples import examples_of
 from optimization_fakes import ScriptedTimer, rewrite, unchanged
+from optimization_models import model_of
 
 CPU = Context("latency", torch.device("cpu"), ())
 
@@ -248,3 +249,24 @@ def test_only_a_sliding_window_needs_no_mask_tensor() -> None:
     assert attention._mask(local_size=3, config=window, **padded) is not None
     later = {**given, "kv_length": 8, "q_offset": 2}
     assert attention._mask(local_size=3, config=window, **later) is not None
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "bert"])
+def test_compiled_models_need_no_mask_tensor(name: str) -> None:
+    pytest.importorskip("transformers")
+    model, inputs = model_of(name)
+    given = {"input_ids": inputs["input_ids"]}
+    with torch.no_grad():
+        expected = model.eval()(**given)[0]
+        attention.HF_ATTENTION.apply(model, ("",), Edits())
+        graphs: list[Any] = []
+
+        def keep(graph: Any, _: Any) -> Any:
+            graphs.append(graph)
+            return graph
+
+        found = torch.compile(model, backend=keep, fullgraph=True)(**given)[0]
+    assert torch.allclose(found, expected, atol=1e-4)
+    names = [str(node.target) for graph in graphs for node in graph.graph.nodes if node.op == "call_function"]
+    assert sum("kernel_pytorch.attention" in one for one in names) == 2
+    assert not any("scaled_dot_product_attention" in one for one in names)

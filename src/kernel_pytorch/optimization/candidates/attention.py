@@ -35,19 +35,34 @@ def pretrained_models(model: nn.Module) -> dict[str, Any]:
 
 
 def _mask(
-    local_size: int | None = None, allow_is_causal_skip: bool = True, **arguments: Any
+    local_size: int | None = None,
+    allow_is_causal_skip: bool = True,
+    allow_is_bidirectional_skip: bool = False,
+    **arguments: Any,
 ) -> torch.Tensor | None:
-    """Build no mask where ``kp.masks`` can express it; everything else is SDPA's tensor."""
-    sdpa = importlib.import_module("transformers.masking_utils").sdpa_mask
+    """Build no mask where ``_attend`` recognises it without; everything else is SDPA's tensor.
+
+    transformers builds a tensor in every compiled model, which keeps SDPA from its fastest kernels.
+    """
+    from transformers.masking_utils import sdpa_mask
+
     padding, queries, keys = (arguments.get(name) for name in ("attention_mask", "q_length", "kv_length"))
     at_start = arguments.get("q_offset", 0) == 0 and arguments.get("kv_offset", 0) == 0
     config = arguments.get("config")
     # Chunked attention passes the size of its chunks here, which is no window.
     sliding = local_size is not None and local_size == getattr(config, "sliding_window", None)
     sliding = sliding and getattr(config, "attention_chunk_size", None) is None
-    if sliding and allow_is_causal_skip and padding is None and queries == keys and at_start:
-        return None  # a sliding window: the layer passes its width to the attention
-    found: torch.Tensor | None = sdpa(local_size=local_size, allow_is_causal_skip=allow_is_causal_skip, **arguments)
+    if padding is None and queries == keys and at_start:
+        if allow_is_causal_skip and (local_size is None or sliding):
+            return None  # causal, or a sliding window: the layer passes its width to the attention
+        if allow_is_bidirectional_skip and local_size is None:
+            return None
+    found: torch.Tensor | None = sdpa_mask(
+        local_size=local_size,
+        allow_is_causal_skip=allow_is_causal_skip,
+        allow_is_bidirectional_skip=allow_is_bidirectional_skip,
+        **arguments,
+    )
     return found
 
 
@@ -72,7 +87,9 @@ def _attend(
     windowed = sliding_window is not None and sliding_window < keys
     unknown = args or dropout or any(kwargs.get(name) is not None for name in _UNKNOWN)
     if attention_mask is not None or unknown or (causal and 1 < queries != keys) or (windowed and queries != keys):
-        sdpa = importlib.import_module("transformers.integrations.sdpa_attention").sdpa_attention_forward
+        from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+        sdpa: Any = sdpa_attention_forward
         found: tuple[torch.Tensor, None] = sdpa(
             module, query, key, value, attention_mask, *args, dropout=dropout, scaling=scaling, is_causal=is_causal,
             sliding_window=sliding_window, softcap=softcap, s_aux=s_aux, **kwargs,

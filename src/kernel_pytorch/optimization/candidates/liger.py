@@ -6,7 +6,6 @@ called from the modules of one model, so that they can be taken back.
 
 from __future__ import annotations
 
-import importlib
 import itertools
 from collections.abc import Callable
 from functools import partial
@@ -38,7 +37,10 @@ _ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 def _liger() -> Any:
-    return importlib.import_module("liger_kernel.transformers.functional")
+    # An import statement: torch.compile breaks the graph at importlib.import_module.
+    from liger_kernel.transformers import functional as liger
+
+    return liger
 
 
 def _matching(find: Callable[[nn.Module, Context], Sites | str], model: nn.Module, context: Context) -> Sites | str:

@@ -27,7 +27,8 @@ __all__ = ["FLASH_ATTENTION", "HUB_KERNELS", "QUACK_RMS_NORM", "TORCHAO_FLOAT8"]
 
 
 def _quack_norm(x: torch.Tensor, weight: torch.Tensor, norm: Norm) -> Any:
-    quack = importlib.import_module("quack")
+    import quack
+
     rows = x.reshape(-1, x.shape[-1])
     return quack.rmsnorm(rows, weight.float() + norm.offset, eps=norm.eps).reshape(x.shape)
 
