@@ -143,6 +143,25 @@ def test_the_real_timer_alternates_and_enters_each_arm() -> None:
     assert "".join(seen).startswith("ababba")
 
 
+def test_a_step_that_pays_under_the_compiler_alone_is_found(only: Any) -> None:
+    only(rewrite("fast", unchanged), rewrite("without-mask", unchanged), compiled=True)
+
+    def timer(arms: Any, device: Any, seconds: float) -> list[list[float]]:
+        times = []
+        for arm in arms:
+            arm.enter()
+            arm.run()
+            names = set(arm.name.split(" + "))
+            time = 0.7 if "fast" in names else 1.0
+            if "compile" in names:
+                time *= 0.6 if "without-mask" in names else 1.2
+            times.append([time] * 5)
+        return times
+
+    best = optimised(small(), (x(),), timer=timer, exclude=())
+    assert {step.candidate for step in best.plan.steps} == {"fast", "without-mask", "compile"}
+
+
 def test_an_interrupt_keeps_the_best_so_far(only: Any) -> None:
     only(rewrite("one", unchanged), rewrite("two", unchanged))
     timer = ScriptedTimer({"one": 0.5, "two": 0.4})

@@ -143,13 +143,24 @@ class Search:
         rewritten = result.best
         if compiled is not None and compiled.kept and self._gain[COMPILE] > self._gain[result.best]:
             self._choose([compiled])
+        # Some steps pay under a compiler alone: attention without the mask tensor that transformers builds there.
+        hopeful = rewritten
+        for tried in singles:
+            if tried is not None and tried.correct and not tried.kept and self._neutral(tried):
+                hopeful = self._extended(hopeful, tried.state[0]) or hopeful
         for name in compilers:
-            state = self._extended(rewritten, name)
-            if state and (rewritten or name != "compile"):
-                trial = self._attempt(result.best, state)
+            for start in dict.fromkeys((hopeful, rewritten)):
+                state = self._extended(start, name)
+                trial = self._attempt(result.best, state) if start or name != "compile" else None
                 if trial is not None and trial.kept:
                     self._choose([*result.steps, trial])
+                    break
         self._refine(rewrites)
+
+    def _neutral(self, trial: Trial) -> bool:
+        """Whether an exact candidate neither gains nor loses by more than the noise."""
+        exact = self._exact(trial.state)
+        return exact and bool(trial.ratios) and max(trial.ratios) <= 1 + self.result.noise
 
     def _refine(self, rewrites: Sequence[str]) -> None:
         """Under a compiler other steps pay than in eager mode: drop those that do not, add those that do."""
