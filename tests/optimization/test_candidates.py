@@ -14,7 +14,9 @@ import kernel_pytorch as kp
 from kernel_pytorch.optimization import Candidate, Context, Edits, Sites, Stage, candidate, registered_candidates
 from kernel_pytorch.optimization.candidates import attention, fp8, memory, norms, others, precision
 from kernel_pytorch.optimization.candidates import linear_cross_entropy as fused
+from kernel_pytorch.optimization.compiler import compile_in_place
 from kernel_pytorch.optimization.examples import examples_of
+from kernel_pytorch.optimization.search import build
 from optimization_fakes import ScriptedTimer, rewrite, unchanged
 from optimization_models import model_of
 
@@ -270,3 +272,21 @@ def test_compiled_models_need_no_mask_tensor(name: str) -> None:
     names = [str(node.target) for graph in graphs for node in graph.graph.nodes if node.op == "call_function"]
     assert sum("kernel_pytorch.attention" in one for one in names) == 2
     assert not any("scaled_dot_product_attention" in one for one in names)
+
+
+def test_a_compiled_training_step_is_one_graph() -> None:
+    pytest.importorskip("transformers")
+    model, inputs = model_of("llama")
+    expected = model.train()(**inputs).loss
+    context = Context("training", torch.device("cpu"), ())
+    known = {one.name: one for one in registered_candidates()}
+    steps = []
+    for name in ("hf-attention", "rms-norm", "rope", "chunked-cross-entropy"):
+        found = known[name].match(model, context)
+        assert isinstance(found, Sites)
+        steps.append((known[name], found.names))
+    edits = build(model, steps)
+    compile_in_place(model, edits, backend="aot_eager", fullgraph=True)
+    loss = model(**inputs).loss
+    loss.backward()
+    assert torch.allclose(loss, expected, rtol=1e-5)
