@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -207,3 +209,45 @@ def test_an_input_buffer_that_is_filled_again_is_cast_anew(
     exact = functional.linear(x, model[0].weight, model[0].bias)
     assert sqnr(after.detach(), exact.detach()) > 20
     assert not torch.equal(after, before)
+
+
+def operators_of(model: Any, ids: torch.Tensor) -> Counter[str]:
+    """Count our operators in the graphs of a compiled training step of a language model."""
+    from functorch.compile import make_boxed_func
+    from torch._dynamo.backends.common import aot_autograd
+
+    found: Counter[str] = Counter()
+
+    def compiler(graph: torch.fx.GraphModule, _: Any) -> Any:
+        for node in graph.graph.nodes:
+            functional = "auto_functionalized" in str(node.target)  # of an operator that mutates
+            name = str(node.args[0] if functional else node.target)
+            if name.startswith("kernel_pytorch."):
+                found[name.split(".")[1]] += 1
+        return make_boxed_func(graph.forward)
+
+    torch._dynamo.reset()
+    run = torch.compile(model, backend=aot_autograd(fw_compiler=compiler, bw_compiler=compiler))
+    run(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+    return found
+
+
+def test_a_compiled_llama_quantizes_inside_its_gemms() -> None:
+    """q, k and v share x, which is quantized from the norm's input; attention stays causal, without a mask tensor."""
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    config = transformers.LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, attn_implementation="kernel_pytorch",
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = kp.fp8.convert(transformers.LlamaForCausalLM(config).bfloat16(), "delayed")
+    assert operators_of(model, torch.arange(32).view(2, 16)) == {
+        "attention": 2,
+        "attention_backward": 2,
+        "fp8_linear_forward": 2 * 2 + 1,  # q and o of each layer, and lm_head
+        "fp8_linear_of_quantized": 2 * 2,  # k and v
+        "fp8_linear_backward": 2 * 4 + 1,
+        "fp8_swiglu_mlp_forward": 2,
+        "fp8_swiglu_mlp_backward_hidden": 2,
+        "fp8_swiglu_mlp_backward_gemms": 2,
+    }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from kernel_pytorch._compat.modes import graph_tracing
 from kernel_pytorch.hardware_abstraction.device import Device
 from kernel_pytorch.hardware_abstraction.dispatch import TORCH_VERSION, Function
 from kernel_pytorch.hardware_abstraction.op import Call, Kernel
@@ -46,7 +47,7 @@ def fp8_matmul(
         >>> fp8_matmul(x.data, w.data, x.inverse, w.inverse, "float32")
         tensor([[4., 7.]])
     """
-    if torch.compiler.is_compiling() and kernel is None:
+    if kernel is None and graph_tracing():
         from kernel_pytorch.ops.fp8_matmul import compiled
 
         if compiled.serves(a, b, inverse_a, inverse_b, dtype, sums):
