@@ -10,12 +10,12 @@ import kernel_pytorch as kp
 from kernel_pytorch.lowering import CachedLanguageModel, KernelPartitioner, KernelQuantizer, PartitionerOptions
 from kernel_pytorch.lowering import program as lowered
 from kernel_pytorch.lowering.patterns import quantized_rows, quantized_weights
-from kernel_pytorch.lowering.recipes import RECIPES, find_recipe, quantized
+from kernel_pytorch.lowering.recipes import RECIPES, _by_quantize, find_recipe, quantized
 
 OURS = "KernelPyTorchBackend"
 QUANTIZED = "kernel_pytorch_lowering::quantized_linear"
 WEIGHTS_ALONE = "kernel_pytorch_lowering::linear_int8"
-# Decibels against the float model that tests/lowering and docs/lowering.md promise at least, for random weights.
+# Decibels against the float model, at least, for random weights.
 LEAST_SNR = {
     "int8-weight": 35,
     "int8-dynamic": 30,
@@ -54,6 +54,24 @@ def test_a_quantized_llama_stays_in_one_delegate(llama: torch.nn.Module, recipe:
 
 def test_every_recipe_without_calibration_is_tested() -> None:
     assert set(LEAST_SNR) == {name for name, recipe in RECIPES.items() if recipe.activations != "static"}
+
+
+DOCUMENTED = {
+    "int8-weight": 42,
+    "int8-dynamic": 39,
+    "int4-weight": 20.4,
+    "int4-weight-64": 19.8,
+    "int4-weight-128": 19.2,
+}
+
+
+@pytest.mark.parametrize("recipe", DOCUMENTED)
+def test_the_accuracy_of_a_linear_is_the_documented_one(recipe: str) -> None:
+    torch.manual_seed(0)
+    model, x = torch.nn.Sequential(torch.nn.Linear(1024, 256, bias=False)), torch.randn(64, 1024)
+    torch.nn.init.normal_(model[0].weight)
+    quantized_model = _by_quantize(find_recipe(recipe), model)
+    assert abs(lowered.difference(0, quantized_model(x), model(x)).snr - DOCUMENTED[recipe]) < 1
 
 
 class Shared(torch.nn.Module):

@@ -94,7 +94,7 @@ def _linear_int8_fake(
 def _quantized_linear(
     x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None, bits: int
 ) -> torch.Tensor:
-    """Rows of x are quantized to 8 bits, asymmetric, by their own range; ``scales`` is (outputs, groups) or (outputs,)."""
+    """Rows of x are quantized to 8 bits, asymmetric, by their own range; scales are (outputs, groups) or (outputs,)."""
     low, high = x.amin(-1, keepdim=True).clamp(max=0), x.amax(-1, keepdim=True).clamp(min=0)
     scale = ((high - low) / 255).clamp(min=torch.finfo(torch.float32).eps)
     zero_point = (-128 - (low / scale).round()).clamp(-128, 127)
@@ -116,9 +116,7 @@ torch.library.register_fake("kernel_pytorch_lowering::attention", _attention_fak
 _LIBRARY.impl("linear_int8", _linear_int8, "CompositeExplicitAutograd")
 torch.library.register_fake("kernel_pytorch_lowering::linear_int8", _linear_int8_fake, lib=_LIBRARY)
 _LIBRARY.impl("quantized_linear", _quantized_linear, "CompositeExplicitAutograd")
-torch.library.register_fake(
-    "kernel_pytorch_lowering::quantized_linear", _quantized_linear_fake, lib=_LIBRARY
-)
+torch.library.register_fake("kernel_pytorch_lowering::quantized_linear", _quantized_linear_fake, lib=_LIBRARY)
 torch.library.register_fake("kernel_pytorch_lowering::rms_norm", _rms_norm_fake, lib=_LIBRARY)
 
 ATTENTION = torch.ops.kernel_pytorch_lowering.attention.default

@@ -40,7 +40,8 @@ class PartitionerOptions:
     """Take attention: ``scaled_dot_product_attention`` in all its forms, and ``kp.attention`` with any mask."""
     linears: bool = True
     """Take linears whose weights are floating constants: measured, they are faster than XNNPACK's, and nothing has to
-    cross between delegates. Linears with quantized activations stay with XNNPACK."""
+    cross between delegates. So are linears with int8 or int4 weights, on floats or on rows that are quantized in each
+    run; linears whose activations have scales from calibration stay with XNNPACK."""
     norms: bool = True
     """Take RMS norms and layer norms."""
     softmax: bool = True

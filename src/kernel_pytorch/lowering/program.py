@@ -19,6 +19,7 @@ from torch.export import ExportedProgram
 from kernel_pytorch._compat.structures import pytree
 from kernel_pytorch.fp8.monitor import layers_of
 from kernel_pytorch.lowering.checksum import add_checksum, write_whole
+from kernel_pytorch.lowering.decomposition import decomposed
 from kernel_pytorch.lowering.definitions import with_definitions
 from kernel_pytorch.lowering.measured import fastest
 from kernel_pytorch.lowering.recipes import find_recipe
@@ -238,9 +239,10 @@ def lower_exported(
             refuse_without_kernels(program)
     partitioners = {method: target.partitioners(target.checked(options)) for method in exported}
     tell(f"partitioning the graph for {target.delegate}")
+    ready = {method: decomposed(program, partitioners[method]) for method, program in exported.items()}
     edge = to_edge_transform_and_lower(
-        dict(exported),
-        partitioner={method: list(own) for method, own in partitioners.items()},
+        {method: program for method, (program, _) in ready.items()},
+        partitioner={method: asked for method, (_, asked) in ready.items()},
         constant_methods=dict(metadata) if metadata else None,
         compile_config=EdgeCompileConfig(_check_ir_validity=False, _skip_dim_order=False),
     )

@@ -23,8 +23,8 @@ class KernelQuantizer(XNNPACKQuantizer):  # type: ignore[misc]
     XNNPACK's own quantizer makes floats of the numbers added to positions, and observes masks and indices.
 
     Args:
-        recipe: ``"int8-static"`` or ``"int8-dynamic"``. The other recipes are made by torchao's ``quantize_``, which
-            ``kp.lower`` calls.
+        recipe: ``"int8-static"`` or ``"int8-dynamic"``. ``kp.lower`` makes the others, and ``"int8-dynamic"`` too,
+            with torchao's ``quantize_``.
 
     Example:
         >>> import torch
