@@ -94,7 +94,7 @@ def _linear_int8_fake(
 def _quantized_linear(
     x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None, bits: int
 ) -> torch.Tensor:
-    """Rows of x are quantized to 8 bits, asymmetric, by their own range; scales are (outputs, groups) or (outputs,)."""
+    """Rows of x are quantized to 8 bits, asymmetric, each by its own range; scales are (outputs, groups)."""
     low, high = x.amin(-1, keepdim=True).clamp(max=0), x.amax(-1, keepdim=True).clamp(min=0)
     scale = ((high - low) / 255).clamp(min=torch.finfo(torch.float32).eps)
     zero_point = (-128 - (low / scale).round()).clamp(-128, 127)
