@@ -48,7 +48,7 @@ def _hidden(op: OpOverload) -> OpOverload:
     name, _, overload = schema.partition("(")[0].partition(".")
     _LIBRARY.define(schema)
     _LIBRARY.impl(f"{name}.{overload}" if overload else name, op, "CompositeExplicitAutograd")
-    return getattr(getattr(getattr(torch.ops, _HIDDEN), name), overload or "default")
+    return getattr(getattr(getattr(torch.ops, _HIDDEN), name), overload or "default")  # type: ignore[no-any-return]
 
 
 def _can_hide(op: OpOverload) -> bool:

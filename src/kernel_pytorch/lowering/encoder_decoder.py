@@ -22,15 +22,15 @@ if TYPE_CHECKING:
 __all__ = ["Decoder", "Encoder", "decoded", "lower_encoder_decoder"]
 
 
-class _Held(CacheLayerMixin):  # type: ignore[misc]
+class _Held(CacheLayerMixin):
     """Keys and values of one layer, in buffers that a call at ``position`` writes to."""
 
     is_compileable = True
     is_sliding = False
 
     def __init__(self, keys: torch.Tensor, values: torch.Tensor, position: torch.Tensor) -> None:
-        super().__init__()
-        self.keys, self.values, self._position = keys, values, position
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._keys, self._values, self._position = keys, values, position
         self.is_initialized = True
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
@@ -38,18 +38,18 @@ class _Held(CacheLayerMixin):  # type: ignore[misc]
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any) -> tuple[Any, Any]:
         places = self._position + torch.arange(key_states.shape[2])
-        self.keys.index_copy_(2, places, key_states)
-        self.values.index_copy_(2, places, value_states)
-        return self.keys, self.values
+        self._keys.index_copy_(2, places, key_states)
+        self._values.index_copy_(2, places, value_states)
+        return self._keys, self._values
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.keys.shape[2], 0
+        return self._keys.shape[2], 0
 
     def get_seq_length(self) -> Any:
         return self._position
 
     def get_max_length(self) -> int:
-        return self.keys.shape[2]
+        return self._keys.shape[2]
 
     get_max_cache_shape = get_max_length
 
@@ -75,7 +75,7 @@ class Encoder(torch.nn.Module):
             past_key_values=cache,
             use_cache=True,
         )
-        layers = cache.cross_attention_cache.layers
+        layers: Any = cache.cross_attention_cache.layers
         return tuple(tensor for layer in layers for tensor in (layer.keys, layer.values))
 
 
@@ -97,7 +97,8 @@ class Decoder(torch.nn.Module):
                 self.register_buffer(f"{name}_{layer}", zeros, persistent=False)
 
     def forward(self, token: torch.Tensor, position: torch.Tensor, *across: torch.Tensor) -> torch.Tensor:
-        crossed, layers = DynamicCache(), []
+        crossed: Any = DynamicCache()
+        layers: list[Any] = []
         for layer, (keys, values) in enumerate(_pairs(across)):
             crossed.update(keys, values, layer)
             own = getattr(self, f"keys_{layer}"), getattr(self, f"values_{layer}")
@@ -106,7 +107,7 @@ class Decoder(torch.nn.Module):
         cache.is_updated = dict.fromkeys(range(len(layers)), True)
         # The states are not read, because the cache has what is computed from them; their shape is.
         width = self.model.config.hidden_size
-        states = across[0].new_zeros(across[0].shape[0], across[0].shape[2], width)
+        states: Any = across[0].new_zeros(across[0].shape[0], across[0].shape[2], width)
         found = self.model(
             encoder_outputs=BaseModelOutput(states),
             decoder_input_ids=token,

@@ -130,6 +130,7 @@ def quantized_rows(x: Any) -> Node | None:
     With torchao's operators each row has a range. PT2E's ``choose_qparams`` has one for all rows; XNNPACK and our
     delegate use one for each row, which is never wider.
     """
+    of_choose: tuple[Any, ...]
     if _named(x, "torchao.dequantize_affine.default"):
         quantize, choose = "torchao.quantize_affine.default", "torchao.choose_qparams_affine.default"
         scale_at, of_choose = 2, ("ASYMMETRIC", [1] * (x.meta["val"].ndim - 1) + [x.meta["val"].shape[-1]])
@@ -141,15 +142,16 @@ def quantized_rows(x: Any) -> Node | None:
         scale_at, of_choose = 1, (-128, 127)
     else:
         return None
-    data, scale, zero_point = x.args[0], *x.args[scale_at : scale_at + 2]
+    data, scale, zero_point = x.args[0], x.args[scale_at], x.args[scale_at + 1]
     if not _named(data, quantize) or data.args[scale_at : scale_at + 2] != (scale, zero_point):
         return None
-    chosen = scale.args[0] if _is(scale, operator.getitem) else None
-    own = chosen is not None and _named(chosen, choose) and chosen.args[0] is data.args[0]
-    if not own or [str(given) for given in chosen.args[1:3]] != [str(wanted) for wanted in of_choose]:
+    chosen: Any = scale.args[0] if _is(scale, operator.getitem) else None
+    if not _named(chosen, choose) or chosen.args[0] is not data.args[0]:
+        return None
+    if [str(given) for given in chosen.args[1:3]] != [str(wanted) for wanted in of_choose]:
         return None
     limits = [argument for argument in (*x.args, *data.args) if argument in (-128, 127)]
-    return data.args[0] if limits == [-128, 127] * 2 else None  # type: ignore[no-any-return]
+    return data.args[0] if limits == [-128, 127] * 2 else None
 
 
 def _named(node: Any, name: str) -> bool:
