@@ -33,6 +33,33 @@ def test_threads_share_a_program() -> None:
     assert wrong == []
 
 
+MEMORY = """
+import pathlib, sys, torch
+import kernel_pytorch as kp
+from kernel_pytorch.lowering import registered
+
+def own():
+    return int(pathlib.Path("/proc/self/status").read_text().partition("RssAnon:")[2].split()[0]) * 1024
+
+registered()
+before = own()
+kp.load(sys.argv[1])(torch.ones(1, 1024))
+print(own() - before)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").is_file(), reason="reads Linux's /proc")
+def test_weights_are_mapped_and_not_copied(tmp_path: Path) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(1024, 8192), torch.nn.Linear(8192, 1024)).eval()
+    kp.lower(model, (torch.ones(1, 1024),)).save(tmp_path / "wide.pte")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", MEMORY, str(tmp_path / "wide.pte")]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    weights = sum(weight.nbytes for weight in model.parameters())  # 64 MB
+    assert int(done.stdout.splitlines()[-1]) < weights / 4
+
+
 @pytest.fixture(scope="module")
 def small() -> bytes:
     return fuzz_pte.program()

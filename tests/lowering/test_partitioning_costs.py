@@ -5,31 +5,62 @@ import torch
 
 import kernel_pytorch as kp
 from kernel_pytorch.lowering import PartitionerOptions, measured
+from kernel_pytorch.lowering.target import CPU
 
 OURS = "KernelPyTorchBackend"
 
 
 class SqueezeExcite(torch.nn.Module):
-    """As in EfficientNet: convolutions with SiLU between them, and a gate."""
+    """As in EfficientNet and MobileNetV3: convolutions, batch norms and activations between them, and a gate."""
 
-    def __init__(self) -> None:
+    def __init__(self, activation: torch.nn.Module, gate: torch.nn.Module, linear: bool) -> None:
         super().__init__()
-        self.wide, self.narrow = torch.nn.Conv2d(4, 8, 3, padding=1), torch.nn.Conv2d(8, 4, 1)
-        self.down, self.up = torch.nn.Conv2d(8, 2, 1), torch.nn.Conv2d(2, 8, 1)
+        self.wide, self.norm, self.activation = (
+            torch.nn.Conv2d(4, 8, 3, padding=1),
+            torch.nn.BatchNorm2d(8),
+            activation,
+        )
+        self.narrow, self.gate = torch.nn.Conv2d(8, 4, 1), gate
+        layers = [torch.nn.Linear(8, 2), torch.nn.Linear(2, 8)] if linear else None
+        self.down, self.up = layers or [torch.nn.Conv2d(8, 2, 1), torch.nn.Conv2d(2, 8, 1)]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = torch.nn.functional.silu(self.wide(x))
-        gate = self.up(torch.nn.functional.silu(self.down(x.mean((2, 3), keepdim=True))))
-        return self.narrow(x * gate.sigmoid())
+        x = self.activation(self.norm(self.wide(x)))
+        mean = x.mean((2, 3), keepdim=True)
+        if isinstance(self.down, torch.nn.Linear):
+            share = self.up(self.activation(self.down(mean.flatten(1))))[:, :, None, None]
+        else:
+            share = self.up(self.activation(self.down(mean)))
+        return self.narrow(x * self.gate(share))
 
 
-def test_activations_stay_with_the_convolutions_around_them() -> None:
+@pytest.mark.parametrize(
+    ("activation", "gate", "linear"),
+    [
+        (torch.nn.SiLU, torch.nn.Sigmoid, False),
+        (torch.nn.SiLU, torch.nn.Sigmoid, True),
+        (torch.nn.Hardswish, torch.nn.Hardsigmoid, False),
+        (torch.nn.GELU, torch.nn.Sigmoid, False),
+    ],
+)
+def test_work_between_convolutions_stays_with_them(activation, gate, linear: bool) -> None:
     torch.manual_seed(0)
-    program = kp.lower(SqueezeExcite().eval(), (torch.randn(1, 4, 8, 8),))
-    assert [delegate.backend for delegate in program.report.delegates] == ["XnnpackBackend"], program.report
+    model, x = SqueezeExcite(activation(), gate(), linear).eval(), (torch.randn(1, 4, 8, 8),)
+    program = kp.lower(model, x)
+    alone = kp.lower(model, x, options=CPU.alternatives["XNNPACK alone"])
+    assert len(program.report.delegates) <= len(alone.report.delegates), program.report
+    assert not program.report.ours, program.report
     assert program.compare()[0].snr > 100
     reasons = {refusal.reason for refusal in program.report.passed_on}
-    assert "stands beside a convolution; a delegate of its own costs more than it gains" in reasons
+    assert "stands beside work of another backend; a delegate of its own costs more than it gains" in reasons
+
+
+def test_norms_between_convolutions_are_taken() -> None:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Conv1d(4, 8, 3), torch.nn.LayerNorm(6), torch.nn.Conv1d(8, 4, 3)).eval()
+    program = kp.lower(model, (torch.randn(1, 4, 8),))
+    assert len(program.report.ours) == 1, program.report
+    assert program.compare()[0].snr > 100
 
 
 def test_the_fastest_way_is_kept(monkeypatch) -> None:

@@ -3,6 +3,7 @@
 import io
 import os
 import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ import transformers
 import kernel_pytorch as kp
 from kernel_pytorch.cli import main
 from kernel_pytorch.lowering import Sampling, checkpoint
+from kernel_pytorch.lowering.build import build
 from kernel_pytorch.lowering.runtime import registered
 from kernel_pytorch.lowering.text_generator import _Detokenizer
 from kernel_pytorch.testing.checkpoints import tiny_checkpoint
@@ -83,6 +85,49 @@ def test_a_chat_reuses_the_cache_and_can_be_taken_back(llama: Path) -> None:
     assert "".join(chat.stream("says the fox", max_tokens=6)) == second
     chat.reset()
     assert "".join(chat.stream("hello dog", max_tokens=6)) == first
+
+
+@pytest.mark.parametrize("how", [{}, {"window": 8, "sinks": 2, "cache_dtype": "int8"}], ids=["whole", "window"])
+def test_a_session_goes_on_where_it_was_saved(llama: Path, tmp_path: Path, how: dict) -> None:
+    first = kp.TextGenerator.from_pretrained(llama, **how)
+    before = first.generate(PROMPT * 2, max_tokens=8)
+    first.save_session(tmp_path / "session")
+    ids = [*first.tokenizer(PROMPT * 2)["input_ids"], *before.tokens, *first.tokenizer("says the fox")["input_ids"]]
+    list(first.stream_tokens(ids, max_tokens=8))
+    second = kp.TextGenerator.from_pretrained(llama, **how)
+    second.load_session(tmp_path / "session")
+    list(second.stream_tokens(ids, max_tokens=8))
+    assert second.last.tokens == first.last.tokens
+    assert second.last.reused_tokens == first.last.reused_tokens > before.prompt_tokens
+    fresh = kp.TextGenerator.from_pretrained(llama, **how)
+    list(fresh.stream_tokens(ids, max_tokens=8))
+    assert fresh.last.tokens == second.last.tokens
+    assert fresh.last.reused_tokens == 0
+
+
+def test_a_session_that_does_not_fit_is_refused_and_changes_nothing(llama: Path, tmp_path: Path) -> None:
+    generator = kp.TextGenerator.from_pretrained(llama)
+    wanted_text = generator.generate(PROMPT, max_tokens=6).text
+    path = tmp_path / "session"
+    generator.save_session(path)
+    data = path.read_bytes()
+    path.write_bytes(data[:200] + bytes([data[200] ^ 1]) + data[201:])
+    with pytest.raises(ValueError, match="its checksum is wrong"):
+        generator.load_session(path)
+    path.write_bytes(b"no session")
+    with pytest.raises(ValueError, match="it is no session that save_session wrote"):
+        generator.load_session(path)
+    path.write_bytes(data)
+    other = kp.TextGenerator.from_pretrained(llama, window=8, sinks=2, cache_dtype="int8")
+    with pytest.raises(ValueError, match="is a session of another program"):
+        other.load_session(path)
+    with pytest.raises(ValueError, match="the session is of a cache with another shape"):
+        other._program.restore(generator._program.history())
+    with pytest.raises(ValueError, match=r"the session ends before its history|the session is cut"):
+        generator._program.restore(generator._program.history()[:-1])
+    with pytest.raises(ValueError, match="has 3 bytes more than the caches"):
+        generator._program.restore(generator._program.history() + b"end")
+    assert generator.generate(PROMPT, max_tokens=6).text == wanted_text
 
 
 def test_the_context_is_an_end(llama: Path) -> None:
@@ -162,6 +207,27 @@ def test_executorch_runs_the_program_with_its_own_runner(llama: Path, tmp_path: 
     runner.TextLLMRunner(str(out), str(llama / "tokenizer.json")).generate(PROMPT, config, pieces.append)
     wanted = kp.TextGenerator.from_pretrained(llama).generate(PROMPT, max_tokens=16).text
     assert "".join(pieces) == wanted
+
+
+def run_ids(program: Path, ids: list[int], *options: str) -> subprocess.CompletedProcess:
+    command = [build().runner, str(program), "--generate", *options]
+    return subprocess.run(command, input=" ".join(map(str, ids)), capture_output=True, text=True)
+
+
+def test_the_runner_generates_from_token_ids_without_python(llama: Path) -> None:
+    program = checkpoint.cached_program(llama, checkpoint.TextProgram())
+    generator = kp.TextGenerator.from_pretrained(llama)
+    ids = generator.tokenizer(PROMPT * 9)["input_ids"]
+    assert len(ids) > generator.chunk
+    done = run_ids(program, ids, "12")
+    assert done.returncode == 0, done.stderr
+    list(generator.stream_tokens(ids, max_tokens=12))
+    assert tuple(map(int, done.stdout.split())) == generator.last.tokens
+    assert "12 tokens at" in done.stderr
+    sampled = [run_ids(program, ids[:9], "12", "--temperature", "2", "--seed", seed).stdout for seed in "112"]
+    assert sampled[0] == sampled[1] != sampled[2]
+    assert "the prompt has 600 tokens and the context 512" in run_ids(program, [5] * 600, "3").stderr
+    assert "no token ids" in run_ids(program, [], "3").stderr
 
 
 def test_a_character_of_several_tokens_is_held_back() -> None:

@@ -28,8 +28,10 @@ def _check_writable(out: Path) -> None:
 
 def _show(console: Console, program: Any, out: Path) -> None:
     console.print(str(program.report), markup=False, soft_wrap=True)
-    for difference in program.compare():
-        console.print(str(difference), markup=False)
+    for method in program.inputs:
+        of_method = f"{method}: " if len(program.inputs) > 1 else ""
+        for difference in program.compare(method=method):
+            console.print(f"{of_method}{difference}", markup=False)
     console.print(f"written to {out}", markup=False, soft_wrap=True)
 
 

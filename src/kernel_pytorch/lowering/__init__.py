@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from kernel_pytorch.lowering.checkpoint import TextProgram, lower_checkpoint
+    from kernel_pytorch.lowering.encoder_decoder import decoded, lower_encoder_decoder
     from kernel_pytorch.lowering.language_model import CachedLanguageModel
     from kernel_pytorch.lowering.partitioner import KernelPartitioner, PartitionerOptions, Refusal
     from kernel_pytorch.lowering.probes import Probe, probe
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
 _MODULES = {
     "checkpoint": ("TextProgram", "lower_checkpoint"),
+    "encoder_decoder": ("decoded", "lower_encoder_decoder"),
     "language_model": ("CachedLanguageModel",),
     "partitioner": ("KernelPartitioner", "PartitionerOptions", "Refusal"),
     "probes": ("Probe", "probe"),
@@ -73,9 +75,11 @@ __all__ = [
     "Sampling",
     "TextGenerator",
     "TextProgram",
+    "decoded",
     "load",
     "lower",
     "lower_checkpoint",
+    "lower_encoder_decoder",
     "lowering_of",
     "probe",
     "registered",

@@ -100,7 +100,10 @@ def _metadata(config: Any, generation: Any, how: TextProgram, context: int) -> d
 def lower_checkpoint(
     folder: str | Path, how: TextProgram, tell: Callable[[str], None] | None = None
 ) -> LoweredProgram:
-    """Lower the causal language model in a folder; returns a ``LoweredProgram``.
+    """Lower the language model in a folder; returns a ``LoweredProgram``.
+
+    A causal model becomes one method, ``forward(tokens, position)``; an encoder-decoder of text or speech becomes
+    ``encode`` and ``decode``, as ``lower_encoder_decoder`` makes them.
 
     Args:
         folder: with ``config.json`` and ``*.safetensors``.
@@ -116,6 +119,8 @@ def lower_checkpoint(
     """
     from transformers import AutoModelForCausalLM
 
+    if config_of(Path(folder)).get("is_encoder_decoder"):
+        return _lower_encoder_decoder(Path(folder), how, tell)
     from kernel_pytorch.lowering.language_model import CachedLanguageModel
     from kernel_pytorch.lowering.program import lower
 
@@ -146,6 +151,34 @@ def lower_checkpoint(
         metadata={**metadata, "get_max_seq_len": chunk},
         tell=tell,
     )
+
+
+def _lower_encoder_decoder(folder: Path, how: TextProgram, tell: Callable[[str], None] | None) -> LoweredProgram:
+    from transformers import AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq
+
+    from kernel_pytorch.lowering.encoder_decoder import lower_encoder_decoder
+
+    if how.window is not None or how.cache_dtype != "float32":
+        raise ValueError(
+            f"window={how.window}, cache_dtype={how.cache_dtype!r}: encoder-decoders keep the whole output in float32"
+        )
+    if tell is not None:
+        tell("reading the checkpoint")
+    sound = "num_mel_bins" in config_of(folder)
+    auto = AutoModelForSpeechSeq2Seq if sound else AutoModelForSeq2SeqLM
+    model = auto.from_pretrained(folder, dtype=torch.float32, local_files_only=True).eval()
+    if model.main_input_name not in ("input_ids", "input_features"):
+        raise ValueError(
+            f"the encoder takes {model.main_input_name}: pass the model and an example of it to "
+            "kernel_pytorch.lowering.lower_encoder_decoder"
+        )
+    if sound:  # always 30 seconds
+        example = torch.zeros(1, model.config.num_mel_bins, 2 * model.config.max_source_positions)
+        return lower_encoder_decoder(model, example, recipe=how.recipe, tell=tell)
+    most = min(getattr(model.config, "max_position_embeddings", None) or 512, _LONGEST_CONTEXT)
+    length = torch.export.Dim("source", min=2, max=most)
+    example = torch.zeros(1, min(most, 9), dtype=torch.int64)
+    return lower_encoder_decoder(model, example, length=length, recipe=how.recipe, tell=tell)
 
 
 def _programs_folder() -> Path:

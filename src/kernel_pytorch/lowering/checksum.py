@@ -13,7 +13,7 @@ import secrets
 import struct
 from pathlib import Path
 
-__all__ = ["add_checksum", "verify", "write_whole"]
+__all__ = ["add_checksum", "content", "damage", "digest_of", "verify", "write_whole"]
 
 _FIRST_MAGIC, _LAST_MAGIC = b"KernelPyTorch.pt", b"e.sha256"
 _RECORD = struct.Struct("<16sQ32s8s")
@@ -50,18 +50,48 @@ def verify(data: bytes | mmap.mmap) -> str | None:
         >>> verify(b"P" + whole[1:])
         'it is damaged: its checksum is wrong'
     """
+    return damage(data) or _header_fault(data)
+
+
+def damage(data: bytes | mmap.mmap) -> str | None:
+    """Return how a file with a footer differs from what was written, or None; also where it has no footer.
+
+    Example:
+        >>> damage(add_checksum(b"session")), damage(b"session")
+        (None, None)
+    """
     record = _record(data)
-    if record is not None:
-        first, length, digest, last = record
-        if (first, last) != (_FIRST_MAGIC, _LAST_MAGIC):
-            return "it is damaged: its footer is broken"
-        if length != len(data) - _FOOTER_BYTES:
-            return f"it is damaged: it has {len(data) - _FOOTER_BYTES:,} bytes and was written with {length:,}"
-        with memoryview(data) as whole, whole[:length] as program:
-            found = hashlib.sha256(program).digest()
-        if found != digest:
-            return "it is damaged: its checksum is wrong"
-    return _header_fault(data)
+    if record is None:
+        return None
+    first, length, digest, last = record
+    if (first, last) != (_FIRST_MAGIC, _LAST_MAGIC):
+        return "it is damaged: its footer is broken"
+    if length != len(data) - _FOOTER_BYTES:
+        return f"it is damaged: it has {len(data) - _FOOTER_BYTES:,} bytes and was written with {length:,}"
+    with memoryview(data) as whole, whole[:length] as program:
+        found = hashlib.sha256(program).digest()
+    return None if found == digest else "it is damaged: its checksum is wrong"
+
+
+def content(data: bytes) -> bytes:
+    """Return what a file has before its footer.
+
+    Example:
+        >>> content(add_checksum(b"session"))
+        b'session'
+    """
+    return data if _record(data) is None else data[:-_FOOTER_BYTES]
+
+
+def digest_of(data: bytes | mmap.mmap) -> str:
+    """Return the SHA-256 of a program, from its footer where it has one.
+
+    Example:
+        >>> digest_of(add_checksum(b"program")) == digest_of(b"program")
+        True
+    """
+    record = _record(data)
+    return hashlib.sha256(data).hexdigest() if record is None else record[2].hex()
 
 
 def _record(data: bytes | mmap.mmap) -> tuple[bytes, int, bytes, bytes] | None:

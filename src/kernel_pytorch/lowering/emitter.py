@@ -10,7 +10,7 @@ import hashlib
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import sympy
 import torch
@@ -33,6 +33,8 @@ from kernel_pytorch.lowering.strided import (
 )
 
 __all__ = ["Emitter", "Lazy"]
+
+T = TypeVar("T")
 
 _LEAST_SHARED = 4096  # bytes; smaller constants are repeated in each method
 _MOST_LEAVES = 6  # operands of one pointwise op; the other registers hold what is computed
@@ -91,7 +93,7 @@ class Emitter:
         self._expressions: dict[Any, int] = {}
         self._symbols: dict[sympy.Symbol, int] = {}
         self._constant_storage: dict[Any, tuple[Storage, torch.Tensor]] = {}
-        self._packed: dict[Any, torch.Tensor] = {}
+        self._made: dict[Any, tuple[Any, tuple[Any, ...]]] = {}
 
     # Nodes
 
@@ -136,19 +138,20 @@ class Emitter:
 
     def constant(self, tensor: torch.Tensor) -> Strided:
         dims = tuple(tensor.shape)
-        key = (tensor.untyped_storage().data_ptr(), tensor.storage_offset(), dims, tensor.stride(), tensor.dtype)
+        key = _identity(tensor)
         if key not in self._constant_storage:
             own = tensor.detach().cpu().contiguous()
             # The tensor is kept too: its address, which is in the key, must not become another's.
             self._constant_storage[key] = (Storage(own.dtype, own.numel(), constant=own), tensor)
         return Strided(self._constant_storage[key][0], dims, contiguous_strides(dims))
 
-    def packed(self, tensor: torch.Tensor, pack: Callable[[torch.Tensor], torch.Tensor]) -> Strided:
-        """A constant in another arrangement, made once for all its users."""
-        key = (tensor.untyped_storage().data_ptr(), tensor.storage_offset(), tuple(tensor.shape), tensor.stride())
-        if key not in self._packed:
-            self._packed[key] = pack(tensor)
-        return self.constant(self._packed[key])
+    def once(self, make: Callable[..., T], *arguments: Any) -> T:
+        """What a function makes of constants and numbers, made once for all users of the same constants."""
+        key = (make, *(_identity(one) if isinstance(one, torch.Tensor) else one for one in arguments))
+        if key not in self._made:
+            # The arguments are kept too: an address, which is in the key, must not become another tensor's.
+            self._made[key] = (make(*arguments), arguments)
+        return self._made[key][0]  # type: ignore[no-any-return]
 
     def cache(self, cache: tables.Cache) -> int:
         """The number of a cache, which is new: each is used once."""
@@ -415,6 +418,11 @@ class Emitter:
             self._symbols[symbol] = len(self._payload.symbols)
             self._payload.symbols.append(found)
         return self._symbols[symbol]
+
+
+def _identity(tensor: torch.Tensor) -> tuple[Any, ...]:
+    place = tensor.untyped_storage().data_ptr(), tensor.storage_offset()
+    return (*place, tuple(tensor.shape), tensor.stride(), tensor.dtype)
 
 
 def _same(a: Sequence[Size], b: Sequence[Size]) -> bool:

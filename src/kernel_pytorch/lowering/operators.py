@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
-__all__ = ["ATTENTION", "CACHED_ATTENTION", "LINEAR_INT8", "RMS_NORM"]
+__all__ = ["ATTENTION", "CACHED_ATTENTION", "LINEAR_INT8", "QUANTIZED_LINEAR", "RMS_NORM"]
 
 _LIBRARY = torch.library.Library("kernel_pytorch_lowering", "DEF")
 _LIBRARY.define(
@@ -19,6 +19,10 @@ _LIBRARY.define(
 )
 _LIBRARY.define(
     "linear_int8(Tensor x, Tensor weight, Tensor scale, Tensor? bias) -> Tensor",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+_LIBRARY.define(
+    "quantized_linear(Tensor x, Tensor weight, Tensor scales, Tensor? bias, int bits) -> Tensor",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 _LIBRARY.define(
@@ -87,6 +91,23 @@ def _linear_int8_fake(
     return x.new_empty((*x.shape[:-1], weight.shape[0]))
 
 
+def _quantized_linear(
+    x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None, bits: int
+) -> torch.Tensor:
+    """Rows of x are quantized to 8 bits, asymmetric, each by its own range; scales are (outputs, groups)."""
+    low, high = x.amin(-1, keepdim=True).clamp(max=0), x.amax(-1, keepdim=True).clamp(min=0)
+    scale = ((high - low) / 255).clamp(min=torch.finfo(torch.float32).eps)
+    zero_point = (-128 - (low / scale).round()).clamp(-128, 127)
+    rows = ((x * (1 / scale)).round() + zero_point).clamp(-128, 127) - zero_point
+    scales = scales.reshape(weight.shape[0], -1)
+    wide = weight.float() * scales.repeat_interleave(weight.shape[1] // scales.shape[1], dim=1)
+    return torch.nn.functional.linear(rows * scale, wide, bias)
+
+
+def _quantized_linear_fake(x: torch.Tensor, weight: torch.Tensor, *_: object) -> torch.Tensor:
+    return x.new_empty((*x.shape[:-1], weight.shape[0]))
+
+
 _LIBRARY.impl("attention", _attention, "CompositeExplicitAutograd")
 _LIBRARY.impl("cached_attention", _cached_attention, "CompositeExplicitAutograd")
 torch.library.register_fake("kernel_pytorch_lowering::cached_attention", _cached_attention_fake, lib=_LIBRARY)
@@ -94,9 +115,12 @@ _LIBRARY.impl("rms_norm", _rms_norm, "CompositeExplicitAutograd")
 torch.library.register_fake("kernel_pytorch_lowering::attention", _attention_fake, lib=_LIBRARY)
 _LIBRARY.impl("linear_int8", _linear_int8, "CompositeExplicitAutograd")
 torch.library.register_fake("kernel_pytorch_lowering::linear_int8", _linear_int8_fake, lib=_LIBRARY)
+_LIBRARY.impl("quantized_linear", _quantized_linear, "CompositeExplicitAutograd")
+torch.library.register_fake("kernel_pytorch_lowering::quantized_linear", _quantized_linear_fake, lib=_LIBRARY)
 torch.library.register_fake("kernel_pytorch_lowering::rms_norm", _rms_norm_fake, lib=_LIBRARY)
 
 ATTENTION = torch.ops.kernel_pytorch_lowering.attention.default
 CACHED_ATTENTION = torch.ops.kernel_pytorch_lowering.cached_attention.default
 LINEAR_INT8 = torch.ops.kernel_pytorch_lowering.linear_int8.default
+QUANTIZED_LINEAR = torch.ops.kernel_pytorch_lowering.quantized_linear.default
 RMS_NORM = torch.ops.kernel_pytorch_lowering.rms_norm.default

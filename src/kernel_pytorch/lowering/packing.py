@@ -8,7 +8,7 @@ import torch
 
 from kernel_pytorch.lowering.payload import PANEL
 
-__all__ = ["PackedWeights", "pack_quantized_weights"]
+__all__ = ["PackedWeights", "pack_quantized_weights", "packing_refusal"]
 
 MOST_INPUTS = 65536  # sums of products of 8 bits stay inside int32
 
@@ -27,6 +27,25 @@ class PackedWeights:
     group: int
 
 
+def packing_refusal(inputs: int, groups: int, bits: int) -> str | None:
+    """Return why weights of a shape cannot be packed, or None.
+
+    Example:
+        >>> packing_refusal(32, 5, bits=4)
+        'scales has 5 groups for 32 inputs; a group must be a multiple of 8 inputs'
+    """
+    step = _inputs_of_a_step(bits)
+    if groups > 1 and (inputs % groups or inputs // groups % step):
+        return f"scales has {groups} groups for {inputs} inputs; a group must be a multiple of {step} inputs"
+    if inputs > MOST_INPUTS:
+        return f"weight has {inputs} inputs; {MOST_INPUTS} are the most"
+    return None
+
+
+def _inputs_of_a_step(bits: int) -> int:
+    return 8 if bits == 4 else 4
+
+
 def pack_quantized_weights(weight: torch.Tensor, scales: torch.Tensor, *, bits: int) -> PackedWeights:
     """Pack symmetric integer weights.
 
@@ -42,19 +61,16 @@ def pack_quantized_weights(weight: torch.Tensor, scales: torch.Tensor, *, bits: 
     """
     outputs, inputs = weight.shape
     groups = scales.shape[1]
-    step = 8 if bits == 4 else 4
+    step = _inputs_of_a_step(bits)
     if bits not in (4, 8):
         raise ValueError(f"bits={bits}: use 4 or 8")
     if weight.dtype != torch.int8:
         raise TypeError(f"weight is {weight.dtype}; pass the integers as torch.int8")
     if bits == 4 and (int(weight.min()) < -8 or int(weight.max()) > 7):
         raise ValueError(f"weight is from {int(weight.min())} to {int(weight.max())}; 4 bits hold -8 to 7")
-    if groups > 1 and (inputs % groups or inputs // groups % step):
-        raise ValueError(
-            f"scales has {groups} groups for {inputs} inputs; a group must be a multiple of {step} inputs"
-        )
-    if inputs > MOST_INPUTS:
-        raise ValueError(f"weight has {inputs} inputs; {MOST_INPUTS} are the most")
+    refusal = packing_refusal(inputs, groups, bits)
+    if refusal is not None:
+        raise ValueError(refusal)
     group = inputs // groups if groups > 1 else -(-inputs // step) * step
     more_inputs, more_outputs = groups * group - inputs, -outputs % PANEL
     padded = torch.nn.functional.pad(weight, (0, more_inputs, 0, more_outputs))

@@ -24,7 +24,6 @@ __all__ = ["KernelPartitioner", "PartitionerOptions", "Refusal"]
 
 
 _LINEAR = torch.ops.aten.linear.default
-_ACTIVATIONS_OF_XNNPACK = ("aten::sigmoid", "aten::tanh", "aten::gelu", "aten::hardswish")
 
 
 @dataclass(frozen=True)
@@ -40,7 +39,8 @@ class PartitionerOptions:
     """Take attention: ``scaled_dot_product_attention`` in all its forms, and ``kp.attention`` with any mask."""
     linears: bool = True
     """Take linears whose weights are floating constants: measured, they are faster than XNNPACK's, and nothing has to
-    cross between delegates. Linears with quantized activations stay with XNNPACK."""
+    cross between delegates. So are linears with int8 or int4 weights, on floats or on rows that are quantized in each
+    run; linears whose activations have scales from calibration stay with XNNPACK."""
     norms: bool = True
     """Take RMS norms and layer norms."""
     softmax: bool = True
@@ -116,8 +116,9 @@ class KernelPartitioner(Partitioner):  # type: ignore[misc]
         taken = {node for node, reason in reasons.items() if reason is None and node not in known}
         tags: dict[str, DelegationSpec] = {}
         spec = DelegationSpec(KernelPyTorchBackend.__name__, self._specs)
+        others = self._nodes_of_others(exported_program)
         for number, partition in enumerate(_partitions(module, taken)):
-            why_not = self._not_worth_it(partition)
+            why_not = self._not_worth_it(partition, others)
             if why_not is not None:
                 reasons.update(dict.fromkeys(partition, why_not))
                 continue
@@ -148,30 +149,39 @@ class KernelPartitioner(Partitioner):  # type: ignore[misc]
         }.get(kind, self.options.glue)
         return None if wanted else f"the options leave out {kind}"
 
-    def _not_worth_it(self, partition: Sequence[Node]) -> str | None:
+    def _nodes_of_others(self, exported_program: ExportedProgram) -> set[Node]:
+        """The operators that the partitioners beside this one would take if they were alone."""
+        found: set[Node] = set()
+        for partitioner in self.beside:
+            partitioner.partition(exported_program)
+            for node in exported_program.graph.nodes:
+                if node.meta.pop("delegation_tag", None) is not None and node.op == "call_function":
+                    found.add(node)
+        return found
+
+    def _not_worth_it(self, partition: Sequence[Node], others: set[Node]) -> str | None:
         """Why a partition is left to other backends, or None.
 
-        Each delegate costs a call and a pass over memory at both ends. An activation between convolutions gains less
-        than that: XNNPACK runs it in one delegate with them.
+        Each delegate costs a call and a pass over memory at both ends. What lies between convolutions and could run
+        in one delegate with them gains less than that, unless it is attention or a norm.
         """
         if self.options.glue_alone:
             return None
         kinds = {_kind(node) for node in partition}
-        if kinds & {"attention", "linear", "norm", "softmax"}:
+        if kinds & {"attention", "norm"}:
             return None
-        if "activation" not in kinds:
+        if not kinds & {"linear", "softmax", "activation"}:
             return "touches nothing else that is taken; other backends do it well"
-        by_xnnpack = all(
-            operator_name(node) in _ACTIVATIONS_OF_XNNPACK for node in partition if _is_activation(node)
+        if not others.issuperset(partition):
+            return None
+        before = any(
+            source in others for node in partition for source in node.all_input_nodes if source not in partition
         )
-        neighbours = {other for node in partition for other in (*node.all_input_nodes, *node.users)}
-        if self.beside and by_xnnpack and any("convolution" in operator_name(other) for other in neighbours):
-            return "stands beside a convolution; a delegate of its own costs more than it gains"
+        after = any(user in others for node in partition for user in node.users if user not in partition)
+        alone = not kinds & {"linear", "softmax"}
+        if (before and after) or (alone and (before or after)):
+            return "stands beside work of another backend; a delegate of its own costs more than it gains"
         return None
-
-
-def _is_activation(node: Node) -> bool:
-    return _kind(node) == "activation"
 
 
 def _kind(node: Node) -> str:

@@ -1,14 +1,15 @@
-"""RMS norms that a model writes out as powers, means and roots, found and joined before decomposition."""
+"""Patterns that are joined before decomposition: RMS norms written out, and what torchao makes of linears."""
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.fx import Graph, Node
 
-__all__ = ["WrittenOutNorm", "written_out_norms"]
+__all__ = ["QuantizedWeights", "WrittenOutNorm", "quantized_rows", "quantized_weights", "written_out_norms"]
 
 _ATEN = torch.ops.aten
 _CASTS = {_ATEN.to.dtype, _ATEN._to_copy.default, _ATEN.to.dtype_layout}
@@ -87,3 +88,71 @@ def _with_weight(root: Node, x: Node) -> tuple[Node | None, Node, Node]:
             ):
                 return weight, user, before
     return None, scaled, before
+
+
+@dataclass(frozen=True)
+class QuantizedWeights:
+    """Integer weights of shape (outputs, inputs), as torchao dequantizes them."""
+
+    data: Node
+    scales: Node
+    """(outputs, groups), or (outputs,) for one group."""
+    zero_points: Node | None
+    bits: int
+    group: int
+    """Inputs that share a scale."""
+
+
+def quantized_weights(weight: Any) -> QuantizedWeights | None:
+    """The weights behind ``dequantize_affine`` or ``dequantize_per_channel``; None where they are no such weights."""
+    if _named(weight, "torchao.dequantize_affine.default"):
+        data, block, scales, zero_points, _, low, high = weight.args[:7]
+        if block[0] != 1:
+            return None
+        group = block[1]
+    elif _named(weight, "quantized_decomposed.dequantize_per_channel.default"):
+        data, scales, zero_points, axis, low, high = weight.args[:6]
+        if axis != 0:
+            return None
+        group = data.meta["val"].shape[-1]
+    else:
+        return None
+    value = data.meta["val"]
+    bits = {7: 4, 127: 8}.get(high)
+    if value.dtype != torch.int8 or value.ndim != 2 or bits is None or low < -high - 1:
+        return None
+    return QuantizedWeights(data, scales, zero_points, bits, group)
+
+
+def quantized_rows(x: Any) -> Node | None:
+    """What is quantized to 8 bits, asymmetric, by its own range in each run, before a linear; None for anything else.
+
+    With torchao's operators each row has a range. PT2E's ``choose_qparams`` has one for all rows; XNNPACK and our
+    delegate use one for each row, which is never wider.
+    """
+    of_choose: tuple[Any, ...]
+    if _named(x, "torchao.dequantize_affine.default"):
+        quantize, choose = "torchao.quantize_affine.default", "torchao.choose_qparams_affine.default"
+        scale_at, of_choose = 2, ("ASYMMETRIC", [1] * (x.meta["val"].ndim - 1) + [x.meta["val"].shape[-1]])
+    elif _named(x, "quantized_decomposed.dequantize_per_tensor.tensor"):
+        quantize, choose = (
+            "quantized_decomposed.quantize_per_tensor.tensor",
+            "quantized_decomposed.choose_qparams.tensor",
+        )
+        scale_at, of_choose = 1, (-128, 127)
+    else:
+        return None
+    data, scale, zero_point = x.args[0], x.args[scale_at], x.args[scale_at + 1]
+    if not _named(data, quantize) or data.args[scale_at : scale_at + 2] != (scale, zero_point):
+        return None
+    chosen: Any = scale.args[0] if _is(scale, operator.getitem) else None
+    if not _named(chosen, choose) or chosen.args[0] is not data.args[0]:
+        return None
+    if [str(given) for given in chosen.args[1:3]] != [str(wanted) for wanted in of_choose]:
+        return None
+    limits = [argument for argument in (*x.args, *data.args) if argument in (-128, 127)]
+    return data.args[0] if limits == [-128, 127] * 2 else None
+
+
+def _named(node: Any, name: str) -> bool:
+    return isinstance(node, Node) and node.op == "call_function" and str(node.target) == name

@@ -19,6 +19,7 @@ from torch.export import ExportedProgram
 from kernel_pytorch._compat.structures import pytree
 from kernel_pytorch.fp8.monitor import layers_of
 from kernel_pytorch.lowering.checksum import add_checksum, write_whole
+from kernel_pytorch.lowering.decomposition import decomposed
 from kernel_pytorch.lowering.definitions import with_definitions
 from kernel_pytorch.lowering.measured import fastest
 from kernel_pytorch.lowering.recipes import find_recipe
@@ -120,8 +121,21 @@ def _as_tuple(inputs: Any, name: str) -> tuple[Any, ...]:
     return inputs
 
 
+def _check_model(model: Any) -> None:
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(f"model={model!r}: expected a torch.nn.Module")
+    if model.training:
+        raise ValueError("model is in training mode: call model.eval() first")
+    for name, layer in layers_of(model).items():
+        if not layer.fp8_auto:  # auto leaves layers on a CPU as they were
+            raise ValueError(
+                f"model trains in FP8 (recipe {layer.fp8_recipe}, layer {name!r}): call kp.fp8.revert(model) first, "
+                f"which leaves the parameters as they are; recipe= quantizes for the device"
+            )
+
+
 def lower(
-    model: torch.nn.Module,
+    model: torch.nn.Module | Mapping[str, torch.nn.Module],
     inputs: tuple[Any, ...] | Mapping[str, tuple[Any, ...]],
     *,
     backend: str = "cpu",
@@ -135,7 +149,7 @@ def lower(
     """Lower a model to a ``.pte`` that runs on ExecuTorch, with our kernels for what XNNPACK leaves behind.
 
     Args:
-        model: in eval mode.
+        model: in eval mode; or one for each method, by the method's name.
         inputs: an example of its inputs, as a tuple; or one for each method of the program, by the method's name,
             as ``{"prefill": (tokens, position), "decode": (token, position)}``. Methods share weights and caches.
         backend: where it will run: ``"cpu"``, or a backend elsewhere whose record says how it lowers.
@@ -164,16 +178,8 @@ def lower(
         1
     """
     target = lowering_of(backend)
-    if not isinstance(model, torch.nn.Module):
-        raise TypeError(f"model={model!r}: expected a torch.nn.Module")
-    if model.training:
-        raise ValueError("model is in training mode: call model.eval() first")
-    for name, layer in layers_of(model).items():
-        if not layer.fp8_auto:  # auto leaves layers on a CPU as they were
-            raise ValueError(
-                f"model trains in FP8 (recipe {layer.fp8_recipe}, layer {name!r}): call kp.fp8.revert(model) first, "
-                f"which leaves the parameters as they are; recipe= quantizes for the device"
-            )
+    for one in model.values() if isinstance(model, Mapping) else (model,):
+        _check_model(one)
     tell = tell or _silent
     chosen = None if recipe is None else find_recipe(recipe, target.recipes)
     if isinstance(inputs, Mapping):
@@ -185,18 +191,24 @@ def lower(
     if not given or unknown:
         raise ValueError(f"inputs has the methods {list(given)}, dynamic_shapes has {unknown}: name each in inputs")
 
+    if isinstance(model, Mapping) and set(model) != set(given):
+        raise ValueError(f"model has the methods {list(model)}, inputs has {list(given)}: name the same in both")
+
     def make(own_options: Any) -> LoweredProgram:
+        exported: dict[str, ExportedProgram] = {}
+        eager: dict[str, torch.nn.Module] = {}
         if chosen is not None:
             tell(f"quantizing the model: {chosen.name}")
-            exported, eager = target.quantize(chosen, model, given, shapes)
+            for one, methods in _by_model(model, given):
+                made = target.quantize(chosen, one, methods, shapes)
+                exported, eager = {**exported, **made[0]}, {**eager, **made[1]}
         else:
             tell("exporting the model")
-            with torch.no_grad():
-                exported = {
-                    name: torch.export.export(model, own, dynamic_shapes=shapes.get(name))
-                    for name, own in given.items()
-                }
-            eager = dict.fromkeys(given, model)
+            for one, methods in _by_model(model, given):
+                eager.update(dict.fromkeys(methods, one))
+                for name, own in methods.items():
+                    with torch.no_grad():
+                        exported[name] = torch.export.export(one, own, dynamic_shapes=shapes.get(name))
         return lower_exported(
             exported, eager, given, options=own_options, metadata=metadata, tell=tell, target=target
         )
@@ -204,6 +216,15 @@ def lower(
     if measure:
         return fastest(make, {f"{target.delegate} as asked": options, **target.alternatives}, tell)
     return make(options)
+
+
+def _by_model(
+    model: torch.nn.Module | Mapping[str, torch.nn.Module], inputs: Mapping[str, tuple[Any, ...]]
+) -> list[tuple[torch.nn.Module, Mapping[str, tuple[Any, ...]]]]:
+    """Each model with the inputs of its methods."""
+    if isinstance(model, Mapping):
+        return [(model[name], {name: own}) for name, own in inputs.items()]
+    return [(model, inputs)]
 
 
 class _RowMajorShapes(ConstraintBasedSymShapeEvalPass):  # type: ignore[misc]
@@ -238,9 +259,10 @@ def lower_exported(
             refuse_without_kernels(program)
     partitioners = {method: target.partitioners(target.checked(options)) for method in exported}
     tell(f"partitioning the graph for {target.delegate}")
+    ready = {method: decomposed(program, partitioners[method]) for method, program in exported.items()}
     edge = to_edge_transform_and_lower(
-        dict(exported),
-        partitioner={method: list(own) for method, own in partitioners.items()},
+        {method: program for method, (program, _) in ready.items()},
+        partitioner={method: asked for method, (_, asked) in ready.items()},
         constant_methods=dict(metadata) if metadata else None,
         compile_config=EdgeCompileConfig(_check_ir_validity=False, _skip_dim_order=False),
     )

@@ -23,8 +23,8 @@ class KernelQuantizer(XNNPACKQuantizer):  # type: ignore[misc]
     XNNPACK's own quantizer makes floats of the numbers added to positions, and observes masks and indices.
 
     Args:
-        recipe: ``"int8-static"`` or ``"int8-dynamic"``. The other recipes are made by torchao's ``quantize_``, which
-            ``kp.lower`` calls.
+        recipe: ``"int8-static"`` or ``"int8-dynamic"``. ``kp.lower`` makes the others, and ``"int8-dynamic"`` too,
+            with torchao's ``quantize_``.
 
     Example:
         >>> import torch
@@ -39,7 +39,7 @@ class KernelQuantizer(XNNPACKQuantizer):  # type: ignore[misc]
     def __init__(self, recipe: str = "int8-static") -> None:
         super().__init__()
         self.recipe = find_recipe(recipe)
-        if self.recipe.flow != "pt2e":
+        if self.recipe.weight_bits != 8 or self.recipe.activations == "float":
             raise ValueError(
                 f"recipe={recipe!r} is made by torchao's quantize_ and needs no quantizer: pass it to kp.lower, or "
                 f"use 'int8-static' or 'int8-dynamic'"

@@ -1,7 +1,7 @@
 """How a model is quantized before it is lowered: named, frozen recipes, on torchao.
 
-Linears and convolutions with quantized activations run in XNNPACK; linears with int8 weights alone run in our
-delegate; norms, attention and everything else of ours stays in float32.
+Linears whose activations are dynamic or float run in our delegate. What ``int8-static`` quantizes runs in XNNPACK.
+Norms, attention and everything else stays in float32.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class QuantizationRecipe:
     name: str
     weight_bits: int
     weight_granularity: str
-    """``"channel"``: one scale an output; ``"group of 32"``: one for each 32 inputs of an output."""
+    """``"channel"``: one scale an output; ``"group of N"``: one for each N inputs of an output."""
     weight_symmetric: bool
     activation_bits: int
     activations: Literal["static", "dynamic", "float"]
@@ -39,6 +39,12 @@ class QuantizationRecipe:
     flow: Literal["pt2e", "quantize_"]
     """Which of torchao's two ways makes it."""
 
+    @property
+    def weight_group(self) -> int | None:
+        """How many inputs share a scale; None where all of an output do."""
+        _, found, size = self.weight_granularity.partition("group of ")
+        return int(size) if found else None
+
 
 RECIPES = {
     recipe.name: recipe
@@ -46,8 +52,10 @@ RECIPES = {
         QuantizationRecipe(
             "int8-static", 8, "channel", True, 8, "static", ("linear", "convolution", "add"), "pt2e"
         ),
-        QuantizationRecipe("int8-dynamic", 8, "channel", True, 8, "dynamic", ("linear",), "pt2e"),
+        QuantizationRecipe("int8-dynamic", 8, "channel", True, 8, "dynamic", ("linear",), "quantize_"),
         QuantizationRecipe("int4-weight", 4, "group of 32", True, 8, "dynamic", ("linear",), "quantize_"),
+        QuantizationRecipe("int4-weight-64", 4, "group of 64", True, 8, "dynamic", ("linear",), "quantize_"),
+        QuantizationRecipe("int4-weight-128", 4, "group of 128", True, 8, "dynamic", ("linear",), "quantize_"),
         QuantizationRecipe("int8-weight", 8, "channel", True, 32, "float", ("linear",), "quantize_"),
     )
 }
@@ -84,18 +92,19 @@ def _by_quantize(recipe: QuantizationRecipe, model: torch.nn.Module) -> torch.nn
     from torchao.quantization.granularity import PerAxis, PerGroup
 
     own = copy.deepcopy(model)
-    odd = [
-        name
-        for name, module in own.named_modules()
-        if isinstance(module, torch.nn.Linear) and module.in_features % 32
-    ]
+    group = recipe.weight_group
+    granularity = PerAxis(0) if group is None else PerGroup(group)
+    for name, module in own.named_modules():
+        if isinstance(module, torch.nn.Linear) and group is not None and module.in_features % group:
+            raise ValueError(
+                f"recipe={recipe.name!r}: {name} has {module.in_features} inputs, which is no multiple of the group "
+                f"of {group}: use a smaller group, or int8-dynamic"
+            )
+    weights: torch.dtype = {4: torch.int4, 8: torch.int8}[recipe.weight_bits]  # type: ignore[attr-defined]
     if recipe.activations == "float":
-        quantize_(own, IntxWeightOnlyConfig(torch.int8, PerAxis(0)))
-        return own
-    if odd:
-        raise ValueError(f"recipe='int4-weight': {odd[0]} has inputs that are no multiple of the group of 32")
-    four_bits: torch.dtype = torch.int4  # type: ignore[attr-defined]
-    quantize_(own, Int8DynamicActivationIntxWeightConfig(four_bits, PerGroup(32)))
+        quantize_(own, IntxWeightOnlyConfig(weights, granularity))
+    else:
+        quantize_(own, Int8DynamicActivationIntxWeightConfig(weights, granularity))
     return own
 
 

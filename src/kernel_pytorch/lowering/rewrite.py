@@ -19,7 +19,8 @@ from kernel_pytorch import masks
 from kernel_pytorch.lowering import operators
 from kernel_pytorch.lowering.constants import Constants, fold_constants
 from kernel_pytorch.lowering.lengths import mask_of_a_length
-from kernel_pytorch.lowering.patterns import written_out_norms
+from kernel_pytorch.lowering.packing import packing_refusal
+from kernel_pytorch.lowering.patterns import quantized_rows, quantized_weights, written_out_norms
 from kernel_pytorch.lowering.strided import as_size, equal
 from kernel_pytorch.masks.code import NOT_IN_RUNTIME
 from kernel_pytorch.ops import attention as _attention  # noqa: F401 - defines torch.ops.kernel_pytorch.attention
@@ -291,20 +292,33 @@ def _kp_rms_norm(module: GraphModule, node: Node, constants: Constants, ranges: 
 
 
 def _linear(module: GraphModule, node: Node, constants: Constants, ranges: Mapping[Any, Any]) -> None:
-    """A linear whose weights are int8 with a scale for each output, and whose numbers are not quantized."""
+    """A linear with quantized weights, on floats or on rows that are quantized as they come."""
     x, weight, bias = argument(node, 0, "input"), argument(node, 1, "weight"), argument(node, 2, "bias")
-    if not isinstance(weight, Node) or weight.target is not torch.ops.torchao.dequantize_affine.default:
+    weights = quantized_weights(weight)
+    if weights is None:
         return
-    numbers, block, scale, zero = weight.args[:4]
-    held = tensor_of(numbers)
-    if "quantize" in str(x.target) or held.dtype != torch.int8 or list(block) != [1, held.shape[1]]:  # type: ignore[arg-type]
-        return
-    known = constants.of(zero) if isinstance(zero, Node) else None
-    if zero is not None and (known is None or bool(known.any())):
+    source = quantized_rows(x)
+    if source is None and "quantize" in str(x.target):
+        return  # with scales from calibration: XNNPACK's
+    known = None if weights.zero_points is None else constants.of(weights.zero_points)
+    if weights.zero_points is not None and (known is None or bool(known.any())):
         raise RefusedError("its weights have zero points; symmetric ones alone are taken")
     if tensor_of(x).dtype != torch.float32:
         raise RefusedError("linears are taken in float32")
-    found = _insert(module, node, operators.LINEAR_INT8, x, numbers, scale, bias)
+    inputs, group = tensor_of(weights.data).shape[1], weights.group
+    if source is None:
+        if weights.bits != 8 or group != inputs:
+            raise RefusedError(
+                f"its weights have {weights.bits} bits in groups of {group} inputs: beside inputs that are not "
+                "quantized, 8 bits with one scale an output are taken"
+            )
+        found = _insert(module, node, operators.LINEAR_INT8, x, weights.data, weights.scales, bias)
+    else:
+        refused = packing_refusal(inputs, inputs // group, weights.bits)
+        if refused is not None:
+            raise RefusedError(refused)
+        operands = (source, weights.data, weights.scales, bias)
+        found = _insert(module, node, operators.QUANTIZED_LINEAR, *operands, weights.bits)
     node.replace_all_uses_with(found)
     module.graph.erase_node(node)
 

@@ -17,6 +17,7 @@ from torch.fx import Node
 
 from kernel_pytorch.lowering.constants import Constants
 from kernel_pytorch.lowering.emitter import Emitter
+from kernel_pytorch.lowering.packing import PackedWeights, pack_quantized_weights
 from kernel_pytorch.lowering.payload import MOST_DIMENSIONS, PANEL, Cache, OpCode, Reduction, Step
 from kernel_pytorch.lowering.rewrite import FLOATS, argument, attention_refusal
 from kernel_pytorch.lowering.strided import Size, Strided, as_size, broadcast, equal, product
@@ -494,7 +495,7 @@ def _emit_linear(
     scales = None
     if scale is not None:
         scales = emitter.constant(scale.flatten().float().contiguous())
-    packed = emitter.packed(weight, packed_weights)
+    packed = emitter.constant(emitter.once(packed_weights, weight))
     emitter.emit(OpCode.LINEAR, [source, packed, own, scales], [into])
     if node.meta["val"].dtype == torch.float32:
         emitter.set(node, into)
@@ -518,6 +519,22 @@ def _emit_int8_linear(emitter: Emitter, node: Node) -> None:
     _emit_linear(emitter, node, x, _known(emitter, weight), bias, _known(emitter, scale))
 
 
+def _emit_quantized_linear(emitter: Emitter, node: Node) -> None:
+    x, weight, scales, bias, bits = node.args[:5]
+    source = emitter.contiguous(emitter.view(x))
+    packed = emitter.once(_packed_for_rows, _known(emitter, weight), _known(emitter, scales), bits)
+    constants = [emitter.constant(tensor) for tensor in (packed.weights, packed.scales, packed.sums)]
+    own = None if bias is None else emitter.constant(_known(emitter, bias).float().contiguous())
+    into = emitter.new(_dims(node), torch.float32)
+    emitter.emit(OpCode.QUANTIZED_LINEAR, [source, *constants, own], [into], [packed.bits, packed.group])
+    emitter.set(node, into)
+
+
+def _packed_for_rows(weight: torch.Tensor, scales: torch.Tensor, bits: int) -> PackedWeights:
+    return pack_quantized_weights(weight, scales.reshape(weight.shape[0], -1), bits=bits)
+
+
+RULES["kernel_pytorch_lowering::quantized_linear"] = Rule("linear", _emit_quantized_linear, constants=(1, 2, 3))
 RULES["kernel_pytorch_lowering::linear_int8"] = Rule("linear", _emit_int8_linear, constants=(1, 2, 3))
 RULES["aten::linear"] = Rule(
     "linear",

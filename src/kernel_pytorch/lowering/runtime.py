@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from kernel_pytorch.lowering.build import build, executorch_root
-from kernel_pytorch.lowering.checksum import verify
+from kernel_pytorch.lowering.checksum import digest_of, verify
 
 __all__ = ["LoadedProgram", "load", "native", "registered"]
 
@@ -40,6 +40,14 @@ def native() -> ctypes.CDLL:
     ready = build(tell=lambda text: print(f"kernel-pytorch: {text}", file=sys.stderr))
     library = ctypes.CDLL(str(ready.library))
     library.kernel_pytorch_last_error.restype = ctypes.c_char_p
+    library.kernel_pytorch_last_owner.restype = ctypes.c_void_p
+    library.kernel_pytorch_session_bytes.restype = ctypes.c_size_t
+    library.kernel_pytorch_session_bytes.argtypes = (ctypes.c_void_p,)
+    library.kernel_pytorch_save_session.argtypes = (ctypes.c_void_p, ctypes.c_void_p)
+    library.kernel_pytorch_restore_session.restype = ctypes.c_bool
+    library.kernel_pytorch_restore_session.argtypes = (
+        *(ctypes.c_void_p, ctypes.c_char_p, ctypes.c_size_t, ctypes.c_char_p, ctypes.c_size_t),
+    )
     return library
 
 
@@ -78,14 +86,18 @@ class LoadedProgram:
             if fault is not None:
                 raise ValueError(f"{name} is no program that this runtime can load: {fault}")
             register_delegates(data)
+            self.digest = digest_of(data)
+            """The SHA-256 of the program."""
         self._name = name
         # Methods share planned memory, inputs are bound by address, and outputs are copied out after the call.
         self._lock = threading.Lock()
+        self._library.kernel_pytorch_last_owner()  # forgets that of another program
         try:
             self._program = Runtime.get().load_program(source, verification=Verification.InternalConsistency)
             self._methods = {method: self._program.load_method(method) for method in self._program.method_names}
         except RuntimeError as error:
             raise ValueError(f"{name} is no program that this runtime can load: {self._reason(error)}") from error
+        self._owner = self._library.kernel_pytorch_last_owner()
 
     @property
     def methods(self) -> tuple[str, ...]:
@@ -113,6 +125,22 @@ class LoadedProgram:
                 reason = "; ".join(filter(None, (self._mismatch(method, given), self._reason(error))))
                 raise ValueError(f"{self._name}: {method} refused its inputs: {reason}") from error
         return outputs[0] if len(outputs) == 1 else tuple(outputs)
+
+    def history(self) -> bytes:
+        """A copy of what the caches hold, for ``restore`` in this process or a later one; empty without caches."""
+        with self._lock:
+            found = ctypes.create_string_buffer(self._library.kernel_pytorch_session_bytes(self._owner))
+            self._library.kernel_pytorch_save_session(self._owner, found)
+            return bytes(found.raw)
+
+    def restore(self, history: bytes) -> None:
+        """Go on with a history of the same program; one that does not fit is refused and changes nothing."""
+        reason = ctypes.create_string_buffer(512)
+        with self._lock:
+            if not self._library.kernel_pytorch_restore_session(
+                self._owner, history, len(history), reason, len(reason)
+            ):
+                raise ValueError(f"{self._name} refused a history: {reason.value.decode()}")
 
     def ones(self, method: str) -> list[torch.Tensor]:
         """Inputs for a method, all ones, in the shapes it was lowered for."""

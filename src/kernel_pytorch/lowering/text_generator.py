@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import struct
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -11,10 +13,13 @@ from typing import Any
 import torch
 
 from kernel_pytorch.lowering.checkpoint import TextProgram, cached_program
+from kernel_pytorch.lowering.checksum import add_checksum, content, damage, write_whole
 from kernel_pytorch.lowering.runtime import LoadedProgram, load
 from kernel_pytorch.lowering.sampling import Sampling, sample
 
 __all__ = ["Conversation", "Generation", "TextGenerator"]
+
+_SESSION = b"KernelPyTorch.session.1\n"
 
 
 @dataclass(frozen=True)
@@ -154,6 +159,35 @@ class TextGenerator:
         if not ids:
             raise ValueError(f"prompt={prompt!r} has no tokens: pass some text")
         return self.stream_tokens(ids, max_tokens=max_tokens, sampling=sampling)
+
+    def save_session(self, path: str | Path) -> None:
+        """Write the tokens so far with their keys and values, for ``load_session`` in a later process."""
+        facts = {"program": self._program.digest, "tokens": self._held, "furthest": self._furthest}
+        header = json.dumps(facts).encode()
+        data = _SESSION + struct.pack("<Q", len(header)) + header + self._program.history()
+        write_whole(Path(path), add_checksum(data))
+
+    def load_session(self, path: str | Path) -> None:
+        """Go on from a saved session: a prompt that begins with its tokens does not compute them again.
+
+        A file that is damaged, or of another program, is refused and changes nothing.
+        """
+        data = Path(path).read_bytes()
+        at = len(_SESSION) + 8
+        fault = damage(data)
+        if fault is None and not (data.startswith(_SESSION) and content(data) != data and len(data) > at):
+            fault = "it is no session that save_session wrote"
+        if fault is not None:
+            raise ValueError(f"path={str(path)!r} cannot be loaded: {fault}")
+        end = at + struct.unpack_from("<Q", data, len(_SESSION))[0]
+        facts = json.loads(data[at:end])
+        if facts["program"] != self._program.digest:
+            raise ValueError(
+                f"path={str(path)!r} is a session of another program: load it with the model, recipe and window that "
+                "it was saved with"
+            )
+        self._program.restore(content(data)[end:])
+        self._held, self._furthest = facts["tokens"], facts["furthest"]
 
     def chat(self) -> Conversation:
         """Start a conversation with the model's own chat template."""

@@ -1,5 +1,7 @@
 #include <algorithm>
+#include <cstring>
 
+#include "core/cache.h"
 #include "testing.h"
 
 namespace kernel_pytorch::testing {
@@ -56,9 +58,64 @@ void special_rows(const KernelTable& kernels, std::mt19937& random) {
   }
 }
 
+std::shared_ptr<Cache> cache_of(DType dtype, int64_t window) {
+  Reason reason;
+  auto cache = Cache::make({"cache", dtype, 2, 3, 5, 4, window + 4, 2, window}, reason);
+  expect(cache != nullptr, "no cache was made");
+  return cache;
+}
+
+// Writes tokens whose every byte says where it is.
+void write_tokens(Cache& cache, int64_t from, int64_t to) {
+  for (int64_t position = from; position < to; ++position) {
+    for (int64_t row = 0; row < 6; ++row) {
+      const int64_t at = row * cache.slots() + cache.slot(position);
+      const auto width = [&](int64_t dim) { return static_cast<size_t>(dim) * size_of(cache.shape().dtype); };
+      std::memset(cache.keys() + static_cast<size_t>(at) * width(5), static_cast<int>(position * 7 + row), width(5));
+      std::memset(cache.values() + static_cast<size_t>(at) * width(4), static_cast<int>(position * 5 + row), width(4));
+      if (cache.key_scales() != nullptr) {
+        cache.key_scales()[at] = static_cast<float>(position);
+        cache.value_scales()[at] = static_cast<float>(row);
+      }
+    }
+    cache.advance(position, 1);
+  }
+}
+
+// A history before and after the ring has wrapped around, taken over by another cache.
+void saved_histories(const KernelTable& /*kernels*/, std::mt19937& /*random*/) {
+  for (const DType dtype : {DType::kFloat32, DType::kInt8}) {
+    for (const int64_t tokens : {0, 1, 5, 10, 11, 40}) {
+      const auto first = cache_of(dtype, 4), second = cache_of(dtype, 4);
+      write_tokens(*first, 0, tokens);
+      write_tokens(*second, 0, 3);
+      std::vector<char> saved(first->saved_bytes());
+      first->save(saved.data());
+      Reason reason;
+      expect(second->check_saved(saved.data(), saved.size(), reason) == saved.size(), "a history is refused");
+      second->restore(saved.data());
+      std::vector<char> again(second->saved_bytes());
+      second->save(again.data());
+      expect(again == saved, "a history that was taken over differs");
+      expect(second->accepts(tokens, 1, reason), "the next position is refused");
+      expect(!second->accepts(tokens + 1, 1, reason), "a position past the history is accepted");
+      expect(second->check_saved(saved.data(), saved.size() - 1, reason) == 0, "a cut history is accepted");
+      expect(cache_of(dtype, 3)->check_saved(saved.data(), saved.size(), reason) == 0, "another shape is accepted");
+      for (size_t byte = 0; byte < 8 * 11 && byte < saved.size(); ++byte) {
+        std::vector<char> damaged = saved;
+        damaged[byte] = static_cast<char>(damaged[byte] ^ 0x80);
+        const size_t size = second->check_saved(damaged.data(), damaged.size(), reason);
+        expect(size <= damaged.size(), "a damaged history reaches past its end");
+      }
+    }
+  }
+}
+
 }  // namespace
 
-const std::vector<Test> kCacheTests = {
-    {"float rows", float_rows}, {"int8 rows", int8_rows}, {"zero, NaN and infinity", special_rows}};
+const std::vector<Test> kCacheTests = {{"float rows", float_rows},
+                                       {"int8 rows", int8_rows},
+                                       {"zero, NaN and infinity", special_rows},
+                                       {"saved histories", saved_histories}};
 
 }  // namespace kernel_pytorch::testing

@@ -4,8 +4,10 @@
 #include <atomic>
 #include <cstring>
 #include <memory>
+#include <vector>
 
 #include "core/program.h"
+#include "core/shared.h"
 
 #if defined(KERNEL_PYTORCH_WITH_EXECUTORCH)
 #include "core/threads.h"
@@ -110,3 +112,35 @@ bool kernel_pytorch_run(void* handle, const KernelPyTorchTensor* inputs, size_t 
 }
 
 void kernel_pytorch_free(void* program) { delete static_cast<Program*>(program); }
+
+size_t kernel_pytorch_session_bytes(const void* owner) {
+  size_t bytes = 0;
+  for (const auto& cache : kernel_pytorch::caches_of(owner)) bytes += cache->saved_bytes();
+  return bytes;
+}
+
+void kernel_pytorch_save_session(const void* owner, char* out) {
+  for (const auto& cache : kernel_pytorch::caches_of(owner)) {
+    cache->save(out);
+    out += cache->saved_bytes();
+  }
+}
+
+bool kernel_pytorch_restore_session(const void* owner, const char* data, size_t size, char* text, size_t text_size) {
+  const auto caches = kernel_pytorch::caches_of(owner);
+  std::vector<const char*> histories;
+  Reason reason;
+  for (const auto& cache : caches) {
+    const size_t bytes = cache->check_saved(data, size, reason);
+    if (bytes == 0) return report(reason, text, text_size);
+    histories.push_back(data);
+    data += bytes;
+    size -= bytes;
+  }
+  if (size != 0) {
+    reason.set("the session has %zu bytes more than the caches of the program", size);
+    return report(reason, text, text_size);
+  }
+  for (size_t n = 0; n < caches.size(); ++n) caches[n]->restore(histories[n]);
+  return true;
+}

@@ -27,5 +27,16 @@ KERNEL_PYTORCH_API bool kernel_pytorch_run(void* program, const KernelPyTorchTen
 
 KERNEL_PYTORCH_API void kernel_pytorch_free(void* program);
 
+// The owner of the program with caches that ExecuTorch loaded last on this thread, or null. Clears it.
+KERNEL_PYTORCH_API const void* kernel_pytorch_last_owner();
+
+// The history in the caches of an owner, so that a later process can go on with it: its size, a copy into `out`, and
+// taking it over. A history that does not fit is refused with the reason in `text`, and changes nothing. No program of
+// the owner may run meanwhile.
+KERNEL_PYTORCH_API size_t kernel_pytorch_session_bytes(const void* owner);
+KERNEL_PYTORCH_API void kernel_pytorch_save_session(const void* owner, char* out);
+KERNEL_PYTORCH_API bool kernel_pytorch_restore_session(const void* owner, const char* data, size_t size, char* text,
+                                                       size_t text_size);
+
 // The reason for which the last delegate call on this thread failed, or an empty text. Clears it.
 KERNEL_PYTORCH_API const char* kernel_pytorch_last_error();

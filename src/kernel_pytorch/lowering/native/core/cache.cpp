@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstdlib>
+#include <cstring>
 #include <new>
 
 namespace kernel_pytorch {
@@ -66,6 +67,99 @@ void Cache::advance(int64_t position, int64_t tokens) {
   position_ = position;
   seen_ = position + tokens;
   low_ = std::max(low_, seen_ - shape_.ring);
+}
+
+// The header of a saved history. Numbers are as in memory: a history stays on one kind of machine.
+struct Cache::Saved {
+  char magic[8];
+  int64_t shape[8];
+  int64_t seen, low;
+
+  static constexpr char kMagic[9] = "KPTCACH1";
+
+  static Saved of(const CacheShape& s, int64_t seen, int64_t low) {
+    Saved saved = {{},
+                   {static_cast<int64_t>(s.dtype), s.batch, s.heads, s.dim, s.value_dim, s.ring, s.sinks, s.window},
+                   seen,
+                   low};
+    std::memcpy(saved.magic, kMagic, sizeof(saved.magic));
+    return saved;
+  }
+};
+
+template <typename Visit>
+void Cache::visit_rows(int64_t used, Visit visit) const {
+  const int64_t rows = shape_.batch * shape_.heads;
+  const auto visit_all = [&](char* begin, size_t bytes_of_slot) {
+    for (int64_t row = 0; row < rows; ++row) {
+      visit(begin + static_cast<size_t>(row * slots()) * bytes_of_slot, static_cast<size_t>(used) * bytes_of_slot);
+    }
+  };
+  visit_all(keys(), static_cast<size_t>(shape_.dim) * size_of(shape_.dtype));
+  visit_all(values(), static_cast<size_t>(shape_.value_dim) * size_of(shape_.dtype));
+  if (shape_.dtype == DType::kInt8) {
+    visit_all(reinterpret_cast<char*>(key_scales()), sizeof(float));
+    visit_all(reinterpret_cast<char*>(value_scales()), sizeof(float));
+  }
+}
+
+size_t Cache::bytes_of(int64_t used) const {
+  size_t bytes = sizeof(Saved);
+  visit_rows(used, [&](char* /*row*/, size_t size) { bytes += size; });
+  return bytes;
+}
+
+size_t Cache::saved_bytes() const { return bytes_of(used_slots(seen_, low_)); }
+
+void Cache::save(char* out) const {
+  const Saved saved = Saved::of(shape_, seen_, low_);
+  std::memcpy(out, &saved, sizeof(saved));
+  out += sizeof(saved);
+  visit_rows(used_slots(seen_, low_), [&](const char* row, size_t size) {
+    std::memcpy(out, row, size);
+    out += size;
+  });
+}
+
+size_t Cache::check_saved(const char* data, size_t size, Reason& reason) const {
+  Saved saved;
+  const char* const name = shape_.name.c_str();
+  if (size < sizeof(saved)) {
+    reason.set("cache '%.64s': the session ends before its history", name);
+    return 0;
+  }
+  std::memcpy(&saved, data, sizeof(saved));
+  const Saved own = Saved::of(shape_, saved.seen, saved.low);
+  if (std::memcmp(&saved, &own, sizeof(saved)) != 0) {
+    reason.set("cache '%.64s': the session is of a cache with another shape", name);
+    return 0;
+  }
+  const bool good = saved.seen >= 0 && saved.seen <= kLastPosition && saved.low >= shape_.sinks &&
+                    saved.low <= std::max(saved.seen, shape_.sinks) && saved.low >= saved.seen - shape_.ring;
+  if (!good) {
+    reason.set("cache '%.64s': the session has %lld tokens, and those before %lld overwritten, which cannot be", name,
+               (long long)saved.seen, (long long)saved.low);
+    return 0;
+  }
+  const size_t bytes = bytes_of(used_slots(saved.seen, saved.low));
+  if (bytes > size) {
+    reason.set("cache '%.64s': the session is cut", name);
+    return 0;
+  }
+  return bytes;
+}
+
+void Cache::restore(const char* data) {
+  Saved saved;
+  std::memcpy(&saved, data, sizeof(saved));
+  data += sizeof(saved);
+  seen_ = saved.seen;
+  low_ = saved.low;
+  position_ = saved.seen;
+  visit_rows(used_slots(seen_, low_), [&](char* row, size_t size) {
+    std::memcpy(row, data, size);
+    data += size;
+  });
 }
 
 int64_t Cache::ranges(int64_t position, KeyRange* out) const {

@@ -1,6 +1,7 @@
 // A key-value cache of attention sinks and a ring buffer for a sliding window. kernel_pytorch/kv_cache.py defines it.
 #pragma once
 
+#include <algorithm>
 #include <memory>
 
 #include "core/payload.h"
@@ -29,6 +30,15 @@ class Cache {
   static constexpr int64_t kMaxRanges = 3;
   int64_t ranges(int64_t position, KeyRange* out) const;
 
+  // A copy of the history, in saved_bytes() bytes. Slots that hold no token are left out.
+  size_t saved_bytes() const;
+  void save(char* out) const;
+
+  // How many bytes of `data` are a history that save() wrote for a cache of this shape, or 0 with a reason.
+  size_t check_saved(const char* data, size_t size, Reason& reason) const;
+  // Takes over a history that check_saved() accepted.
+  void restore(const char* data);
+
   // Shape (batch, heads, slots, dim). Scales, which only int8 has: (batch, heads, slots).
   char* keys() const { return memory_.get(); }
   char* values() const { return memory_.get() + keys_bytes_; }
@@ -36,6 +46,15 @@ class Cache {
   float* value_scales() const { return scales(1); }
 
  private:
+  struct Saved;
+
+  // The slots that hold tokens are the first of each row of slots.
+  int64_t used_slots(int64_t seen, int64_t low) const { return low > shape_.sinks ? slots() : std::min(seen, slots()); }
+  size_t bytes_of(int64_t used) const;
+  // Calls visit(bytes in the cache, bytes) for what is used of each row of keys, values and scales, in order.
+  template <typename Visit>
+  void visit_rows(int64_t used, Visit visit) const;
+
   float* scales(int64_t which) const {
     if (shape_.dtype != DType::kInt8) return nullptr;
     return reinterpret_cast<float*>(memory_.get() + keys_bytes_ + values_bytes_) + which * rows_;

@@ -37,6 +37,9 @@ constexpr const char* kName = "KernelPyTorchBackend";
 // The reason for which the last call on this thread failed. ExecuTorch passes on only an error code.
 thread_local Reason last_error;
 
+// The owner of the caches of the last program with caches that this thread loaded.
+thread_local const void* last_owner = nullptr;
+
 bool dtype_of(ScalarType type, DType& dtype) {
   switch (type) {
     case ScalarType::Float:
@@ -137,6 +140,7 @@ class KernelPyTorchBackend final : public BackendInterface {
       ET_LOG(Error, "%s: %s", kName, reason.text);
       return Error::DelegateInvalidCompatibility;
     }
+    if (program->has_caches()) last_owner = host.owner;
     handle->inputs.resize(program->input_count());
     handle->outputs.resize(program->output_count());
     handle->program = std::move(program);
@@ -206,4 +210,10 @@ const char* kernel_pytorch_last_error() {
   told = kernel_pytorch::last_error;
   kernel_pytorch::last_error = {};
   return told.text;
+}
+
+const void* kernel_pytorch_last_owner() {
+  const void* const owner = kernel_pytorch::last_owner;
+  kernel_pytorch::last_owner = nullptr;
+  return owner;
 }

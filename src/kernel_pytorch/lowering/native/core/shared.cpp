@@ -29,6 +29,11 @@ std::shared_ptr<Item> find_or_make(Registry<Item>& registry, const void* owner, 
   return item;
 }
 
+Registry<Cache>& caches() {
+  static Registry<Cache> registry;
+  return registry;
+}
+
 bool same(const CacheShape& a, const CacheShape& b) {
   return a.dtype == b.dtype && a.batch == b.batch && a.heads == b.heads && a.dim == b.dim &&
          a.value_dim == b.value_dim && a.ring == b.ring && a.sinks == b.sinks && a.window == b.window;
@@ -37,13 +42,22 @@ bool same(const CacheShape& a, const CacheShape& b) {
 }  // namespace
 
 std::shared_ptr<Cache> shared_cache(const void* owner, const CacheShape& shape, Reason& reason) {
-  static Registry<Cache> registry;
-  auto cache = find_or_make(registry, owner, shape.name, [&] { return Cache::make(shape, reason); });
+  auto cache = find_or_make(caches(), owner, shape.name, [&] { return Cache::make(shape, reason); });
   if (cache && !same(cache->shape(), shape)) {
     reason.set("cache '%.64s' has another shape in another method of the program", shape.name.c_str());
     return nullptr;
   }
   return cache;
+}
+
+std::vector<std::shared_ptr<Cache>> caches_of(const void* owner) {
+  std::vector<std::shared_ptr<Cache>> found;
+  const std::lock_guard<std::mutex> guard(caches().lock);
+  for (const auto& [key, item] : caches().items) {
+    auto cache = key.first == owner ? item.lock() : nullptr;
+    if (cache) found.push_back(std::move(cache));
+  }
+  return found;
 }
 
 std::shared_ptr<const char> shared_copy(const void* owner, const std::string& name, const uint8_t* data, uint64_t bytes,

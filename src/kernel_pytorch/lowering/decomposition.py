@@ -1,0 +1,97 @@
+"""Decompose a program once for all partitioners.
+
+``to_edge_transform_and_lower`` decomposes a program twice for each partitioner that checks nodes, which takes most of
+the time of lowering. ``decomposed`` asks all partitioners first, hides the nodes that any of them wants whole behind
+operators without a decomposition, and decomposes the rest in one pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache
+
+import torch
+from executorch.exir.backend.partitioner import Partitioner, PartitionResult
+from executorch.exir.tracer import _default_decomposition_table
+from torch.export import ExportedProgram
+from torch.fx import GraphModule, Node
+
+from kernel_pytorch._compat.structures import OpOverload
+
+__all__ = ["decomposed"]
+
+_HIDDEN = "kernel_pytorch_hidden"
+_LIBRARY = torch.library.Library(_HIDDEN, "DEF")
+
+
+class _Asked(Partitioner):  # type: ignore[misc]
+    """A partitioner of a program that is decomposed already."""
+
+    def __init__(self, partitioner: Partitioner, whole: set[OpOverload]) -> None:
+        super().__init__()
+        self._partitioner, self._whole = partitioner, whole
+        self._partitioned = False
+
+    def ops_to_not_decompose(self, ep: ExportedProgram) -> tuple[list[OpOverload], Callable[[Node], bool] | None]:
+        # Afterwards ExecuTorch asks again, to see that these were taken.
+        return list(self._whole if self._partitioned else self._whole | _operators(ep)), None
+
+    def partition(self, exported_program: ExportedProgram) -> PartitionResult:
+        self._partitioned = True
+        return self._partitioner.partition(exported_program)
+
+
+@cache
+def _hidden(op: OpOverload) -> OpOverload:
+    """The same operator under a name that no table decomposes."""
+    schema = str(op._schema).partition("::")[2]
+    name, _, overload = schema.partition("(")[0].partition(".")
+    _LIBRARY.define(schema)
+    _LIBRARY.impl(f"{name}.{overload}" if overload else name, op, "CompositeExplicitAutograd")
+    return getattr(getattr(getattr(torch.ops, _HIDDEN), name), overload or "default")  # type: ignore[no-any-return]
+
+
+def _can_hide(op: OpOverload) -> bool:
+    """Operators that write to an argument or return a view of one need their own name to be functionalized."""
+    returns_views = any(value.alias_info is not None for value in op._schema.returns)
+    return not op._schema.is_mutable and (not returns_views or op.namespace == "torchao")
+
+
+def decomposed(
+    program: ExportedProgram, partitioners: Sequence[Partitioner]
+) -> tuple[ExportedProgram, list[Partitioner]]:
+    """The program in core operators but for what the partitioners want whole, and partitioners that want no more."""
+    for partitioner in partitioners:
+        program = partitioner.transform_for_pre_decomposition(program)
+    if any(_is_mutable(node) for module in _graphs(program) for node in module.graph.nodes):
+        program = program.run_decompositions({})
+    wanted = [partitioner.ops_to_not_decompose(program) for partitioner in partitioners]
+    originals: dict[OpOverload, OpOverload] = {}
+    for module in _graphs(program):
+        for node in module.graph.nodes:
+            asked = node.op == "call_function" and any(
+                node.target in ops and (check is None or check(node)) for ops, check in wanted
+            )
+            if asked and _can_hide(node.target):
+                originals[_hidden(node.target)] = node.target
+                node.target = _hidden(node.target)
+    program = program.run_decompositions(_default_decomposition_table())
+    for module in _graphs(program):
+        for node in module.graph.nodes:
+            node.target = originals.get(node.target, node.target)
+        module.recompile()
+    return program, [_Asked(partitioner, set(originals.values())) for partitioner in partitioners]
+
+
+def _graphs(program: ExportedProgram) -> list[GraphModule]:
+    """The program's graph and those of its branches and loops."""
+    return [module for module in program.graph_module.modules() if isinstance(module, GraphModule)]
+
+
+def _operators(program: ExportedProgram) -> set[OpOverload]:
+    targets = {node.target for module in _graphs(program) for node in module.graph.nodes}
+    return {target for target in targets if isinstance(target, OpOverload)}
+
+
+def _is_mutable(node: Node) -> bool:
+    return isinstance(node.target, OpOverload) and node.target._schema.is_mutable
