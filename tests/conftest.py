@@ -101,7 +101,7 @@ def products(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
 @pytest.fixture
 def fused_calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """One entry for each time that the fused SwiGLU has run."""
-    from kernel_pytorch.fp8.fusion import swiglu as swiglu_module
+    from kernel_pytorch.fp8 import fusion as swiglu_module
 
     calls: list[int] = []
     run = swiglu_module.fp8_swiglu_mlp

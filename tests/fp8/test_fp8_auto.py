@@ -20,7 +20,7 @@ import kernel_pytorch as kp
 from fp8_models import block, linear, pretend_measured, random, results, same, sqnr, train
 from kernel_pytorch.fp8 import autotune as autotune
 from kernel_pytorch.fp8 import module as fp8_module
-from kernel_pytorch.fp8.autotune import Measured, measured_choice, rounded
+from kernel_pytorch.fp8.autotune import LayerCall, Measured, measured_choice, rounded
 from kernel_pytorch.fp8.recipe import PRODUCTS, RECIPES
 from kernel_pytorch.hardware_abstraction import choice_cache
 
@@ -180,7 +180,7 @@ def test_weights_of_another_format_are_measured_anew(monkeypatch: pytest.MonkeyP
 def test_tensors_without_memory_decide_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
     monkeypatch.setattr(fp8_module, "may_gain", lambda _: True)
-    monkeypatch.setattr(autotune, "measured_choice", lambda *key: asked.append(key) or Measured(64, (((), 1.0),)))
+    monkeypatch.setattr(autotune, "measured_choice", lambda call: asked.append(call) or Measured(64, (((), 1.0),)))
     with FakeTensorMode():
         fake = kp.fp8.convert(linear())
         assert fake(torch.empty(64, 40, requires_grad=True)).shape == (64, 24)
@@ -317,47 +317,47 @@ def test_the_best_choice(seconds: dict[tuple[str, ...], float], best: tuple[str,
 
 
 @pytest.fixture
-def fabricated(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
-    """Measurements that are made up: the keys that were asked for."""
-    asked: list[tuple[Any, ...]] = []
+def fabricated(monkeypatch: pytest.MonkeyPatch) -> list[LayerCall]:
+    """Measurements that are made up: the calls that were asked for."""
+    asked: list[LayerCall] = []
 
-    def measure(*key: Any) -> Measured:
-        asked.append(key)
-        return Measured(key[1], tuple(SECONDS.items()))
+    def measure(call: LayerCall) -> Measured:
+        asked.append(call)
+        return Measured(call.rows, tuple(SECONDS.items()))
 
     monkeypatch.setattr(autotune, "_kept", {})
     monkeypatch.setattr(autotune, "_measure", measure)
     return asked
 
 
-def test_a_shape_is_measured_once(fabricated: list[tuple[Any, ...]]) -> None:
-    call = (torch.device("cpu"), 64, (24, 40), torch.float32, torch.float32, True, RECIPES["delayed"])
-    assert measured_choice(*call) is measured_choice(*call)
+def test_a_shape_is_measured_once(fabricated: list[LayerCall]) -> None:
+    call = LayerCall(torch.device("cpu"), 64, (24, 40), torch.float32, torch.float32, True, RECIPES["delayed"])
+    assert measured_choice(call) is measured_choice(call)
     assert len(fabricated) == 1
-    measured_choice(*call, needs_dx=False)
-    measured_choice(*call[:3], torch.bfloat16, *call[4:])
-    measured_choice(*call[:-1], RECIPES["tensorwise"])
+    measured_choice(call._replace(needs_dx=False))
+    measured_choice(call._replace(dtype=torch.bfloat16))
+    measured_choice(call._replace(recipe=RECIPES["tensorwise"]))
     assert len(fabricated) == 4
 
 
-def test_a_process_that_comes_later_measures_nothing_again(fabricated: list[tuple[Any, ...]]) -> None:
-    call = (torch.device("cpu"), 64, (24, 40), torch.float32, torch.bfloat16, True, RECIPES["delayed"])
-    first = measured_choice(*call)
+def test_a_process_that_comes_later_measures_nothing_again(fabricated: list[LayerCall]) -> None:
+    call = LayerCall(torch.device("cpu"), 64, (24, 40), torch.float32, torch.bfloat16, True, RECIPES["delayed"])
+    first = measured_choice(call)
     autotune._kept.clear()
-    assert measured_choice(*call) == first
+    assert measured_choice(call) == first
     assert len(fabricated) == 1
-    measured_choice(*call, waits=1.3)
+    measured_choice(call._replace(waits=1.3))
     assert len(fabricated) == 2
 
 
-def test_a_measurement_that_cannot_be_read_is_made_again(fabricated: list[tuple[Any, ...]]) -> None:
-    call = (torch.device("cpu"), 64, (24, 40), torch.float32, torch.float32, True, RECIPES["delayed"])
-    first = measured_choice(*call)
+def test_a_measurement_that_cannot_be_read_is_made_again(fabricated: list[LayerCall]) -> None:
+    call = LayerCall(torch.device("cpu"), 64, (24, 40), torch.float32, torch.float32, True, RECIPES["delayed"])
+    first = measured_choice(call)
     (kept,) = choice_cache.directory().iterdir()
     kept.write_text("{}")
     autotune._kept.clear()
     with pytest.warns(choice_cache.ChoiceCacheWarning, match="is corrupt"):
-        assert measured_choice(*call) == first
+        assert measured_choice(call) == first
     assert len(fabricated) == 2
 
 
@@ -373,18 +373,18 @@ def test_a_layer_that_is_alone_may_wait_longer_for_the_cpu(
     monkeypatch.setattr(autotune, "_seconds", lambda run, *_: 10.0 - len(run.args[0]))  # the more in 8 bits
     monkeypatch.setattr(torch.random, "fork_rng", lambda **_: contextlib.nullcontext())
     monkeypatch.setattr(autotune, "_issuing", lambda *_: issuing)
-    call = (torch.device("cpu"), 64, (24, 40), torch.float32, torch.float32, True, RECIPES["tensorwise"])
-    assert measured_choice(*call).best == PRODUCTS
-    assert measured_choice(*call, waits=autotune.ALONE).best == alone
-    assert measured_choice(*call, waits=autotune.ALONE * autotune.COMPILED).best == compiled
+    call = LayerCall(torch.device("cpu"), 64, (24, 40), torch.float32, torch.float32, True, RECIPES["tensorwise"])
+    assert measured_choice(call).best == PRODUCTS
+    assert measured_choice(call._replace(waits=autotune.ALONE)).best == alone
+    assert measured_choice(call._replace(waits=autotune.ALONE * autotune.COMPILED)).best == compiled
 
 
-def test_the_report_has_what_was_measured(fabricated: list[tuple[Any, ...]]) -> None:
+def test_the_report_has_what_was_measured(fabricated: list[LayerCall]) -> None:
     model = kp.fp8.convert(linear())
     call = ((24, 40), torch.float32, torch.float32, True, RECIPES["delayed"])
     for rows in (96, 64):
-        measured_choice(torch.device("cpu"), rows, *call)
-    measured_choice(torch.device("cpu"), 8, (24, 41), *call[1:])  # another layer's
+        measured_choice(LayerCall(torch.device("cpu"), rows, *call))
+    measured_choice(LayerCall(torch.device("cpu"), 8, (24, 41), *call[1:]))  # another layer's
     (row,) = kp.fp8.report(model).layers
     assert [(found.rows, found.best) for found in row.measured] == [(64, ("y", "dx")), (96, ("y", "dx"))]
     assert row.products == {"y": "fp8", "dx": "fp8", "dW": "fp32"}
@@ -395,18 +395,20 @@ def test_the_report_has_what_was_measured(fabricated: list[tuple[Any, ...]]) -> 
 
 
 def test_the_report_of_a_layer_whose_input_needs_no_gradient(
-    fabricated: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch
+    fabricated: list[LayerCall], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As the first layer of a model: what was measured without dx is its own, also beside another of its shape."""
     monkeypatch.setattr(fp8_module, "may_gain", lambda _: True)
     monkeypatch.setattr(
-        autotune, "_measured_products", lambda kind, _, *call: measured_choice(torch.device(kind), *call).best
+        autotune,
+        "_measured_products",
+        lambda kind, _, *call: measured_choice(LayerCall(torch.device(kind), *call)).best,
     )
     measure = autotune._measure
     monkeypatch.setattr(
         autotune,
         "_measure",
-        lambda *key: measure(*key) if key[7] else Measured(key[1], (((), 10.0), (("y", "dW"), 5.0))),
+        lambda call: measure(call) if call.needs_dx else Measured(call.rows, (((), 10.0), (("y", "dW"), 5.0))),
     )
     model = kp.fp8.convert(nn.Sequential(nn.Linear(24, 24), nn.Linear(24, 24)))
     model(random(64, 24)).sum().backward()
@@ -434,8 +436,10 @@ def test_measuring_times_every_choice_that_a_recipe_allows(
     monkeypatch.setattr(torch.random, "fork_rng", lambda **_: contextlib.nullcontext())  # it takes accelerators
     monkeypatch.setattr(autotune, "_SECONDS_A_ROUND", 1e-6)
     recipe = RECIPES["delayed-high-wgrad"]
-    call = (torch.device("cpu"), 4, (8, 16), torch.float32, torch.float32, True, recipe, needs_dx, needs_dw)
-    measured = autotune._measure(*call, waits=1.0 if needs_dx else 0.0)
+    call = LayerCall(
+        torch.device("cpu"), 4, (8, 16), torch.float32, torch.float32, True, recipe, needs_dx, needs_dw
+    )
+    measured = autotune._measure(call._replace(waits=1.0 if needs_dx else 0.0))
     assert {choice for choice, _ in measured.seconds} == choices
     assert all(seconds > 0 for _, seconds in measured.seconds)
     assert measured.rows == 4

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import kernel_pytorch as kp
-from kernel_pytorch.fp8.quantize import QuantizeSpec, quantize_eager
+from kernel_pytorch.fp8.quantize import QuantizeSpec, quantize
 from kernel_pytorch.hardware_abstraction.catalogue import CATALOGUE
 from kernel_pytorch.hardware_abstraction.formats import E4M3FN, FORMATS, Format
 from kernel_pytorch.ops.fp8_cast import Cast, fp8_cast, refusal, torch_kernel
@@ -265,9 +265,7 @@ def test_a_single_number(granularity: str, dtype: torch.dtype) -> None:
     if HERE != "cpu":
         for chosen in (x, -3e4 * x):
             counts = torch.zeros(2, 2, 4, dtype=torch.int64, device=HERE)
-            found = quantize_eager(
-                placed(chosen, "triton"), QuantizeSpec("e4m3fn", granularity, True, True), counts, 1
-            )
+            found = quantize(placed(chosen, "triton"), QuantizeSpec("e4m3fn", granularity, True, True), counts, 1)
             wanted = fp8_cast(chosen, granularity=granularity, transposed=True, power_of_two=True)
             assert torch.equal(found.data_t.cpu().view(torch.uint8), wanted.data_t.view(torch.uint8))
 

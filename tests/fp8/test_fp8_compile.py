@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -207,3 +209,44 @@ def test_an_input_buffer_that_is_filled_again_is_cast_anew(
     exact = functional.linear(x, model[0].weight, model[0].bias)
     assert sqnr(after.detach(), exact.detach()) > 20
     assert not torch.equal(after, before)
+
+
+def operators_of(model: Any, *, labels: torch.Tensor) -> list[Counter[str]]:
+    """Count the operators of ours, and SDPA's masks, in the compiled forward and backward of a language model."""
+    from functorch.compile import make_boxed_func
+    from torch._dynamo.backends.common import aot_autograd
+
+    found: list[Counter[str]] = []
+
+    def compiler(graph: torch.fx.GraphModule, _: Any) -> Any:
+        names = [str(node.target) for node in graph.graph.nodes if node.op == "call_function"]
+        found.append(Counter(name.split(".")[1] for name in names if "kernel_pytorch" in name))
+        return make_boxed_func(graph.forward)
+
+    torch._dynamo.reset()
+    run = torch.compile(model, fullgraph=True, backend=aot_autograd(fw_compiler=compiler, bw_compiler=compiler))
+    run(input_ids=labels, labels=labels, use_cache=False).loss.backward()
+    return found
+
+
+def test_a_compiled_llama_has_no_other_operators_than_its_gemms() -> None:
+    """Quantize and GEMM are one operator; q, k and v share x, which is quantized from the norm's input."""
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    config = transformers.LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, attn_implementation="kernel_pytorch",
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = kp.fp8.convert(transformers.LlamaForCausalLM(config).bfloat16(), "delayed")
+    forward, backward = operators_of(model, labels=torch.arange(32).view(2, 16))
+    attention = {"attention": 2}
+    assert forward == attention | {
+        "fp8_linear_forward": 2 * 2 + 1,  # q and o of each layer, and lm_head
+        "fp8_linear_of_quantized": 2 * 2,  # k and v
+        "fp8_swiglu_mlp_forward": 2,
+    }
+    assert backward == {"attention_backward": 2} | {
+        "fp8_linear_backward": 2 * 4 + 1,
+        "fp8_swiglu_mlp_backward_hidden": 2,
+        "fp8_swiglu_mlp_backward_gemms": 2,
+    }

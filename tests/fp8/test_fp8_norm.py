@@ -13,8 +13,8 @@ from torch.nn import functional
 import kernel_pytorch as kp
 from fp8_models import prepared_on_cpu, random, same, sqnr
 from fp8_norm_models import Block, Llama, both_recipes, caster_of, everything, is_cast, model, pair, train
-from kernel_pytorch.fp8.fusion import rms_norm as norm_module
-from kernel_pytorch.fp8.fusion.matching import CastingNorm
+from kernel_pytorch.fp8 import fusion as norm_module
+from kernel_pytorch.fp8.rms_norm import CastingNorm
 from kernel_pytorch.ops.rms_norm.definition import RMS_NORM
 from kernel_pytorch.testing.devices import interpreting, pretend
 

@@ -13,11 +13,11 @@ from torch import nn
 import kernel_pytorch as kp
 from fp8_models import pretend_measured, random, same, sqnr
 from fp8_norm_models import both_recipes, caster_of, everything, is_cast, model, pair, train
+from kernel_pytorch.fp8 import fusion as norm_module
 from kernel_pytorch.fp8 import monitor as monitor_module
-from kernel_pytorch.fp8.fusion import rms_norm as norm_module
-from kernel_pytorch.fp8.fusion.matching import MARK, CastingNorm
 from kernel_pytorch.fp8.module import Float8Linear
 from kernel_pytorch.fp8.recipe import PRODUCTS, RECIPES
+from kernel_pytorch.fp8.rms_norm import _OUTPUT, CastingNorm
 
 pytestmark = pytest.mark.usefixtures("one_thread", "own_monitors")
 
@@ -46,7 +46,7 @@ def test_nothing_is_cast_without_gradients(recipe: str) -> None:
     with torch.no_grad():
         y = net[0](random(9, 40))
         assert not hasattr(y, "_fp8_cast")
-        assert not hasattr(y, MARK)
+        assert not hasattr(y, _OUTPUT)
         net(random(9, 40))
     with torch.inference_mode():
         net(random(9, 40))

@@ -18,8 +18,8 @@ from torch.utils.checkpoint import checkpoint
 import kernel_pytorch as kp
 from fp8_models import random, same, sqnr
 from fp8_norm_models import Llama, both_recipes, caster_of, everything, model, train
-from kernel_pytorch.fp8.fusion import rms_norm as norm_module
-from kernel_pytorch.fp8.fusion.matching import CastingNorm
+from kernel_pytorch.fp8 import fusion as norm_module
+from kernel_pytorch.fp8.rms_norm import CastingNorm
 
 pytestmark = pytest.mark.usefixtures("one_thread", "own_monitors")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import warnings
 from collections.abc import Callable
@@ -13,7 +14,7 @@ from torch import nn
 from torch.nn import functional
 
 import kernel_pytorch as kp
-from kernel_pytorch.fp8.coverage import group_names
+from kernel_pytorch.fp8.conversion import group_names
 from kernel_pytorch.fp8.module import Float8Linear
 
 pytestmark = pytest.mark.usefixtures("one_thread", "own_monitors")
@@ -99,7 +100,9 @@ def test_hugging_face_models_are_reported_in_full(name: str) -> None:
     }
     config = getattr(transformers, f"{name}Config")(**more[name])
     model = getattr(transformers, "GPT2LMHeadModel" if name == "GPT2" else f"{name}ForCausalLM")(config)
-    with pytest.warns(UserWarning, match=r"only \d+% of its matmul parameters"):
+    with (
+        contextlib.nullcontext() if name == "GPT2" else pytest.warns(UserWarning, match=r"only \d+% of its matmul")
+    ):
         kp.fp8.convert(model, "delayed")
     report = kp.fp8.report(model)
     covered = {layer.name for layer in report.layers} | set(report.not_covered)

@@ -15,8 +15,8 @@ from torch.nn import functional
 
 import kernel_pytorch as kp
 from fp8_models import SwiGLU, block, is_fused, random, results, same, sqnr
-from kernel_pytorch.fp8.fusion import swiglu as swiglu_module
-from kernel_pytorch.fp8.fusion import swiglu_ops as swiglu_ops
+from kernel_pytorch.fp8 import fusion as swiglu_module
+from kernel_pytorch.fp8 import swiglu as swiglu_ops
 from kernel_pytorch.fp8.module import Float8Linear
 
 pytestmark = pytest.mark.usefixtures("one_thread", "own_monitors")

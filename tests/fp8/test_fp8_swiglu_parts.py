@@ -15,7 +15,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import kernel_pytorch as kp
 from fp8_models import SwiGLU
-from kernel_pytorch.fp8.fusion import swiglu_ops
+from kernel_pytorch.fp8 import swiglu as swiglu_ops
 from kernel_pytorch.fp8.quantize import transpose_data
 from kernel_pytorch.hardware_abstraction.formats import FORMATS
 from kernel_pytorch.hardware_abstraction.registry import device_of
@@ -334,7 +334,7 @@ from kernel_pytorch.ops.fp8_rms_norm.triton_cast import PreparedNormCast
 from kernel_pytorch.ops.fp8_swiglu import GRAD_KERNEL_TRITON
 from kernel_pytorch.ops.fp8_swiglu.triton_parts import PreparedParts
 from kernel_pytorch.ops.triton_launch import Place
-from kernel_pytorch.fp8.fusion.swiglu_ops import _CHUNK_ROWS
+from kernel_pytorch.fp8.swiglu import _CHUNK_ROWS
 from kernel_pytorch.testing.cross_compile import _caught_launches, _compile
 
 def empty(*shape, dtype=torch.float32):

@@ -211,8 +211,8 @@ def test_a_batched_backward_of_what_nobody_counts() -> None:
 
 def test_nothing_is_timed_inside_a_transform() -> None:
     def timed(x: torch.Tensor) -> torch.Tensor:
-        recipe = RECIPES["delayed"]
-        autotune.measured_choice(torch.device("cpu"), 4, (16, 24), torch.float32, torch.float32, False, recipe)
+        kind = (torch.device("cpu"), 4, (16, 24), torch.float32, torch.float32, False, RECIPES["delayed"])
+        autotune.measured_choice(autotune.LayerCall(*kind))
         return x
 
     with pytest.raises(NotImplementedError, match=r"torch.func.vmap of"):

@@ -16,7 +16,7 @@ from fp8_models import block, linear, random, results, same, sqnr
 from kernel_pytorch.fp8.module import Float8Linear
 from kernel_pytorch.fp8.monitor import layers_of
 from kernel_pytorch.fp8.operators import revision
-from kernel_pytorch.fp8.quantize import WEIGHT, quantize_eager, weight_spec
+from kernel_pytorch.fp8.quantize import WEIGHT, quantize, weight_spec
 from kernel_pytorch.ops.fp8_cast import fp8_cast
 
 pytestmark = pytest.mark.usefixtures("one_thread", "own_monitors")
@@ -243,7 +243,7 @@ def test_the_scale_of_the_last_cast_is_tried_and_makes_no_difference(
         for size in (1.0, 1.0, 1.01, 5.0, 1e-3, 0.0, 1.0):
             weight = torch.randn(320, 176, device="cuda", dtype=torch.bfloat16) * size
             before = counts.clone()
-            cast = quantize_eager(weight, weight_spec("e4m3fn", "tensor", True, False), counts, WEIGHT)
+            cast = quantize(weight, weight_spec("e4m3fn", "tensor", True, False), counts, WEIGHT)
             wanted = fp8_cast(weight, "e4m3fn", transposed=True, power_of_two=True)
             assert cast.direct
             for found, name in ((cast.data, "data"), (cast.data_t, "data_t")):

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from kernel_pytorch.fp8.quantize import QuantizeSpec, quantize_eager
+from kernel_pytorch.fp8.quantize import QuantizeSpec, quantize
 from kernel_pytorch.ops import triton_launch
 from kernel_pytorch.ops.fp8_cast import fp8_cast
 from kernel_pytorch.ops.triton_launch import Place, empty, number_beside, zeros
@@ -142,7 +142,7 @@ def test_a_graph_that_is_replayed_finds_zeros_every_time() -> None:
     counts = torch.zeros(1, 2, 4, device="cuda", dtype=torch.int64)
 
     def run() -> Any:
-        return quantize_eager(x, QuantizeSpec("e4m3fn", "tensor", True, False), counts, 0)
+        return quantize(x, QuantizeSpec("e4m3fn", "tensor", True, False), counts, 0)
 
     x.fill_(1.0)
     side = torch.cuda.Stream()

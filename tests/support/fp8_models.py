@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from kernel_pytorch.fp8 import autotune as autotune
+from kernel_pytorch.fp8 import fusion as swiglu_module
 from kernel_pytorch.fp8 import module as fp8_module
-from kernel_pytorch.fp8.fusion import swiglu as swiglu_module
 from kernel_pytorch.fp8.recipe import RECIPES
 from kernel_pytorch.hardware_abstraction import dispatch
 

@@ -11,9 +11,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from fp8_models import SwiGLU, random
+from kernel_pytorch.fp8 import fusion as norm_module
 from kernel_pytorch.fp8 import monitor as monitor_module
-from kernel_pytorch.fp8.fusion import rms_norm as norm_module
-from kernel_pytorch.fp8.fusion.matching import CastingNorm
+from kernel_pytorch.fp8.rms_norm import CastingNorm
 
 both_recipes = pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
 

@@ -15,6 +15,7 @@ __all__ = [
     "forward_ad_active",
     "is_batched",
     "is_legacy_batched",
+    "graph_tracing",
     "jit_tracing",
     "transform_active",
     "transform_name",
@@ -104,6 +105,11 @@ def backward_running() -> bool:
 def fake_mode_active() -> bool:
     """Whether tensors are fake on this thread: shapes without memory."""
     return _dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+
+
+def graph_tracing() -> bool:
+    """Whether torch.compile traces this call: Dynamo, or AOTAutograd, of which torch 2.11's ``is_compiling`` is False."""
+    return torch.compiler.is_compiling() or _dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
 
 
 def transform_name() -> str:

@@ -8,10 +8,10 @@ from __future__ import annotations
 from kernel_pytorch.fp8.autograd import fp8_linear as linear
 from kernel_pytorch.fp8.checkpoint import load_state_dict, state_dict, synchronize
 from kernel_pytorch.fp8.conversion import convert, revert
+from kernel_pytorch.fp8.module import accumulate
 from kernel_pytorch.fp8.monitor import CastStats
 from kernel_pytorch.fp8.recipe import RECIPES, Recipe
 from kernel_pytorch.fp8.summary import LayerGroup, LayerReport, Report, report
-from kernel_pytorch.fp8.weight_cache import accumulate
 from kernel_pytorch.hardware_abstraction.formats import Format
 
 __all__ = [

@@ -2,24 +2,28 @@
 
 Shapes: M rows (all leading dimensions of x), K inputs, N outputs. The backward saves the transposed quantized x for
 dW and the transposed quantized weight for dx, or x and the weight themselves where that GEMM is in high precision,
-and nothing for a gradient that is not needed. ``compiled`` is the same for torch.compile.
+and nothing for a gradient that is not needed.
+
+``_Linear`` is the autograd of eager mode and of torch.compile. Eager calls quantize first, which layers that take the
+same tensor share, and then call it. torch.compile calls it through ``operators.linear_in_graph``; where all three
+GEMMs are in FP8, quantize and GEMM are then one operator forward and one backward.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 
 from kernel_pytorch._compat.compiler import constant_in_graph
-from kernel_pytorch._compat.modes import backward_running
-from kernel_pytorch.fp8.fusion.matching import input_key
 from kernel_pytorch.fp8.quantize import (
     INPUT,
     NAMES,
     WEIGHT,
     QuantizeSpec,
+    ScaledTensor,
     output_accumulation,
     quantize,
     scaled_matmul,
@@ -27,7 +31,7 @@ from kernel_pytorch.fp8.quantize import (
     weight_spec,
 )
 from kernel_pytorch.fp8.recipe import Recipe, recipe_named
-from kernel_pytorch.fp8.scaled_tensor import ScaledTensor
+from kernel_pytorch.fp8.rms_norm import NormInputs, input_key, norm_inputs
 from kernel_pytorch.fp8.transforms import refuse_compiled_transforms, refuse_transforms
 from kernel_pytorch.hardware_abstraction.formats import E4M3FN, E5M2, FormatPair, for_device
 from kernel_pytorch.hardware_abstraction.registry import device_of
@@ -42,6 +46,7 @@ __all__ = [
     "backward_gemms",
     "quantize_input",
     "quantize_layer_weight",
+    "quantize_of",
     "check_linear",
     "checked_linear",
     "formats_on",
@@ -49,8 +54,8 @@ __all__ = [
     "fp8_linear",
     "gemm_spec_for",
     "gemm_spec_of",
-    "recomputing",
     "refuse_double_backward",
+    "traced_linear",
     "compute_dtype",
 ]
 
@@ -134,6 +139,7 @@ class GemmSpec(NamedTuple):
     forward_format: str
     gradient_format: str
     input_granularity: str
+    weight_granularity: str
     gradient_granularity: str
     dx_sums: str
     power_of_two: bool
@@ -182,6 +188,7 @@ def gemm_spec_for(
         forward_format=forward_format,
         gradient_format=gradient_format,
         input_granularity=recipe.input,
+        weight_granularity=recipe.weight,
         gradient_granularity=recipe.gradient,
         dx_sums=recipe.dx_sums,
         power_of_two=recipe.power_of_two,
@@ -203,10 +210,14 @@ def checked_linear(
     quantized_weight: ScaledTensor | None,
 ) -> torch.Tensor:
     """``fp8_linear`` without checks of its arguments."""
+    y: torch.Tensor
     if torch.compiler.is_compiling():
-        from kernel_pytorch.fp8.compiled import compiled_linear
+        from kernel_pytorch.fp8.operators import linear_in_graph, revision
 
-        return compiled_linear(x, weight, bias, recipe, gemms, buffers, quantized_weight)
+        gathered = (None, None) if quantized_weight is None else (quantized_weight.data, quantized_weight.inverse)
+        y = linear_in_graph(revision(), x, weight, *gathered, *buffers, *gemms)
+        # Not inside the function: torch 2.11 loses every gradient of one that adds to its result in place.
+        return y if bias is None else (y + bias).to(y.dtype)
     x_MK = x if x.ndim == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
     x_quantized = None
     if gemms.y_fp8:
@@ -218,7 +229,7 @@ def checked_linear(
             quantized_weight = quantize_layer_weight(
                 weight, recipe, gemms.forward_format, transposed=transposed, counts=buffers.counts
             )
-    y: torch.Tensor = _Linear.apply(x_MK, weight, bias, gemms, buffers, x_quantized, quantized_weight)  # type: ignore[no-untyped-call]
+    y = _Linear.apply(x_MK, weight, bias, gemms, buffers, x_quantized, quantized_weight)  # type: ignore[no-untyped-call]
     return y if x.ndim == 2 else y.view(*x.shape[:-1], weight.shape[0])
 
 
@@ -306,11 +317,8 @@ def quantize_input(
 
 
 def shareable(x: torch.Tensor) -> bool:
-    """Return whether quantized data may be kept on the tensor: on results of autograd, which nobody writes to.
-
-    Compiled code keeps it in ``compiled.linear_in_graph``.
-    """
-    return not torch.compiler.is_compiling() and x.grad_fn is not None and type(x) is torch.Tensor
+    """Return whether quantized data may be kept on the tensor: on results of autograd, which nobody writes to."""
+    return x.grad_fn is not None and type(x) is torch.Tensor
 
 
 def quantize_layer_weight(
@@ -324,11 +332,6 @@ def quantize_layer_weight(
     """Quantize a weight, with the transposed data that dx needs if ``transposed``."""
     spec = weight_spec(number_format, recipe.weight, transposed, recipe.power_of_two)
     return quantize(weight, spec, counts, WEIGHT)
-
-
-def recomputing() -> bool:
-    """Return whether a backward is running: this forward is then recomputed for activation checkpointing."""
-    return backward_running()
 
 
 def compute_dtype(x: torch.Tensor) -> torch.dtype:
@@ -376,6 +379,7 @@ def backward_gemms(
     dy_MN: torch.Tensor,
     counts: torch.Tensor | None,
     history: torch.Tensor | None,
+    traced: bool,
 ) -> tuple[torch.Tensor | None, ...]:
     """Return dx, dweight and dbias; dbias is None if its dtype is."""
     dx_fp8, dw_fp8 = gemms.needs_dx and gemms.dx_fp8, gemms.needs_dw and gemms.dw_fp8
@@ -385,7 +389,7 @@ def backward_gemms(
     name = NAMES[dy_MN.dtype]
     if dx_fp8 or dw_fp8:
         spec = QuantizeSpec(gemms.gradient_format, gemms.gradient_granularity, dw_fp8, gemms.power_of_two)
-        dy = quantize(dy_MN, spec, counts, INPUT, history)
+        dy = quantize_of(traced)(dy_MN, spec, counts, INPUT, history)
     if dx_fp8:
         weight_t, inverse_t = left.pop(0), left.pop(0)
         dx = scaled_matmul(dy.data, weight_t, dy.inverse, inverse_t, name, gemms.dx_sums, dy.direct)
@@ -412,8 +416,12 @@ def backward_gemms(
     return dx, dweight, dbias
 
 
+_NO_GRADIENTS = (None,) * 6
+"""Of what ``_Linear`` takes after x, weight and bias."""
+
+
 class _Linear(torch.autograd.Function):
-    """The autograd of eager mode; ``compiled`` has that of torch.compile."""
+    """Return y; while torch.compile traces all three GEMMs in FP8, also the quantized x that this call has made."""
 
     @staticmethod
     def forward(
@@ -425,26 +433,96 @@ class _Linear(torch.autograd.Function):
         buffers: Buffers,
         x: ScaledTensor | None,
         quantized_weight: ScaledTensor | None,
-    ) -> torch.Tensor:
-        y, saved = forward_gemms(gemms, x_MK, weight, bias, x, quantized_weight)
-        ctx.save_for_backward(*saved)
+        traced: bool = False,
+        norm: NormInputs | None = None,
+    ) -> Any:
         ctx.gemms, ctx.counts, ctx.history = gemms, buffers.gradient_counts, buffers.gradient_history
         ctx.dtypes = (x_MK.dtype, weight.dtype, None if bias is None else bias.dtype)
+        ctx.traced, ctx.fused = traced, norm is not None
+        if traced:
+            from kernel_pytorch.fp8.operators import linear_forward, skip_version_check
+
+            skip_version_check(*buffers)  # a recomputation updates the forward's once more
+            if norm is not None:
+                y, read, made = linear_forward(x_MK, weight, gemms, buffers, x, norm)
+                ctx.save_for_backward(*read)
+                ctx.transpose_weight = False
+                ctx.mark_non_differentiable(*made)
+                return y, *made
+        y, saved = forward_gemms(gemms, x_MK, weight, bias, x, quantized_weight)
+        ctx.save_for_backward(*saved)
         in_8 = gemms.needs_dx and gemms.dx_fp8 and quantized_weight is not None
         ctx.transpose_weight = in_8 and quantized_weight.data_t is quantized_weight.data  # type: ignore[union-attr]
         return y
 
     @staticmethod
-    def backward(ctx: Any, dy_MN: torch.Tensor) -> Any:
+    def backward(ctx: Any, dy_MN: torch.Tensor, *_: Any) -> Any:
         x_dtype, weight_dtype, bias_dtype = ctx.dtypes
-        dtypes = (x_dtype, weight_dtype, bias_dtype if ctx.needs_input_grad[2] else None)
         saved = ctx.saved_tensors
+        if ctx.fused:
+            from kernel_pytorch.fp8.operators import linear_backward
+
+            dx, dweight = linear_backward(dy_MN, saved, ctx.gemms, ctx.counts, ctx.history)
+            return dx.to(x_dtype), dweight.to(weight_dtype), None, *_NO_GRADIENTS
+        dtypes = (x_dtype, weight_dtype, bias_dtype if ctx.needs_input_grad[2] else None)
         if ctx.transpose_weight:
             saved = (transpose_data(saved[0]), *saved[1:])
-        gradients = backward_gemms(ctx.gemms, dtypes, saved, dy_MN, ctx.counts, ctx.history)
-        if torch.is_grad_enabled():  # create_graph=True
+        gradients = backward_gemms(ctx.gemms, dtypes, saved, dy_MN, ctx.counts, ctx.history, ctx.traced)
+        if torch.is_grad_enabled() and not ctx.traced:  # create_graph=True
             gradients = tuple(refuse_double_backward(gradient, dy_MN) for gradient in gradients)
-        return (*gradients, None, None, None, None)
+        return *gradients, *_NO_GRADIENTS
+
+
+def traced_linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    gathered: ScaledTensor | None,
+    buffers: Buffers,
+    gemms: GemmSpec,
+) -> torch.Tensor:
+    """The linear function without a bias while torch.compile traces it."""
+    key = (
+        x._version, gemms.forward_format, gemms.input_granularity, gemms.power_of_two, gemms.x_transposed,
+        buffers.history is None,
+    )  # fmt: skip
+    kept_key, kept = getattr(x, "_fp8_cast", (None, None))
+    shared: ScaledTensor | None = kept if kept_key == key else None
+    x_MK = x if x.ndim == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+    y: torch.Tensor
+    if gemms.all_fp8 and gathered is None:
+        norm = norm_inputs(x, buffers.history) if shared is None else NormInputs()
+        y, *made = _Linear.apply(x_MK, weight, None, gemms, buffers, shared, None, True, norm)  # type: ignore[no-untyped-call]
+        cast = None
+        if made:
+            data, inverse, data_t, *inverse_t = made
+            cast = ScaledTensor(data, data_t, inverse, *(inverse_t or [inverse]))
+    else:
+        from kernel_pytorch.fp8.operators import traced_quantize
+
+        cast = shared
+        if gemms.y_fp8 and cast is None:
+            spec = QuantizeSpec(
+                gemms.forward_format, gemms.input_granularity, gemms.x_transposed, gemms.power_of_two
+            )
+            cast = traced_quantize(x_MK.detach(), spec, buffers.counts, INPUT, buffers.history)
+        if gathered is None and (gemms.y_fp8 or gemms.weight_transposed):
+            spec = weight_spec(
+                gemms.forward_format, gemms.weight_granularity, gemms.weight_transposed, gemms.power_of_two
+            )
+            gathered = traced_quantize(weight.detach(), spec, buffers.counts, WEIGHT)
+        y = _Linear.apply(x_MK, weight, None, gemms, buffers, cast, gathered, True)  # type: ignore[no-untyped-call]
+    if x.grad_fn is not None and cast is not None:  # nobody else writes to what a graph has computed
+        x._fp8_cast = (key, cast)  # type: ignore[attr-defined]
+    return y if x.ndim == 2 else y.view(*x.shape[:-1], weight.shape[0])
+
+
+def quantize_of(traced: bool) -> Callable[..., ScaledTensor]:
+    """Return ``quantize``, or that of ``operators`` while torch.compile traces."""
+    if not traced:
+        return quantize
+    from kernel_pytorch.fp8.operators import traced_quantize
+
+    return traced_quantize
 
 
 def refuse_double_backward(gradient: torch.Tensor | None, dy_MN: torch.Tensor) -> torch.Tensor | None:

@@ -37,7 +37,16 @@ from kernel_pytorch.fp8.transforms import refuse_transforms
 from kernel_pytorch.hardware_abstraction import choice_cache
 from kernel_pytorch.hardware_abstraction.registry import device_of
 
-__all__ = ["Measured", "call_of", "may_gain", "measured_choice", "measured_for", "rounded"]
+__all__ = [
+    "LayerCall",
+    "Measured",
+    "call_of",
+    "can_measure",
+    "may_gain",
+    "measured_choice",
+    "measured_for",
+    "rounded",
+]
 
 CLEARLY = 0.98
 """A choice must take at most this fraction of the time in the layer's dtype."""
@@ -145,25 +154,27 @@ def _measured_products(kind: str, index: int | None, *call: Any) -> tuple[str, .
     """Those of ``PRODUCTS`` that gain by 8 bits."""
     if not can_measure(kind):
         return ()
-    return measured_choice(torch.device(kind, 0 if index is None else index), *call).best
+    return measured_choice(LayerCall(torch.device(kind, 0 if index is None else index), *call)).best
 
 
-class _Kind(NamedTuple):
-    """What a measurement is of: the arguments of ``measured_choice``."""
+class LayerCall(NamedTuple):
+    """What a measurement is of."""
 
     device: torch.device
     rows: int
     weight_shape: tuple[int, ...]
     dtype: torch.dtype
+    """Of the output."""
     weight_dtype: torch.dtype
     bias: bool
     recipe: Recipe
-    needs_dx: bool
-    needs_dw: bool
-    waits: float
+    needs_dx: bool = True
+    needs_dw: bool = True
+    waits: float = 0.0
+    """How often the host time of an FP8 call must fit into the time of the layer in its dtype."""
 
 
-_kept: dict[_Kind, Measured] = {}
+_kept: dict[LayerCall, Measured] = {}
 
 
 def measured_for(weight: torch.Tensor, bias: bool, recipe: Recipe, needs_dx: bool) -> tuple[Measured, ...]:
@@ -177,59 +188,37 @@ def measured_for(weight: torch.Tensor, bias: bool, recipe: Recipe, needs_dx: boo
     return tuple(sorted(found, key=lambda measured: measured.rows))
 
 
-def measured_choice(
-    device: torch.device,
-    rows: int,
-    weight_shape: tuple[int, ...],
-    dtype: torch.dtype,
-    weight_dtype: torch.dtype,
-    bias: bool,
-    recipe: Recipe,
-    needs_dx: bool = True,
-    needs_dw: bool = True,
-    waits: float = 0.0,
-) -> Measured:
-    """The measurement of one shape, made where none is kept: by this process, or in the user's cache directory, so
-    that a run that is resumed computes as before.
+def measured_choice(call: LayerCall) -> Measured:
+    """Return the measurement of one kind of call, kept by this process or in the user's cache directory, or made now.
 
-    Args:
-        waits: how often the CPU's part of a call in 8 bits must fit into the time of the layer as it was.
+    So a resumed run computes as before.
     """
-    key = _Kind(device, rows, weight_shape, dtype, weight_dtype, bias, recipe, needs_dx, needs_dw, waits)
-    found = _kept.get(key)
+    found = _kept.get(call)
     if found is None:
-        name = _name_of(*key)
+        name = _name_of(call)
         before = choice_cache.load(name)
         if before is None:
-            found = _measure(*key)
+            found = _measure(call)
             timings = {" ".join(products) or _OWN: seconds for products, seconds in found.seconds}
             choice_cache.store(choice_cache.MeasuredChoice(name, timings))
         else:
             timed = before.timings.items()
-            found = Measured(rows, tuple((() if of == _OWN else tuple(of.split()), took) for of, took in timed))
-        _kept[key] = found
+            found = Measured(
+                call.rows, tuple((() if of == _OWN else tuple(of.split()), took) for of, took in timed)
+            )
+        _kept[call] = found
     return found
 
 
-def _name_of(device: torch.device, *call: Any) -> str:
-    """What was measured, for the cache of choices."""
-    parts = ", ".join(part.text if isinstance(part, Recipe) else str(part) for part in call)
-    return f"fp8 products of {parts} {choice_cache.surroundings(device_of(device))}"
+def _name_of(call: LayerCall) -> str:
+    """Return the key of a measurement in the cache of choices."""
+    parts = ", ".join(part.text if isinstance(part, Recipe) else str(part) for part in call[1:])
+    return f"fp8 products of {parts} {choice_cache.surroundings(device_of(call.device))}"
 
 
-def _measure(
-    device: torch.device,
-    rows: int,
-    weight_shape: tuple[int, ...],
-    dtype: torch.dtype,
-    weight_dtype: torch.dtype,
-    bias: bool,
-    recipe: Recipe,
-    needs_dx: bool,
-    needs_dw: bool,
-    waits: float,
-) -> Measured:
-    """Time every choice of products for one shape, each several times in turn; the medians count."""
+def _measure(call: LayerCall) -> Measured:
+    """Time every choice of GEMMs for one kind of call, each several times in turn; the medians count."""
+    device, rows, weight_shape, dtype, weight_dtype, bias, recipe, needs_dx, needs_dw, waits = call
     refuse_transforms()
     n, k = weight_shape
     with (

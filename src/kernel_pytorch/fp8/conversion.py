@@ -2,34 +2,39 @@
 
 from __future__ import annotations
 
+import itertools
+import math
+import re
 import warnings
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.lazy import LazyModuleMixin
+from torch.nn.utils.parametrize import is_parametrized
 
-from kernel_pytorch.fp8.coverage import NOT_SELECTED, by_reason, sharded_already, subclass_weight, uncovered
 from kernel_pytorch.fp8.fsdp import unwrap, wrap
-from kernel_pytorch.fp8.fusion.rms_norm import fuse_norms, unfuse_norms
-from kernel_pytorch.fp8.fusion.swiglu import fuse, unfuse
-from kernel_pytorch.fp8.module import BUFFERS, Float8Linear
+from kernel_pytorch.fp8.fusion import fuse_norms, fuse_swiglus, unfuse_norms, unfuse_swiglus
+from kernel_pytorch.fp8.module import BUFFERS, Float8Linear, conv1d_class
 from kernel_pytorch.fp8.monitor import layers_of, unwatch, watch
 from kernel_pytorch.fp8.recipe import RECIPES, Recipe, recipe_named
 
-__all__ = ["check_module", "convert", "revert"]
+__all__ = ["Uncovered", "by_reason", "check_module", "convert", "group_names", "revert", "uncovered"]
 
 AUTO = "delayed"
 """The recipe whose GEMMs ``auto`` measures: the one with the fewest passes over memory."""
 _IGNORED_BY_DDP = "_ddp_params_and_buffers_to_ignore"
+_NOT_SELECTED = "not selected by layers="
 
 
 def convert(
     model: nn.Module,
     recipe: str | Recipe = "auto",
     *,
-    layers: Callable[[str, nn.Linear], bool] | None = None,
+    layers: Callable[[str, nn.Module], bool] | None = None,
     fuse_swiglu: bool = True,
     fuse_norm: bool = True,
     monitor: int | None = 50,
@@ -39,15 +44,15 @@ def convert(
 
     Parameters stay the same objects under the same names, so optimizers, state dicts, DDP, FSDP2 (``fully_shard``),
     activation checkpointing, gradient accumulation and ``torch.compile`` work as before. Only modules whose type is
-    exactly ``nn.Linear`` and whose weight is a plain tensor are converted, whatever their size. ``kp.fp8.report``
-    lists all other modules that multiply by a weight, with the reason; a warning does where they hold more than half
-    of the model's matmul parameters.
+    exactly ``nn.Linear``, or the ``Conv1D`` of Hugging Face's GPT-2, are converted, and only if their weight is a
+    plain tensor, whatever its size. ``kp.fp8.report`` lists all other modules that multiply by a weight, with the
+    reason; a warning does where they hold more than half of the model's matmul parameters.
 
     Args:
         recipe: a name from ``RECIPES``, a ``Recipe``, or ``auto``. ``auto`` measures each layer with the ``delayed``
             recipe when it first sees an input of a size, and computes those of its three GEMMs in FP8 that are
             faster. On a device without FP8 matrix units nothing changes.
-        layers: called with the name and the module of each ``nn.Linear``; return False to leave it as it is. The
+        layers: called with the name and each module that can be converted; return False to leave it as it is. The
             logits of a language model are sensitive, so its last layer is often left out:
             ``lambda name, _: name != "lm_head"``.
         fuse_swiglu: compute ``down(silu(gate(x)) * up(x))`` as one function in modules that are found to do so. The
@@ -92,7 +97,7 @@ def convert(
         if fsdp_all_gather:
             wrap(layer, shared=uses[id(layer.weight)] > 1)
     if fuse_swiglu:
-        fuse(model)
+        fuse_swiglus(model)
     if fuse_norm:
         fuse_norms(model, chosen, auto)
     # Every rank keeps its own counters and histories.
@@ -125,7 +130,7 @@ def revert(model: nn.Module) -> nn.Module:
     for layer in converted:
         unwrap(layer)
     unwatch(model)
-    unfuse(model)
+    unfuse_swiglus(model)
     unfuse_norms(model)
     ignored = [name for name in getattr(model, _IGNORED_BY_DDP, []) if not name.endswith(tuple(BUFFERS))]
     if ignored:
@@ -137,17 +142,13 @@ def revert(model: nn.Module) -> nn.Module:
     return model
 
 
-def _selected(model: nn.Module, layers: Callable[[str, nn.Linear], bool] | None) -> dict[str, nn.Linear]:
+def _selected(model: nn.Module, layers: Callable[[str, nn.Module], bool] | None) -> dict[str, Any]:
     """Return the layers to convert by name, all of them checked."""
     found = {}
     for name, module in model.named_modules():
         if isinstance(module, Float8Linear):
             raise ValueError(f"model: layer {name!r} is converted already; use kp.fp8.revert(model) first")
-        if (
-            type(module) is nn.Linear
-            and subclass_weight(module) is None
-            and (layers is None or layers(name, module))
-        ):
+        if _is_linear(module) and _subclass_weight(module) is None and (layers is None or layers(name, module)):
             found[name] = module
     for name, linear in found.items():
         if linear.weight.dtype not in (torch.float32, torch.float16, torch.bfloat16):
@@ -158,9 +159,14 @@ def _selected(model: nn.Module, layers: Callable[[str, nn.Linear], bool] | None)
     return found
 
 
-def _warn_about_coverage(model: nn.Module, selected: dict[str, nn.Linear]) -> None:
+def _is_linear(module: nn.Module) -> bool:
+    """Return whether a module is a linear layer of a type that is converted."""
+    return type(module) is nn.Linear or (type(module) is conv1d_class())
+
+
+def _warn_about_coverage(model: nn.Module, selected: dict[str, Any]) -> None:
     """Warn where nothing, or less than half of what layers= did not leave out, is converted."""
-    others = {name: each for name, each in uncovered(model).items() if each.reason != NOT_SELECTED}
+    others = {name: each for name, each in uncovered(model).items() if each.reason != _NOT_SELECTED}
     covered = sum(linear.weight.numel() for linear in selected.values())
     total = covered + sum(each.parameters for each in others.values())
     if selected and 2 * covered >= total:
@@ -171,5 +177,167 @@ def _warn_about_coverage(model: nn.Module, selected: dict[str, nn.Linear]) -> No
         head = "model: nothing was converted, for no module that layers= takes is an nn.Linear"
     reasons = {name: each.reason for name, each in others.items()}
     if not selected:
-        reasons |= sharded_already(model)
+        reasons |= _sharded_already(model)
     warnings.warn("; ".join([head, *by_reason(reasons, most=3)]), stacklevel=3)
+
+
+# Modules that multiply by a weight and are not converted.
+
+
+@dataclass(frozen=True)
+class Uncovered:
+    """A module that multiplies by a weight and is not converted."""
+
+    reason: str
+    """Why, and the remedy where there is one."""
+    parameters: int
+    """Number of elements of its weights."""
+
+
+def uncovered(model: nn.Module) -> dict[str, Uncovered]:
+    """Return the modules that multiply by a weight and are not converted, by name.
+
+    Covers subclasses of ``nn.Linear``, quantized weights, ``nn.MultiheadAttention``, recurrent layers, copies of
+    ``Conv1D``, and modules with parameters of their own such as experts (3-D) and routers. Embeddings, norms and
+    convolutions are no linear layers and are left out.
+    """
+    found: dict[str, Uncovered] = {}
+    inside: set[nn.Module] = set()
+    for name, module in model.named_modules():
+        reason = None if module in inside else _reason(module)
+        if isinstance(module, nn.MultiheadAttention):
+            inside.add(module.out_proj)
+        if reason is not None:
+            found[name] = Uncovered(reason, _weight_elements(module))
+    return found
+
+
+def _subclass_weight(linear: Any) -> str | None:
+    """Return why a weight that is a tensor subclass cannot be converted; None for a plain tensor."""
+    weight = linear.weight
+    data = weight.data if isinstance(weight, torch.Tensor) else weight
+    if not hasattr(data, "__tensor_flatten__"):
+        return None
+    kind = type(data).__name__
+    if kind == "DTensor":
+        return "its weight is a DTensor: kp.fp8.convert comes before fully_shard and parallelize_module"
+    return f"its weight is a {kind}, which is quantized or computed already: FP8 training needs a plain tensor"
+
+
+def _sharded_already(model: nn.Module) -> dict[str, str]:
+    """Return the layers that ``fully_shard`` has given a class of its own before they were converted."""
+    return {
+        name: "sharded already: kp.fp8.convert comes before fully_shard"
+        for name, module in model.named_modules()
+        if type(module) is not nn.Linear and _class(module) is nn.Linear
+    }
+
+
+def by_reason(reasons: dict[str, str], most: int | None = None) -> list[str]:
+    """Return one line per reason with the (grouped) names it applies to, at most ``most`` of them."""
+    names: dict[str, list[str]] = {}
+    for name, reason in reasons.items():
+        names.setdefault(reason, []).append(name or "the model itself")
+    lines = []
+    for reason, found in names.items():
+        groups = group_names(found)
+        more = 0 if most is None else len(groups[most:])
+        lines.append(f"{', '.join(groups[:most])}{f' and {more} more' if more else ''} ({reason})")
+    return lines
+
+
+def group_names(names: Iterable[str]) -> list[str]:
+    """Abbreviate names that differ in layer indices alone.
+
+    Example:
+        >>> group_names(["h.0.up", "h.1.up", "h.2.up", "head"])
+        ['h.0-2.up', 'head']
+    """
+    templates: dict[str, list[tuple[int, ...]]] = {}
+    for name in names:
+        template = re.sub(r"(?<![^.])\d+(?![^.])", "{}", name)
+        indices = [int(piece) for piece in name.split(".") if piece.isdecimal()]
+        templates.setdefault(template, []).append(tuple(indices))
+    return [template.format(*each) for template, found in templates.items() for each in _ranges(found)]
+
+
+def _ranges(indices: list[tuple[int, ...]]) -> list[tuple[str, ...]]:
+    """Cover index tuples by as few tuples of ranges ("0-31") as products of ranges allow."""
+    columns = [sorted(set(column)) for column in zip(*indices, strict=True)]
+    if math.prod(map(len, columns)) == len(set(indices)):
+        return [tuple(map(_range, columns))]
+    found = []
+    for first, rest in itertools.groupby(sorted(indices), key=lambda each: each[0]):
+        found += [(str(first), *tail) for tail in _ranges([each[1:] for each in rest])]
+    return found
+
+
+def _range(numbers: list[int]) -> str:
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+
+
+def _class(module: nn.Module) -> type:
+    """The class of a module, without the one that ``fully_shard`` derives from it."""
+    kind = type(module)
+    return kind.__bases__[-1] if kind.__module__.startswith("torch.distributed.") else kind
+
+
+def _weight_elements(module: nn.Module) -> int:
+    """Elements of the weights with two dimensions and more; lazy ones have no shape yet."""
+    own = module.parameters(recurse=isinstance(module, nn.MultiheadAttention) or is_parametrized(module))
+    return sum(p.numel() for p in own if not nn.parameter.is_lazy(p) and p.dim() > 1)
+
+
+def _reason(module: nn.Module) -> str | None:
+    """Why a module that multiplies by a weight is not converted; None for all other modules."""
+    kind = _class(module)
+    name = kind.__name__
+    if isinstance(module, Float8Linear):
+        return None
+    if isinstance(module, nn.MultiheadAttention):
+        return f"{name} multiplies by its weights itself and calls no layer: use nn.Linear around kp.attention"
+    if isinstance(module, nn.Linear):
+        return _linear_reason(module, kind)
+    if _is_linear(module):
+        return _subclass_weight(module) or _NOT_SELECTED
+    if isinstance(module, (nn.RNNBase, nn.RNNCellBase)):
+        return f"{name} runs a recurrent kernel of its own"
+    own = {key: p for key, p in module._parameters.items() if p is not None and not nn.parameter.is_lazy(p)}
+    if name == "Conv1D" and own.get("weight") is not None and own["weight"].dim() == 2:
+        return "Conv1D stores the transposed weight: use nn.Linear with conv.weight.T in its place"
+    if kind.__module__.startswith("torch.nn.modules.") or isinstance(
+        module, (nn.Embedding, nn.modules.conv._ConvNd)
+    ):
+        return None
+    experts = [key for key, p in own.items() if p.dim() == 3 and min(p.shape) > 1]
+    if experts:
+        return f"{name} holds the weights of all experts as 3-D parameters: no FP8 grouped GEMM yet"
+    weight = own.get("weight")
+    if weight is not None and weight.dim() == 2 and min(weight.shape) > 1:
+        if re.search("router|gat(e|ing)", name, re.IGNORECASE):
+            return f"{name} routes tokens to experts: a small GEMM that is sensitive to rounding"
+        return f"{name} multiplies by its weight itself: use an nn.Linear inside it"
+    return None
+
+
+def _linear_reason(module: nn.Linear, kind: type) -> str:
+    if isinstance(module, LazyModuleMixin):
+        return f"{kind.__name__} has no shape before its first input: call the model before kp.fp8.convert"
+    if is_parametrized(module):
+        return (
+            "the weight is computed by torch.nn.utils.parametrize in every forward: use remove_parametrizations "
+            "before kp.fp8.convert"
+        )
+    if kind is not nn.Linear:
+        return (
+            f"{kind.__name__} is a subclass of nn.Linear, whose forward may do more: use an nn.Linear in its place, "
+            f"or inside a module of your own"
+        )
+    sharded = type(module) is not nn.Linear
+    return _NOT_SELECTED if sharded else _subclass_weight(module) or _NOT_SELECTED

@@ -16,9 +16,8 @@ from torch import nn
 
 from kernel_pytorch._compat.structures import disabled_torch_function, preserve_version, pytree
 from kernel_pytorch.fp8.autograd import formats_on
-from kernel_pytorch.fp8.quantize import weight_power_of_two
+from kernel_pytorch.fp8.quantize import ScaledTensor, weight_power_of_two
 from kernel_pytorch.fp8.recipe import Recipe
-from kernel_pytorch.fp8.scaled_tensor import ScaledTensor
 from kernel_pytorch.hardware_abstraction.formats import FORMATS
 from kernel_pytorch.ops.fp8_cast.part import amax_of_part, cast_of_part, inverses_from
 
@@ -211,7 +210,10 @@ def refusal(recipe: Recipe, auto: bool) -> str | None:
 
 def wrap(layer: Any, shared: bool) -> None:
     """Let FSDP2 all-gather the layer's weight in FP8 if it can be."""
-    why = "other modules share its weight" if shared else refusal(layer.fp8_recipe, layer.fp8_auto)
+    if layer.matrix() is not layer.weight:
+        why: str | None = "it stores the transposed weight"
+    else:
+        why = "other modules share its weight" if shared else refusal(layer.fp8_recipe, layer.fp8_auto)
     layer.fp8_gather = True if why is None else why
     if layer.fp8_gather is True:
         weight = layer.weight

@@ -1,4 +1,4 @@
-"""``Float8Linear``: an ``nn.Linear`` whose GEMMs run in FP8.
+"""``Float8Linear``: an ``nn.Linear`` whose GEMMs run in FP8; ``Float8Conv1D``: the same for GPT-2's ``Conv1D``.
 
 Weight and bias stay the same Parameters under the same names. The layer adds four small buffers that no state dict
 has: forward and gradient counts of saturated, underflowed and non-finite elements, and the amax histories of delayed
@@ -8,8 +8,11 @@ scaling. ``forward`` chooses how calls of one kind are computed (``autotune`` wi
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import math
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -17,7 +20,7 @@ from torch import is_grad_enabled, nn
 from torch.compiler import is_compiling, is_dynamo_compiling
 from torch.nn import functional
 
-from kernel_pytorch._compat.modes import forward_ad_active, jit_tracing
+from kernel_pytorch._compat.modes import backward_running, forward_ad_active, jit_tracing
 from kernel_pytorch._compat.structures import disable_modes
 from kernel_pytorch.fp8.autograd import (
     COUNTS_SHAPE,
@@ -28,18 +31,16 @@ from kernel_pytorch.fp8.autograd import (
     checked_linear,
     compute_dtype,
     quantize_layer_weight,
-    recomputing,
 )
 from kernel_pytorch.fp8.autotune import Measured, call_of, can_measure, may_gain, measured_for, rounded
 from kernel_pytorch.fp8.checkpoint import reset_layer_state
 from kernel_pytorch.fp8.fsdp import GatheredWeight, plain_weight, restore
-from kernel_pytorch.fp8.fusion.matching import request_cast
+from kernel_pytorch.fp8.quantize import ScaledTensor
 from kernel_pytorch.fp8.recipe import Recipe, recipe_of
-from kernel_pytorch.fp8.scaled_tensor import ScaledTensor
+from kernel_pytorch.fp8.rms_norm import request_cast
 from kernel_pytorch.fp8.transforms import refuse, refuse_transforms, transforms_active
-from kernel_pytorch.fp8.weight_cache import WeightCache
 
-__all__ = ["BUFFERS", "Float8Linear"]
+__all__ = ["BUFFERS", "Float8Conv1D", "Float8Linear", "WeightCache", "accumulate", "conv1d_class"]
 
 BUFFERS = {
     "fp8_forward_counts": ((COUNTS_SHAPE[0] - 1, *COUNTS_SHAPE[1:]), torch.int64),
@@ -64,6 +65,49 @@ def _new_buffers(device: torch.device) -> dict[str, torch.Tensor]:
     """Return zeroed buffers."""
     with torch.inference_mode(False):
         return {name: torch.zeros(shape, dtype=dtype, device=device) for name, (shape, dtype) in BUFFERS.items()}
+
+
+class _Entry(NamedTuple):
+    weight: torch.Tensor
+    version: int
+    kind: tuple[object, ...]
+    cast: ScaledTensor
+
+
+class WeightCache:
+    """The quantized weight of one layer, valid inside one ``accumulate`` scope."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._entry: _Entry | None = None
+
+    def get(self, weight: torch.Tensor, kind: tuple[object, ...], transposed: bool) -> ScaledTensor | None:
+        """Return the cached quantized weight, or None if there is none of this weight, kind and layout.
+
+        Args:
+            weight: (N, K), the weight that the layer is about to use.
+            kind: format, granularity and whether scales are powers of two.
+            transposed: whether the transposed data is needed too.
+
+        Raises:
+            RuntimeError: the weight was written to since it was quantized.
+        """
+        entry = self._entry
+        if entry is None or entry.weight is not weight:
+            return None
+        if entry.version != weight._version:
+            raise RuntimeError(
+                f"{self.name} was changed inside kp.fp8.accumulate(model), which reuses its quantized data: call "
+                f"optimizer.step(), load_state_dict() and other writes after the with block"
+            )
+        if entry.kind != kind or (transposed and entry.cast.data_t.numel() != weight.numel()):
+            return None
+        return entry.cast
+
+    def put(self, weight: torch.Tensor, kind: tuple[object, ...], cast: ScaledTensor) -> None:
+        """Cache a quantized weight. Inference tensors have no version to compare, so they are not cached."""
+        if not weight.is_inference():
+            self._entry = _Entry(weight, weight._version, kind, cast)
 
 
 class _CallKind(NamedTuple):
@@ -111,11 +155,18 @@ class Float8Linear(nn.Linear):
     """Whether the weight is 16-bit, so that autocast makes little difference to what was measured."""
     _calls: dict[_CallKind, tuple[Recipe, GemmSpec] | None]
 
+    _plain: Callable[..., torch.Tensor] = staticmethod(functional.linear)
+    """The layer in its dtype: a function of x, weight and bias."""
+
     @staticmethod
-    def made_from(linear: nn.Linear, recipe: Recipe, auto: bool, alone: bool) -> Float8Linear:
+    def made_from(linear: nn.Module, recipe: Recipe, auto: bool, alone: bool) -> Float8Linear:
         """Convert the layer in place and return it."""
-        linear.__class__ = Float8Linear
         layer: Any = linear
+        if type(linear) is nn.Linear:
+            layer.__class__ = Float8Linear
+        else:
+            layer.__class__ = Float8Conv1D
+            layer.in_features, layer.out_features = layer.weight.shape
         layer.fp8_text, layer.fp8_auto, layer.fp8_fallback, layer.fp8_gather = recipe.text, auto, None, None
         layer.fp8_alone = alone
         for name, nothing in _CACHES.items():
@@ -126,15 +177,23 @@ class Float8Linear(nn.Linear):
         converted: Float8Linear = layer
         return converted
 
-    def plain(self) -> nn.Linear:
-        """Turn the layer back into an ``nn.Linear`` in place and return it."""
+    def plain(self) -> nn.Module:
+        """Turn the layer back into what it was, in place, and return it."""
         for name in BUFFERS:
             del self._buffers[name]
             self._non_persistent_buffers_set.discard(name)
         for name in (*_SET, *_CACHES):
             delattr(self, name)
-        self.__class__ = nn.Linear  # type: ignore[assignment]
+        self.__class__ = self._unconverted()
         return self
+
+    def _unconverted(self) -> Any:
+        """Return the class of the layer before its conversion."""
+        return nn.Linear
+
+    def matrix(self) -> torch.Tensor:
+        """Return the weight as (N, K)."""
+        return self.weight
 
     @property
     def fp8_recipe(self) -> Recipe:
@@ -206,7 +265,7 @@ class Float8Linear(nn.Linear):
         return call
 
     def _new_call_for(self, x: torch.Tensor, own: bool) -> tuple[Recipe, GemmSpec] | None:
-        weight, recording = self.weight, is_grad_enabled()
+        weight, recording = self.matrix(), is_grad_enabled()
         if self.fp8_auto and not may_gain(x.device.type):
             return None
         rows = rounded(math.prod(x.shape[:-1])) if self.fp8_auto else 0
@@ -245,7 +304,7 @@ class Float8Linear(nn.Linear):
         """Return what auto has measured for this layer in training, in the order of rows."""
         recording = {key.x_requires_grad for key in self._calls if key.grad_enabled}
         needs_dx = (True, False) if len(recording) != 1 else (*recording,)
-        found = (measured_for(self.weight, self.bias is not None, self.fp8_recipe, each) for each in needs_dx)
+        found = (measured_for(self.matrix(), self.bias is not None, self.fp8_recipe, each) for each in needs_dx)
         return next(filter(None, found), ())
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -259,23 +318,24 @@ class Float8Linear(nn.Linear):
                     weight, bias = own["weight"], own["bias"]
                 except KeyError:  # one that torch works out of others
                     weight, bias = self.weight, self.bias
-                return functional.linear(x, weight, bias)
+                return self._plain(x, weight, bias)
         call = self._call_for(x, True)
         if call is None:
             weight = self.weight
             weight = weight.dequantize() if isinstance(weight, GatheredWeight) else weight
-            return functional.linear(x, weight, self.bias)
+            return self._plain(x, weight, self.bias)
         recipe, gemms = call
         if gemms.y_fp8 and not is_compiling():
             request_cast(x, self, recipe, gemms.forward_format, gemms.needs_dw and gemms.dw_fp8)
         cast = self.quantized_weight(recipe, gemms.forward_format, gemms.needs_dx and gemms.dx_fp8)
-        return checked_linear(x, self.weight, self.bias, recipe, gemms, self.fp8_buffers(recipe), cast)
+        return checked_linear(x, self.matrix(), self.bias, recipe, gemms, self.fp8_buffers(recipe), cast)
 
     def fp8_buffers(self, recipe: Recipe) -> Buffers:
         """Return the buffers that a call updates."""
         counts, history = self.fp8_forward_counts, self.fp8_history if recipe.delayed else None
-        if not is_compiling() and recomputing():
-            # A recomputation must not count twice, and checkpointing compares the operators of both forwards.
+        if not is_compiling() and backward_running():
+            # Activation checkpointing recomputes this forward, which must not count twice, and compares the
+            # operators of both.
             with disable_modes():
                 counts, history = counts.clone(), None if history is None else history.clone()
         gradient_history = self.fp8_gradient_history if recipe.delayed else None
@@ -303,7 +363,7 @@ class Float8Linear(nn.Linear):
         cast = cache.get(weight, kind, transposed)
         if cast is None:
             counts = self.fp8_buffers(recipe).counts
-            cast = quantize_layer_weight(weight, recipe, number_format, transposed=transposed, counts=counts)
+            cast = quantize_layer_weight(self.matrix(), recipe, number_format, transposed=transposed, counts=counts)
             cache.put(weight, kind, cast)
         return cast
 
@@ -352,3 +412,64 @@ class Float8Linear(nn.Linear):
         if self.fp8_fallback is not None:
             gemms = "fell back to its own precision"
         return f"{super().extra_repr()}, fp8={self.fp8_recipe} ({gemms})"
+
+
+def _conv1d(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    """What ``Conv1D`` computes; weight is (K, N)."""
+    return torch.addmm(bias, x.reshape(-1, x.shape[-1]), weight).view(*x.shape[:-1], weight.shape[1])
+
+
+class Float8Conv1D(Float8Linear):
+    """A ``Conv1D`` of Hugging Face's GPT-2 converted in place: a linear layer that stores its weight as (K, N)."""
+
+    _plain = staticmethod(_conv1d)
+
+    def matrix(self) -> torch.Tensor:
+        return self.weight.t()
+
+    def plain(self) -> nn.Module:
+        del self.in_features, self.out_features
+        return super().plain()
+
+    def _unconverted(self) -> Any:
+        return importlib.import_module("transformers.pytorch_utils").Conv1D
+
+
+def conv1d_class() -> type[nn.Module] | None:
+    """Return Hugging Face's ``Conv1D``, or None if nothing has imported it."""
+    found: type[nn.Module] | None = getattr(sys.modules.get("transformers.pytorch_utils"), "Conv1D", None)
+    return found
+
+
+@contextlib.contextmanager
+def accumulate(model: nn.Module) -> Iterator[None]:
+    """Quantize each weight once for all forwards inside the ``with`` block.
+
+    For gradient accumulation: the first forward quantizes a weight, later ones reuse the quantized data, which takes
+    one byte per element (two with the transposed data) until the block ends. Weights must not change inside. A write
+    that torch's version counter sees raises an error that names the weight; a write through ``.data`` is not seen.
+    Compiled forwards (``torch.compile``) quantize in every forward, with or without the scope.
+
+    Args:
+        model: a model converted by ``kp.fp8.convert``; layers that are not in FP8 are not affected.
+
+    Example:
+        >>> import torch, kernel_pytorch as kp
+        >>> model = kp.fp8.convert(torch.nn.Sequential(torch.nn.Linear(32, 16)), "tensorwise")
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> with kp.fp8.accumulate(model):
+        ...     for batch in torch.randn(4, 8, 32):
+        ...         model(batch).sum().backward()
+        >>> optimizer.step()
+    """
+    layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, Float8Linear)}
+    outer = {name: layer.weight_cache for name, layer in layers.items()}
+    for name, layer in layers.items():
+        if layer.weight_cache is None:  # an outer scope's cache is shared
+            layer.weight_cache = WeightCache(f"{name}.weight".lstrip("."))
+    try:
+        yield
+    finally:
+        for name, layer in layers.items():
+            if isinstance(layer, Float8Linear):  # it may have been reverted inside
+                layer.weight_cache = outer[name]

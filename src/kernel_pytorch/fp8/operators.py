@@ -1,7 +1,11 @@
-"""Custom operators for torch.compile: quantize, and a linear layer's forward and backward as one operator each.
+"""What torch.compile sees: functions that Dynamo puts into its graph untraced, and custom operators.
 
-A compiled step waits on the host between operators, so there are as few as possible. Each declares what it mutates
-(counts and amax histories) in its schema. Imported while compiling only.
+AOTAutograd calls the functions (``*_in_graph``) with tensors that keep attributes, so layers that take the same
+tensor share its quantized data here too; Dynamo drops attributes. A compiled step waits on the host between
+operators, so there are as few as possible: one for the forward and one for the backward of a linear layer, one and
+two for a SwiGLU. Each declares what it mutates (counts and amax histories) in its schema.
+
+Imported while compiling only: ``allow_in_graph`` imports ``torch._dynamo``.
 """
 
 from __future__ import annotations
@@ -15,28 +19,50 @@ from typing import Any
 import torch
 
 from kernel_pytorch._compat.compiler import constant_in_graph, proxies_of
+from kernel_pytorch.fp8.autograd import Buffers, GemmSpec, traced_linear
 from kernel_pytorch.fp8.quantize import (
     INPUT,
     NAMES,
     WEIGHT,
     QuantizeSpec,
+    ScaledTensor,
     output_accumulation,
-    quantize_eager,
+    quantize,
     quantize_norm,
     scaled_matmul,
     weight_spec,
 )
+from kernel_pytorch.fp8.rms_norm import NormInputs, traced_rms_norm
+from kernel_pytorch.fp8.swiglu import (
+    Between,
+    MLPBuffers,
+    MLPSpec,
+    Needs,
+    Saved,
+    backward_gemms,
+    backward_hidden,
+    in_row_chunks,
+    is_chunked,
+    swiglu_forward,
+    traced_swiglu,
+)
 from kernel_pytorch.ops.fp8_cast.definition import FP8_CAST
+from kernel_pytorch.ops.fp8_swiglu.grad_definition import FP8_SWIGLU_GRAD
 
 __all__ = [
-    "define_op",
-    "linear_backward_op",
-    "linear_forward_op",
-    "linear_of_quantized_op",
-    "quantize_op",
+    "linear_backward",
+    "linear_forward",
+    "linear_in_graph",
     "revision",
+    "rms_norm_in_graph",
     "skip_version_check",
+    "swiglu_in_graph",
+    "swiglu_mlp_backward",
+    "swiglu_mlp_forward",
+    "traced_quantize",
 ]
+
+# Functions that Dynamo puts into its graph. It takes tensors, texts and numbers as arguments, and no records.
 
 
 @constant_in_graph
@@ -67,10 +93,69 @@ def skip_version_check(*mutated: torch.Tensor | None) -> tuple[torch.Tensor | No
     return mutated
 
 
+def unflatten(values: tuple[Any, ...], *records: Any) -> list[Any]:
+    """Rebuild NamedTuples from their values in a row."""
+    found = []
+    for record in records:
+        count = len(record._fields)
+        found.append(record(*values[:count]))
+        values = values[count:]
+    return found
+
+
+@torch.compiler.allow_in_graph  # type: ignore[untyped-decorator]
+def linear_in_graph(
+    _: str,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    gathered_data: torch.Tensor | None,
+    gathered_inverse: torch.Tensor | None,
+    *values: Any,
+) -> torch.Tensor:
+    """Compute a linear layer without its bias.
+
+    Args:
+        gathered_data: the weight as FSDP2 has gathered it in FP8, or None.
+        gathered_inverse: its inverse scale, or None.
+        values: those of ``Buffers`` and ``GemmSpec``.
+    """
+    return traced_linear(
+        x, weight, _gathered(gathered_data, gathered_inverse), *unflatten(values, Buffers, GemmSpec)
+    )
+
+
+def _gathered(data: torch.Tensor | None, inverse: torch.Tensor | None) -> ScaledTensor | None:
+    return None if data is None or inverse is None else ScaledTensor(data, data, inverse, inverse)
+
+
+@torch.compiler.allow_in_graph  # type: ignore[untyped-decorator]
+def rms_norm_in_graph(_: str, x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
+    """RMSNorm over the last dimension, from which a layer behind may quantize its input."""
+    return traced_rms_norm(x, weight, eps)
+
+
+@torch.compiler.allow_in_graph  # type: ignore[untyped-decorator]
+def swiglu_in_graph(_: str, x: torch.Tensor, *values: Any) -> torch.Tensor:
+    """Compute a SwiGLU.
+
+    Args:
+        x: (..., K).
+        values: the weights of gate, up and down; their data and inverse scales where FSDP2 has gathered them in FP8,
+            else None; then the values of three ``Buffers``, of ``MLPSpec`` and of ``Needs``.
+    """
+    weights, gathered, rest = values[:3], values[3:9], values[9:]
+    *buffers, spec, needs = unflatten(rest, Buffers, Buffers, Buffers, MLPSpec, Needs)
+    quantized = [_gathered(*gathered[i : i + 2]) for i in (0, 2, 4)]
+    return traced_swiglu(x, weights, quantized, MLPBuffers(*buffers), spec, needs)
+
+
+# Custom operators. Their schemas are flat, so the functions behind them take their values one by one.
+
+
 _library = torch.library.Library("kernel_pytorch", "FRAGMENT")
 
 
-def define_op(schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> Any:
+def _define(schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> Any:
     """Define an operator without autograd. ``torch.library.custom_op`` adds more host time than a cast takes."""
     name = schema.partition("(")[0]
     _library.define(schema)
@@ -78,9 +163,6 @@ def define_op(schema: str, run: Callable[..., Any], fake: Callable[..., Any]) ->
     _library.impl(name, torch.library.fallthrough_kernel, "Autograd")
     torch.library.register_fake(f"kernel_pytorch::{name}", fake, lib=_library)
     return getattr(torch.ops.kernel_pytorch, name).default
-
-
-# The schemas of operators are flat, so these functions take their values one by one.
 
 
 def _quantize(
@@ -93,9 +175,7 @@ def _quantize(
     row: int,
     history: torch.Tensor | None,
 ) -> tuple[torch.Tensor, ...]:
-    found = quantize_eager(
-        x_RC, QuantizeSpec(number_format, granularity, transposed, power_of_two), counts, row, history
-    )
+    found = quantize(x_RC, QuantizeSpec(number_format, granularity, transposed, power_of_two), counts, row, history)
     # Results of an operator must not share memory.
     inverse_t = found.inverse.new_empty(0) if found.inverse_t is found.inverse else found.inverse_t
     return found.data, found.data_t, found.inverse, inverse_t
@@ -107,12 +187,74 @@ def _quantize_fake(
     return FP8_CAST.fake(x_RC, number_format, granularity, transposed, None, power_of_two)[:4]
 
 
-quantize_op = define_op(
+_quantize_op = _define(
     "fp8_quantize(Tensor x, str number_format, str granularity, bool transposed, bool power_of_two, "
     "Tensor(a!)? counts, int row, Tensor(b!)? history) -> (Tensor, Tensor, Tensor, Tensor)",
     _quantize,
     _quantize_fake,
 )
+
+
+def traced_quantize(
+    x_RC: torch.Tensor,
+    spec: QuantizeSpec,
+    counts: torch.Tensor | None,
+    row: int,
+    history: torch.Tensor | None = None,
+) -> ScaledTensor:
+    """``quantize`` as one operator of the graph, whose counts and history the backward may read later."""
+    skip_version_check(counts, history)
+    data, data_t, inverse, inverse_t = _quantize_op(x_RC, *spec, counts, row, history)
+    shared = spec.transposed and spec.granularity == "tensor"
+    return ScaledTensor(data, data_t, inverse, inverse if shared else inverse_t)
+
+
+def linear_forward(
+    x_MK: torch.Tensor,
+    weight: torch.Tensor,
+    gemms: GemmSpec,
+    buffers: Buffers,
+    x: ScaledTensor | None,
+    norm: NormInputs,
+) -> tuple[torch.Tensor, tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
+    """Quantize both operands and multiply them, as one operator.
+
+    Args:
+        x: the quantized x, if another layer has made it.
+        norm: what x is the RMSNorm of, to quantize from.
+
+    Returns:
+        y, the tensors that ``linear_backward`` reads, and what this call has made of x: data, inverse, data_t and,
+        unless scaling is tensorwise, inverse_t.
+    """
+    of_weight = (gemms.weight_granularity, gemms.power_of_two, buffers.counts)
+    if x is not None:
+        y, *weight_t = _linear_of_quantized_op(
+            x.data, x.inverse, weight, gemms.dtype, gemms.forward_format, *of_weight
+        )
+        return y, (x.data_t, x.inverse_t, *weight_t), ()
+    op = _forward_tensorwise if gemms.input_granularity == "tensor" else _forward_by_group
+    y, weight_data_t, weight_inverse_t, *made = op(
+        x_MK if norm.x is None else norm.x, weight, gemms.dtype, gemms.forward_format, gemms.input_granularity,
+        *of_weight, buffers.history, norm.rstd, norm.weight,
+    )  # fmt: skip
+    _, inverse, data_t, *inverse_t = made
+    return y, (data_t, *(inverse_t or [inverse]), weight_data_t, weight_inverse_t), tuple(made)
+
+
+def linear_backward(
+    dy_MN: torch.Tensor,
+    saved: tuple[torch.Tensor, ...],
+    gemms: GemmSpec,
+    counts: torch.Tensor | None,
+    history: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return dx and dweight in dy's dtype: quantize dy and two GEMMs, as one operator."""
+    dx, dweight = _linear_backward_op(
+        dy_MN, *saved, gemms.gradient_format, gemms.gradient_granularity, gemms.dx_sums, gemms.power_of_two, counts,
+        history,
+    )  # fmt: skip
+    return dx, dweight
 
 
 def _linear_forward(
@@ -158,14 +300,9 @@ _FORWARD = (
     "bool power_of_two, Tensor(a!)? counts, Tensor(b!)? history, Tensor? rstd, Tensor? norm_weight) -> "
 )
 _forward_tensorwise, _forward_by_group = (
-    define_op(f"{name}{_FORWARD}({', '.join(['Tensor'] * results)})", _linear_forward, _linear_forward_fake)
+    _define(f"{name}{_FORWARD}({', '.join(['Tensor'] * results)})", _linear_forward, _linear_forward_fake)
     for name, results in (("fp8_linear_forward", 6), ("fp8_linear_forward_by_group", 7))
 )
-
-
-def linear_forward_op(input_granularity: str) -> Any:
-    """Return the operator for a granularity: tensorwise scaling has one inverse scale for both layouts."""
-    return _forward_tensorwise if input_granularity == "tensor" else _forward_by_group
 
 
 def _linear_of_quantized(
@@ -180,7 +317,7 @@ def _linear_of_quantized(
     direct: bool = False,
 ) -> tuple[torch.Tensor, ...]:
     """Return y, and the transposed quantized weight with its scales."""
-    w = quantize_eager(weight, weight_spec(number_format, weight_granularity, True, power_of_two), counts, WEIGHT)
+    w = quantize(weight, weight_spec(number_format, weight_granularity, True, power_of_two), counts, WEIGHT)
     accumulation = output_accumulation(weight_granularity)
     y = scaled_matmul(x_data, w.data, x_inverse, w.inverse, dtype, accumulation, direct or w.direct)
     return y, w.data_t, w.inverse_t
@@ -201,7 +338,7 @@ def _linear_of_quantized_fake(
     return y, data_t, inverse if weight_granularity == "tensor" else inverse_t
 
 
-linear_of_quantized_op = define_op(
+_linear_of_quantized_op = _define(
     "fp8_linear_of_quantized(Tensor x_data, Tensor x_inverse, Tensor weight, str dtype, str number_format, "
     "str weight_granularity, bool power_of_two, Tensor(a!)? counts) -> (Tensor, Tensor, Tensor)",
     _linear_of_quantized,
@@ -224,7 +361,7 @@ def _linear_backward(
 ) -> tuple[torch.Tensor, ...]:
     """Return dx and dweight, in dy's dtype."""
     spec = QuantizeSpec(number_format, granularity, True, power_of_two)
-    dy = quantize_eager(dy_MN, spec, counts, INPUT, history)
+    dy = quantize(dy_MN, spec, counts, INPUT, history)
     name = NAMES[dy_MN.dtype]
     dx = scaled_matmul(dy.data, weight_data_t, dy.inverse, weight_inverse_t, name, dx_sums, dy.direct)
     return dx, scaled_matmul(dy.data_t, x_data_t, dy.inverse_t, x_inverse_t, name, "promoted", dy.direct)
@@ -235,10 +372,176 @@ def _linear_backward_fake(dy_MN: torch.Tensor, x_data_t: torch.Tensor, *_: Any) 
     return dy_MN.new_empty((m, k)), dy_MN.new_empty((n, k))
 
 
-linear_backward_op = define_op(
+_linear_backward_op = _define(
     "fp8_linear_backward(Tensor dy, Tensor x_data_t, Tensor x_inverse_t, Tensor weight_data_t, "
     "Tensor weight_inverse_t, str number_format, str granularity, str dx_sums, bool power_of_two, "
     "Tensor(a!)? counts, Tensor(b!)? history) -> (Tensor, Tensor)",
     _linear_backward,
     _linear_backward_fake,
+)
+
+
+# SwiGLU
+
+
+def swiglu_mlp_forward(
+    x_MK: torch.Tensor, weights: tuple[torch.Tensor, ...], buffers: MLPBuffers, spec: MLPSpec, norm: NormInputs
+) -> tuple[torch.Tensor, Saved]:
+    """Quantize x and the three weights and compute y, as one operator; also return what the backward reads."""
+    gate, up, down = buffers
+    y, *saved = _swiglu_forward_op(
+        x_MK if norm.x is None else norm.x, *weights, spec.dtype, spec.forward_format, spec.power_of_two,
+        gate.counts, up.counts, down.counts, gate.history, down.history, norm.rstd, norm.weight,
+    )  # fmt: skip
+    return y, Saved(*saved)
+
+
+def swiglu_mlp_backward(
+    dy_MN: torch.Tensor, saved: Saved, buffers: MLPBuffers, spec: MLPSpec
+) -> tuple[torch.Tensor, ...]:
+    """Return the two terms of dx, from gate and from up, and the gradients of the three weights, by two operators."""
+    gate, up, down = buffers
+    between = _swiglu_hidden_op(
+        dy_MN, list(saved), spec.forward_format, spec.gradient_format, spec.dx_sums, spec.power_of_two,
+        in_row_chunks(saved.gate, gate.gradient_history), gate.gradient_counts, up.gradient_counts,
+        down.gradient_counts, gate.gradient_history, up.gradient_history, down.gradient_history,
+    )  # fmt: skip
+    found: tuple[torch.Tensor, ...] = _swiglu_gemms_op(
+        list(between), list(saved[2:]), NAMES[dy_MN.dtype], spec.dx_sums
+    )
+    return found
+
+
+def _swiglu_forward(
+    x_MK: torch.Tensor,
+    gate: torch.Tensor,
+    up: torch.Tensor,
+    down: torch.Tensor,
+    dtype: str,
+    number_format: str,
+    power_of_two: bool,
+    gate_counts: torch.Tensor,
+    up_counts: torch.Tensor,
+    down_counts: torch.Tensor,
+    x_history: torch.Tensor | None,
+    h_history: torch.Tensor | None,
+    rstd: torch.Tensor | None,
+    norm_weight: torch.Tensor | None,
+) -> tuple[torch.Tensor, ...]:
+    """Return y of x, or of its norm, and what the backward reads."""
+    buffers = MLPBuffers(Buffers(gate_counts, x_history), Buffers(up_counts), Buffers(down_counts, h_history))
+    x_spec = QuantizeSpec(number_format, "tensor", True, power_of_two)
+    x = quantize_norm(x_MK, rstd, norm_weight, x_spec, gate_counts, x_history)
+    of_weights = weight_spec(number_format, "tensor", True, power_of_two)
+    weights_8 = [
+        quantize(weight, of_weights, each.counts, WEIGHT)
+        for weight, each in zip((gate, up, down), buffers, strict=True)
+    ]
+    spec = MLPSpec(dtype, number_format, number_format, "fast", power_of_two)
+    y, saved = swiglu_forward(x, weights_8, spec, buffers)
+    return y, *saved
+
+
+def _swiglu_forward_fake(
+    x_MK: torch.Tensor,
+    gate: torch.Tensor,
+    up: torch.Tensor,
+    down: torch.Tensor,
+    dtype: str,
+    number_format: str,
+    power_of_two: bool,
+    *_rest: Any,
+) -> tuple[torch.Tensor, ...]:
+    out = getattr(torch, dtype)
+    m, hidden = x_MK.shape[0], gate.shape[0]
+    found = [x_MK.new_empty((m, size), dtype=out) for size in (down.shape[0], hidden, hidden)]
+    found.append(x_MK.new_empty((), dtype=torch.float32))
+    for matrix in (x_MK, gate, up, down):
+        _, data_t, inverse, *_others = FP8_CAST.fake(matrix, number_format, "tensor", True, None, power_of_two)
+        found += [inverse, data_t]
+    return tuple(found)
+
+
+def _swiglu_hidden(
+    dy_MN: torch.Tensor,
+    saved: list[torch.Tensor],
+    forward_format: str,
+    gradient_format: str,
+    dx_sums: str,
+    power_of_two: bool,
+    chunked: bool,
+    dgate_counts: torch.Tensor,
+    dup_counts: torch.Tensor,
+    dy_counts: torch.Tensor,
+    *histories: torch.Tensor | None,
+) -> tuple[torch.Tensor, ...]:
+    of_gradients = zip((dgate_counts, dup_counts, dy_counts), histories, strict=True)
+    buffers = MLPBuffers(*(Buffers(None, None, *each) for each in of_gradients))
+    spec = MLPSpec(NAMES[dy_MN.dtype], forward_format, gradient_format, dx_sums, power_of_two)
+    return tuple(backward_hidden(dy_MN, Saved(*saved), spec, buffers, chunked, True))
+
+
+def _swiglu_hidden_fake(
+    dy_MN: torch.Tensor,
+    saved: list[torch.Tensor],
+    forward_format: str,
+    gradient_format: str,
+    dx_sums: str,  # noqa: ARG001
+    power_of_two: bool,
+    chunked: bool,
+    *_rest: Any,
+) -> tuple[torch.Tensor, ...]:
+    kept = Saved(*saved)
+    data, data_t, inverse, *_others = FP8_CAST.fake(dy_MN, gradient_format, "tensor", True, None, power_of_two)
+    formats = (gradient_format, forward_format)
+    dgate, dgate_t, dgate_inverse, dup, dup_t, dup_inverse, h_t, *_others = FP8_SWIGLU_GRAD.fake(
+        kept.gate, kept.gate, kept.up, *formats, kept.h_inverse, None, None, power_of_two
+    )
+    if chunked:
+        data_t, dgate_t, dup_t = data, data.new_empty((0, 0)), data.new_empty((0, 0))
+    return data_t, inverse, dgate, dgate_t, dgate_inverse, dup, dup_t, dup_inverse, h_t
+
+
+def _without_gate_and_up(others: list[torch.Tensor]) -> Saved:
+    """Return ``Saved`` with the first two replaced, so that nothing keeps gate and up alive."""
+    return Saved(others[0], others[0], *others)
+
+
+def _swiglu_gemms(
+    between: list[torch.Tensor], saved: list[torch.Tensor], dtype: str, dx_sums: str
+) -> tuple[torch.Tensor | None, ...]:
+    return backward_gemms([*between], _without_gate_and_up(saved), dtype, dx_sums, Needs())
+
+
+def _swiglu_gemms_fake(
+    between: list[torch.Tensor], saved: list[torch.Tensor], dtype: str, *_: Any
+) -> tuple[torch.Tensor, ...]:
+    made, kept, out = Between(*between), _without_gate_and_up(saved), getattr(torch, dtype)
+    (m, hidden), k = made.dgate.shape, kept.x_t.shape[0]
+    n = made.dy_t.shape[1 if is_chunked(made) else 0]
+    shapes = ((m, k), (m, k), (hidden, k), (hidden, k), (n, hidden))
+    return tuple(made.dgate.new_empty(shape, dtype=out) for shape in shapes)
+
+
+_swiglu_forward_op = _define(
+    "fp8_swiglu_mlp_forward(Tensor x, Tensor gate, Tensor up, Tensor down, str dtype, str number_format, "
+    "bool power_of_two, Tensor(a!) gate_counts, Tensor(b!) up_counts, Tensor(c!) down_counts, "
+    "Tensor(d!)? x_history, Tensor(e!)? h_history, Tensor? rstd, Tensor? norm_weight) "
+    f"-> ({', '.join(['Tensor'] * (1 + len(Saved._fields)))})",
+    _swiglu_forward,
+    _swiglu_forward_fake,
+)
+_swiglu_hidden_op = _define(
+    "fp8_swiglu_mlp_backward_hidden(Tensor dy, Tensor[] saved, str forward_format, str gradient_format, str dx_sums, "
+    "bool power_of_two, bool chunked, Tensor(a!) dgate_counts, Tensor(b!) dup_counts, Tensor(c!) dy_counts, "
+    "Tensor(d!)? dgate_history, Tensor(e!)? dup_history, Tensor(f!)? dy_history) "
+    f"-> ({', '.join(['Tensor'] * len(Between._fields))})",
+    _swiglu_hidden,
+    _swiglu_hidden_fake,
+)
+_swiglu_gemms_op = _define(
+    "fp8_swiglu_mlp_backward_gemms(Tensor[] between, Tensor[] saved, str dtype, str dx_sums) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    _swiglu_gemms,
+    _swiglu_gemms_fake,
 )

@@ -1,4 +1,4 @@
-"""Low-overhead FP8 quantize and scaled matmul with in-place amax history and counter updates.
+"""FP8 tensors with their scales: low-overhead quantize and scaled matmul, with in-place counter and history updates.
 
 ``fp8_cast`` returns counts and the next history, which a layer would have to add and copy: more host time than the
 cast itself. A prepared kernel updates both in place. Everything goes through the op registry: ``dispatch.prepared``
@@ -11,7 +11,6 @@ from typing import NamedTuple
 
 import torch
 
-from kernel_pytorch.fp8.scaled_tensor import ScaledTensor
 from kernel_pytorch.fp8.transforms import refuse_batch
 from kernel_pytorch.hardware_abstraction import dispatch
 from kernel_pytorch.ops.fp8_cast import fp8_cast
@@ -28,9 +27,9 @@ __all__ = [
     "NAMES",
     "WEIGHT",
     "QuantizeSpec",
+    "ScaledTensor",
     "output_accumulation",
     "quantize",
-    "quantize_eager",
     "quantize_norm",
     "scaled_matmul",
     "transpose_data",
@@ -42,6 +41,21 @@ INPUT, WEIGHT = 0, 1
 """Rows of a layer's forward counts. The gradient's counts have one row, 0."""
 NAMES = {dtype: name for name, dtype in OUTPUTS.items()}
 """The dtypes that layers compute in, as ``fp8_matmul`` names them."""
+
+
+class ScaledTensor(NamedTuple):
+    """``data * inverse`` approximates a matrix, ``data_t * inverse_t`` its transpose: results of ``fp8_cast``."""
+
+    data: torch.Tensor
+    """(rows, columns), contiguous."""
+    data_t: torch.Tensor
+    """(columns, rows), contiguous; (0, 0) if not requested; ``data`` itself if the backward is to transpose it."""
+    inverse: torch.Tensor
+    """float32, one over the scales of ``data``, shaped for ``torch._scaled_mm``."""
+    inverse_t: torch.Tensor
+    """The same for ``data_t``; ``inverse`` itself with tensorwise scaling."""
+    direct: bool = False
+    """Whether a prepared kernel made it: nothing watches this call, so its matmuls may be prepared too."""
 
 
 class QuantizeSpec(NamedTuple):
@@ -67,23 +81,6 @@ def quantize(
         counts: int64 (rows, 2, 4), contiguous, or None: saturated, underflowed, non-finite and all elements.
         history: amax history for delayed scaling, contiguous, or None.
     """
-    if torch.compiler.is_compiling():
-        from kernel_pytorch.fp8.compiled import quantize_in_graph, revision
-
-        data, data_t, inverse, inverse_t = quantize_in_graph(revision(), x_RC, *spec, counts, row, history)
-        shared = spec.transposed and spec.granularity == "tensor"
-        return ScaledTensor(data, data_t, inverse, inverse if shared else inverse_t)
-    return quantize_eager(x_RC, spec, counts, row, history)
-
-
-def quantize_eager(
-    x_RC: torch.Tensor,
-    spec: QuantizeSpec,
-    counts: torch.Tensor | None,
-    row: int,
-    history: torch.Tensor | None = None,
-) -> ScaledTensor:
-    """``quantize`` outside torch.compile, and inside the operators that compiled code calls."""
     if counts is not None:
         number_format, granularity, transposed, power_of_two = spec
         length = 0 if history is None else history.shape[0]
@@ -130,7 +127,7 @@ def quantize_norm(
                 return ScaledTensor(data, data_t, inverse, inverse, True)
         normal = x_RH.float() * rstd[:, None]
         x_RH = (normal if weight is None else normal * weight).to(x_RH.dtype)
-    return quantize_eager(x_RH, spec, counts, INPUT, history)
+    return quantize(x_RH, spec, counts, INPUT, history)
 
 
 def weight_spec(number_format: str, granularity: str, transposed: bool, power_of_two: bool) -> QuantizeSpec:

@@ -15,10 +15,8 @@ from torch import nn
 
 from kernel_pytorch.fp8.autograd import COUNTS_SHAPE
 from kernel_pytorch.fp8.autotune import Measured, may_gain
-from kernel_pytorch.fp8.conversion import check_module
-from kernel_pytorch.fp8.coverage import by_reason, group_names, uncovered
-from kernel_pytorch.fp8.fusion.rms_norm import norms_in
-from kernel_pytorch.fp8.fusion.swiglu import fused_in
+from kernel_pytorch.fp8.conversion import by_reason, check_module, group_names, uncovered
+from kernel_pytorch.fp8.fusion import fused_in, norms_in
 from kernel_pytorch.fp8.module import Float8Linear
 from kernel_pytorch.fp8.monitor import CastStats, cast_stats, layers_of
 from kernel_pytorch.fp8.quantize import output_accumulation

@@ -46,7 +46,7 @@ def fp8_matmul(
         >>> fp8_matmul(x.data, w.data, x.inverse, w.inverse, "float32")
         tensor([[4., 7.]])
     """
-    if torch.compiler.is_compiling() and kernel is None:
+    if kernel is None and graph_tracing():
         from kernel_pytorch.ops.fp8_matmul import compiled
 
         if compiled.serves(a, b, inverse_a, inverse_b, dtype, sums):

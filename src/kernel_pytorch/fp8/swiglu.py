@@ -1,33 +1,52 @@
-"""A SwiGLU of three converted layers, forward and backward, on quantized operands.
+"""``down(silu(gate(x)) * up(x))`` of three converted layers as one function, forward and backward.
 
-Counts and amax histories are updated in place, by prepared kernels where they serve. The backward has two halves:
-the first returns the gradients between the layers in FP8, after which gate and up can be freed. Most of a step's
-memory is taken in that half, so a large dh is computed in row chunks, and its transposed data later.
+Nothing between the GEMMs is written in high precision: the activation is quantized as it is computed, its gradients
+in both layouts. h is not saved; the backward recomputes its transposed data from gate and up. The backward has two
+halves: the first returns the gradients between the layers in FP8, after which gate and up can be freed. Most of a
+step's memory is taken in that half, so a large dh is computed in row chunks, and its transposed data later.
+
+``fusion`` finds the modules.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+from kernel_pytorch.fp8.autograd import (
+    Buffers,
+    compute_dtype,
+    formats_on,
+    quantize_input,
+    quantize_layer_weight,
+    quantize_of,
+    refuse_double_backward,
+)
 from kernel_pytorch.fp8.quantize import (
     INPUT,
     NAMES,
+    WEIGHT,
     QuantizeSpec,
-    quantize,
+    ScaledTensor,
     scaled_matmul,
     transpose_data,
+    weight_spec,
 )
-from kernel_pytorch.fp8.scaled_tensor import ScaledTensor
+from kernel_pytorch.fp8.recipe import Recipe
+from kernel_pytorch.fp8.rms_norm import NormInputs, norm_inputs, request_cast
 from kernel_pytorch.hardware_abstraction import dispatch
 from kernel_pytorch.ops.fp8_swiglu import fp8_swiglu, fp8_swiglu_grad
 from kernel_pytorch.ops.fp8_swiglu.definition import FP8_SWIGLU
 from kernel_pytorch.ops.fp8_swiglu.grad_definition import FP8_SWIGLU_GRAD
 from kernel_pytorch.ops.fp8_swiglu.prepared import SwiGLUGradSpec, SwiGLUSpec
+
+if TYPE_CHECKING:
+    from kernel_pytorch.fp8.module import Float8Linear
 
 __all__ = [
     "Between",
@@ -37,10 +56,12 @@ __all__ = [
     "Saved",
     "backward_gemms",
     "backward_hidden",
+    "fp8_swiglu_mlp",
     "in_row_chunks",
     "is_chunked",
     "swiglu_backward",
     "swiglu_forward",
+    "traced_swiglu",
 ]
 
 _CHUNK_ROWS = 4096
@@ -73,24 +94,14 @@ class MLPSpec(NamedTuple):
     gradient_format: str
     dx_sums: str
     power_of_two: bool
-    direct: bool = False
-    """As ``ScaledTensor.direct`` of x."""
 
 
 class MLPBuffers(NamedTuple):
-    """Counts and amax histories of the three layers: ``Buffers`` of autograd, by tensor."""
+    """Counts and amax histories of the three layers. x is quantized with gate's history, h and dy with down's."""
 
-    x_history: torch.Tensor | None
-    gate_counts: torch.Tensor
-    up_counts: torch.Tensor
-    down_counts: torch.Tensor
-    h_history: torch.Tensor | None
-    dgate_counts: torch.Tensor
-    dup_counts: torch.Tensor
-    dy_counts: torch.Tensor
-    dgate_history: torch.Tensor | None
-    dup_history: torch.Tensor | None
-    dy_history: torch.Tensor | None
+    gate: Buffers
+    up: Buffers
+    down: Buffers
 
 
 class Needs(NamedTuple):
@@ -103,16 +114,155 @@ class Needs(NamedTuple):
     ddown: bool = True
 
 
+def fp8_swiglu_mlp(
+    x: torch.Tensor, gate: Float8Linear, up: Float8Linear, down: Float8Linear, recipe: Recipe
+) -> torch.Tensor:
+    """``down(silu(gate(x)) * up(x))`` with activations and gradients between the layers in FP8."""
+    recording = torch.is_grad_enabled()
+    layers = (gate, up, down)
+    weights = [layer.weight for layer in layers]
+    buffers = MLPBuffers(*(layer.fp8_buffers(recipe) for layer in layers))
+    needs_dw = [recording and weight.requires_grad for weight in weights]
+    needs_dx = recording and x.requires_grad
+    needs_dh = needs_dx or needs_dw[0] or needs_dw[1]
+    needs = Needs(needs_dx, needs_dh, *needs_dw)
+    forward_format, gradient_format = formats_on(x.device.type, x.device.index, recipe.gradient_format)
+    spec = MLPSpec(NAMES[compute_dtype(x)], forward_format, gradient_format, recipe.dx_sums, recipe.power_of_two)
+    transposed = (needs_dx, needs_dx, needs_dh)  # for the gradients of x and h
+    quantized = [
+        layer.quantized_weight(recipe, forward_format, each) for layer, each in zip(layers, transposed, strict=True)
+    ]
+    y_MN: torch.Tensor
+    if torch.compiler.is_compiling():
+        from kernel_pytorch.fp8.operators import revision, swiglu_in_graph
+
+        gathered = [tensor for w in quantized for tensor in ((None, None) if w is None else (w.data, w.inverse))]
+        of_layers = [tensor for each in buffers for tensor in each]
+        y_MN = swiglu_in_graph(revision(), x, *weights, *gathered, *of_layers, *spec, *needs)
+        return y_MN.reshape(*x.shape[:-1], y_MN.shape[-1])
+    x_transposed = needs_dw[0] or needs_dw[1]
+    request_cast(x, gate, recipe, forward_format, x_transposed)
+    x_quantized = quantize_input(x, recipe, forward_format, transposed=x_transposed, buffers=buffers.gate)
+    for i, (weight, own) in enumerate(zip(weights, buffers, strict=True)):
+        if quantized[i] is None:
+            quantized[i] = quantize_layer_weight(
+                weight, recipe, forward_format, transposed=transposed[i], counts=own.counts
+            )
+    x_MK = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+    y_MN = _SwiGLU.apply(x_MK, *weights, buffers, spec, needs, x_quantized, quantized)  # type: ignore[no-untyped-call]
+    return y_MN.reshape(*x.shape[:-1], y_MN.shape[-1])
+
+
+def traced_swiglu(
+    x: torch.Tensor,
+    weights: tuple[torch.Tensor, ...],
+    gathered: list[ScaledTensor | None],
+    buffers: MLPBuffers,
+    spec: MLPSpec,
+    needs: Needs,
+) -> torch.Tensor:
+    """The same while torch.compile traces it: one operator forward and two backward if every gradient is needed."""
+    x_MK = x.reshape(-1, x.shape[-1])
+    y_MN: torch.Tensor
+    if all(needs) and gathered == [None] * 3:
+        norm = norm_inputs(x, buffers.gate.history)
+        y_MN = _SwiGLU.apply(x_MK, *weights, buffers, spec, needs, None, None, True, norm)  # type: ignore[no-untyped-call]
+        return y_MN
+    from kernel_pytorch.fp8.operators import traced_quantize
+
+    x_spec = QuantizeSpec(spec.forward_format, "tensor", needs.dgate or needs.dup, spec.power_of_two)
+    x_quantized = traced_quantize(x_MK.detach(), x_spec, buffers.gate.counts, INPUT, buffers.gate.history)
+    quantized = [
+        traced_quantize(
+            weight.detach(),
+            weight_spec(spec.forward_format, "tensor", transposed, spec.power_of_two),
+            own.counts,
+            WEIGHT,
+        )
+        if given is None
+        else given
+        for weight, given, own, transposed in zip(
+            weights, gathered, buffers, (needs.dx, needs.dx, needs.dh), strict=True
+        )
+    ]
+    y_MN = _SwiGLU.apply(x_MK, *weights, buffers, spec, needs, x_quantized, quantized, True)  # type: ignore[no-untyped-call]
+    return y_MN
+
+
+_NO_GRADIENTS = (None,) * 7
+"""Of what ``_SwiGLU`` takes after x and the weights."""
+
+
+class _SwiGLU(torch.autograd.Function):
+    """The autograd of eager mode and, by ``operators.swiglu_in_graph``, of torch.compile."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x_MK: torch.Tensor,
+        gate: torch.Tensor,
+        up: torch.Tensor,
+        down: torch.Tensor,
+        buffers: MLPBuffers,
+        spec: MLPSpec,
+        needs: Needs,
+        x: ScaledTensor | None,
+        quantized: list[ScaledTensor] | None,
+        traced: bool = False,
+        norm: NormInputs | None = None,
+    ) -> torch.Tensor:
+        if traced:
+            from kernel_pytorch.fp8.operators import skip_version_check, swiglu_mlp_forward
+
+            for each in buffers:
+                skip_version_check(*each)  # a recomputation updates the forward's once more
+        ctx.to_transpose = []
+        if norm is not None:
+            y, saved = swiglu_mlp_forward(x_MK, (gate, up, down), buffers, spec, norm)
+        else:
+            assert x is not None
+            assert quantized is not None
+            y, saved = swiglu_forward(x, quantized, spec, buffers)
+            named = zip(("gate_t", "up_t", "down_t"), quantized, strict=True)
+            ctx.to_transpose = [name for name, weight in named if weight.data_t is weight.data]
+        ctx.save_for_backward(*(saved if needs.dh or needs.ddown else ()))
+        ctx.buffers, ctx.spec, ctx.needs, ctx.traced, ctx.fused = buffers, spec, needs, traced, norm is not None
+        ctx.dtypes = (x_MK.dtype, gate.dtype, up.dtype, down.dtype)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy_MN: torch.Tensor) -> Any:
+        saved = Saved(*ctx.saved_tensors)
+        dx: torch.Tensor | None
+        dweights: Sequence[torch.Tensor | None]
+        if ctx.fused:
+            from kernel_pytorch.fp8.operators import swiglu_mlp_backward
+
+            of_gate, of_up, *dweights = swiglu_mlp_backward(dy_MN, saved, ctx.buffers, ctx.spec)
+            dx = of_gate + of_up  # the compiler fuses the sum with what follows
+        else:
+            saved = saved._replace(**{name: transpose_data(getattr(saved, name)) for name in ctx.to_transpose})
+            dx, dx_of_up, *dweights = swiglu_backward(dy_MN, saved, ctx.spec, ctx.needs, ctx.buffers, ctx.traced)
+            if dx is not None and dx_of_up is not None:
+                dx = dx.add_(dx_of_up)
+        gradients = [
+            None if found is None else found.to(dtype)
+            for found, dtype in zip((dx, *dweights), ctx.dtypes, strict=True)
+        ]
+        if torch.is_grad_enabled() and not ctx.traced:  # create_graph=True
+            gradients = [refuse_double_backward(gradient, dy_MN) for gradient in gradients]
+        return *gradients, *_NO_GRADIENTS
+
+
 def swiglu_forward(
     x: ScaledTensor,
-    gate: ScaledTensor,
-    up: ScaledTensor,
-    down: ScaledTensor,
+    quantized: Sequence[ScaledTensor],
     spec: MLPSpec,
     buffers: MLPBuffers,
 ) -> tuple[torch.Tensor, Saved]:
     """Return y of the quantized x and weights, and what the backward reads."""
     dtype, direct = spec.dtype, x.direct
+    gate, up, down = quantized
     gate_MF = scaled_matmul(x.data, gate.data, x.inverse, gate.inverse, dtype, "fast", direct)
     up_MF = scaled_matmul(x.data, up.data, x.inverse, up.inverse, dtype, "fast", direct)
     data, inverse = _hidden(gate_MF, up_MF, spec, buffers)
@@ -149,34 +299,42 @@ def in_row_chunks(gate: torch.Tensor, history: torch.Tensor | None) -> bool:
 
 
 def swiglu_backward(
-    dy_MN: torch.Tensor, saved: Saved, spec: MLPSpec, needs: Needs, buffers: MLPBuffers
+    dy_MN: torch.Tensor, saved: Saved, spec: MLPSpec, needs: Needs, buffers: MLPBuffers, traced: bool
 ) -> tuple[torch.Tensor | None, ...]:
     """Return the two terms of dx, from gate and from up, and the gradients of the three weights."""
     dtype = NAMES[dy_MN.dtype]
     if needs.dh:
-        chunked = not torch.compiler.is_compiling() and in_row_chunks(saved.gate, buffers.dgate_history)
-        between = backward_hidden(dy_MN, saved, spec, buffers, chunked, needs.ddown)
+        chunked = not traced and in_row_chunks(saved.gate, buffers.gate.gradient_history)
+        between = backward_hidden(dy_MN, saved, spec, buffers, chunked, needs.ddown, traced)
         return backward_gemms(between, saved, dtype, spec.dx_sums, needs)
     ddown = None
     if needs.ddown:  # gate and up are frozen: only h is needed once more
-        dy = _quantize_dy(dy_MN, spec, buffers, True)
+        dy = _quantize_dy(dy_MN, spec, buffers, True, traced)
         h = fp8_swiglu(saved.gate, saved.up, spec.forward_format, power_of_two=spec.power_of_two)
         h_t = transpose_data(h.data)
         ddown = scaled_matmul(dy.data_t, h_t, dy.inverse, h.inverse, dtype, "promoted", dy.direct)
     return None, None, None, None, ddown
 
 
-def _quantize_dy(dy_MN: torch.Tensor, spec: MLPSpec, buffers: MLPBuffers, transposed: bool) -> ScaledTensor:
+def _quantize_dy(
+    dy_MN: torch.Tensor, spec: MLPSpec, buffers: MLPBuffers, transposed: bool, traced: bool
+) -> ScaledTensor:
     how = QuantizeSpec(spec.gradient_format, "tensor", transposed, spec.power_of_two)
-    return quantize(dy_MN, how, buffers.dy_counts, INPUT, buffers.dy_history)
+    return quantize_of(traced)(dy_MN, how, buffers.down.gradient_counts, INPUT, buffers.down.gradient_history)
 
 
 def backward_hidden(
-    dy_MN: torch.Tensor, saved: Saved, spec: MLPSpec, buffers: MLPBuffers, chunked: bool, needs_ddown: bool
+    dy_MN: torch.Tensor,
+    saved: Saved,
+    spec: MLPSpec,
+    buffers: MLPBuffers,
+    chunked: bool,
+    needs_ddown: bool,
+    traced: bool = False,
 ) -> list[torch.Tensor]:
     """Return what ``Between`` lists."""
     dtype = NAMES[dy_MN.dtype]
-    dy = _quantize_dy(dy_MN, spec, buffers, needs_ddown)
+    dy = _quantize_dy(dy_MN, spec, buffers, needs_ddown, traced)
     data, data_t, inverse, direct = dy.data, dy.data_t, dy.inverse, dy.direct
     del dy
     if chunked:
@@ -211,7 +369,7 @@ def backward_gemms(
     chunked = is_chunked(Between(*between))
     dy_t, dy_inverse, g, g_t, g_inverse, u, u_t, u_inverse, h_t = between
     between.clear()
-    direct = not torch.compiler.is_compiling() and dispatch.plain_call(g)
+    direct = dispatch.plain_call(g)
     if needs.ddown:
         dy_t = transpose_data(dy_t) if chunked else dy_t
         ddown = scaled_matmul(dy_t, h_t, dy_inverse, saved.h_inverse, dtype, "promoted", direct)
@@ -239,7 +397,7 @@ def _hidden(
     gate: torch.Tensor, up: torch.Tensor, spec: MLPSpec, buffers: MLPBuffers
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantize ``silu(gate) * up``: data and inverse scale."""
-    counts, history = buffers.down_counts, buffers.h_history
+    counts, history = buffers.down.counts, buffers.down.history
     length = 0 if history is None else history.shape[0]
     kind = SwiGLUSpec(gate.shape, gate.stride(), up.stride(), spec.forward_format, length, spec.power_of_two)
     cast = dispatch.prepared(FP8_SWIGLU, kind, gate)
@@ -258,8 +416,8 @@ def _hidden_gradients(
 ) -> tuple[torch.Tensor, ...]:
     """Quantize dgate and dup, both layouts, and the transposed h: the results of ``fp8_swiglu_grad``."""
     gate, up = saved.gate, saved.up
-    counts = (buffers.dgate_counts, buffers.dup_counts)
-    gate_history, up_history = buffers.dgate_history, buffers.dup_history
+    counts = (buffers.gate.gradient_counts, buffers.up.gradient_counts)
+    gate_history, up_history = buffers.gate.gradient_history, buffers.up.gradient_history
     length = 0 if gate_history is None else gate_history.shape[0]
     kind = SwiGLUGradSpec(
         gate.shape, dh.stride(), gate.stride(), up.stride(), spec.gradient_format, spec.forward_format,
@@ -301,7 +459,7 @@ def _hidden_gradients_in_chunks(
 ) -> tuple[torch.Tensor, ...] | None:
     """The same for row chunks of dh, without transposed data; None where no prepared kernel serves."""
     gate, up = saved.gate, saved.up
-    histories = (buffers.dgate_history, buffers.dup_history)
+    histories = (buffers.gate.gradient_history, buffers.up.gradient_history)
     assert histories[0] is not None
     kind = SwiGLUGradSpec(
         gate.shape, None, gate.stride(), up.stride(), spec.gradient_format, spec.forward_format,
@@ -310,12 +468,13 @@ def _hidden_gradients_in_chunks(
     cast = dispatch.prepared(FP8_SWIGLU_GRAD, kind, gate)
     if cast is None:
         return None
-    counts = (buffers.dgate_counts, buffers.dup_counts)
+    counts = (buffers.gate.gradient_counts, buffers.up.gradient_counts)
     found: tuple[torch.Tensor, ...] = cast(rows_of_dh, gate, up, h_inverse, counts, histories)
     return found
 
 
-def _count(counts: torch.Tensor, lost: torch.Tensor, elements: int) -> None:
+def _count(counts: torch.Tensor | None, lost: torch.Tensor, elements: int) -> None:
     """Add the counts of an input or a gradient, the same for data and data_t."""
+    assert counts is not None
     counts[0, :, :3].add_(lost)
     counts[0, :, 3].add_(elements)
