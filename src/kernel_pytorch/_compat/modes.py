@@ -108,7 +108,7 @@ def fake_mode_active() -> bool:
 
 
 def graph_tracing() -> bool:
-    """Whether torch.compile traces this call: Dynamo, or AOTAutograd, of which torch 2.11's ``is_compiling`` is False."""
+    """Whether torch.compile traces this call: Dynamo, or AOTAutograd, for which ``is_compiling`` may be False."""
     return torch.compiler.is_compiling() or _dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from kernel_pytorch._compat.modes import graph_tracing
 from kernel_pytorch.hardware_abstraction.device import Device
 from kernel_pytorch.hardware_abstraction.dispatch import TORCH_VERSION, Function
 from kernel_pytorch.hardware_abstraction.op import Call, Kernel
