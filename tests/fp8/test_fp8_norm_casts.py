@@ -14,6 +14,7 @@ import kernel_pytorch as kp
 from fp8_models import pretend_measured, random, same, sqnr
 from fp8_norm_models import both_recipes, caster_of, everything, is_cast, model, pair, train
 from kernel_pytorch.fp8 import fusion as norm_module
+from kernel_pytorch.fp8 import rms_norm as rms_norm_module
 from kernel_pytorch.fp8 import monitor as monitor_module
 from kernel_pytorch.fp8.module import Float8Linear
 from kernel_pytorch.fp8.recipe import PRODUCTS, RECIPES
@@ -178,8 +179,8 @@ def test_auto_fuses_between_steps(
     pretend_measured(monkeypatch, lambda *_: PRODUCTS if gains else ())
     net = kp.fp8.convert(model(checkpointing=checkpointing))
     calls: list[int] = []
-    run = norm_module._norm
-    monkeypatch.setattr(norm_module, "_norm", lambda *given: calls.append(1) or run(*given))
+    run = rms_norm_module._norm
+    monkeypatch.setattr(rms_norm_module, "_norm", lambda *given: calls.append(1) or run(*given))
     train(net, range(1), batches=3)
     assert not calls
     train(net, range(1, 2), batches=3)
