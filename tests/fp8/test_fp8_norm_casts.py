@@ -14,8 +14,8 @@ import kernel_pytorch as kp
 from fp8_models import pretend_measured, random, same, sqnr
 from fp8_norm_models import both_recipes, caster_of, everything, is_cast, model, pair, train
 from kernel_pytorch.fp8 import fusion as norm_module
-from kernel_pytorch.fp8 import rms_norm as rms_norm_module
 from kernel_pytorch.fp8 import monitor as monitor_module
+from kernel_pytorch.fp8 import rms_norm as rms_norm_module
 from kernel_pytorch.fp8.module import Float8Linear
 from kernel_pytorch.fp8.recipe import PRODUCTS, RECIPES
 from kernel_pytorch.fp8.rms_norm import _OUTPUT, CastingNorm

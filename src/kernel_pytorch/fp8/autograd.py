@@ -150,14 +150,22 @@ class GemmSpec(NamedTuple):
     needs_dw: bool
 
     @property
-    def x_transposed(self) -> bool:
-        """Whether the weight gradient GEMM reads the transposed quantized x."""
-        return self.needs_dw and self.dw_fp8
+    def x_spec(self) -> QuantizeSpec:
+        """How x is quantized; the weight gradient GEMM reads its transposed data."""
+        transposed = self.needs_dw and self.dw_fp8
+        return QuantizeSpec(self.forward_format, self.input_granularity, transposed, self.power_of_two)
 
     @property
-    def weight_transposed(self) -> bool:
-        """Whether the input gradient GEMM reads the transposed quantized weight."""
-        return self.needs_dx and self.dx_fp8
+    def weight_spec(self) -> QuantizeSpec:
+        """How the weight is quantized; the input gradient GEMM reads its transposed data."""
+        transposed = self.needs_dx and self.dx_fp8
+        return weight_spec(self.forward_format, self.weight_granularity, transposed, self.power_of_two)
+
+    @property
+    def gradient_spec(self) -> QuantizeSpec:
+        """How dy is quantized; the weight gradient GEMM reads its transposed data."""
+        transposed = self.needs_dw and self.dw_fp8
+        return QuantizeSpec(self.gradient_format, self.gradient_granularity, transposed, self.power_of_two)
 
     @property
     def all_fp8(self) -> bool:
@@ -388,8 +396,7 @@ def backward_gemms(
     dx = dweight = dbias = None
     name = NAMES[dy_MN.dtype]
     if dx_fp8 or dw_fp8:
-        spec = QuantizeSpec(gemms.gradient_format, gemms.gradient_granularity, dw_fp8, gemms.power_of_two)
-        dy = quantize_of(traced)(dy_MN, spec, counts, INPUT, history)
+        dy = quantize_of(traced)(dy_MN, gemms.gradient_spec, counts, INPUT, history)
     if dx_fp8:
         weight_t, inverse_t = left.pop(0), left.pop(0)
         dx = scaled_matmul(dy.data, weight_t, dy.inverse, inverse_t, name, gemms.dx_sums, dy.direct)
@@ -481,10 +488,7 @@ def traced_linear(
     gemms: GemmSpec,
 ) -> torch.Tensor:
     """The linear function without a bias while torch.compile traces it."""
-    key = (
-        x._version, gemms.forward_format, gemms.input_granularity, gemms.power_of_two, gemms.x_transposed,
-        buffers.history is None,
-    )  # fmt: skip
+    key = (x._version, gemms.x_spec, buffers.history is None)
     kept_key, kept = getattr(x, "_fp8_cast", (None, None))
     shared: ScaledTensor | None = kept if kept_key == key else None
     x_MK = x if x.ndim == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
@@ -501,15 +505,9 @@ def traced_linear(
 
         cast = shared
         if gemms.y_fp8 and cast is None:
-            spec = QuantizeSpec(
-                gemms.forward_format, gemms.input_granularity, gemms.x_transposed, gemms.power_of_two
-            )
-            cast = traced_quantize(x_MK.detach(), spec, buffers.counts, INPUT, buffers.history)
-        if gathered is None and (gemms.y_fp8 or gemms.weight_transposed):
-            spec = weight_spec(
-                gemms.forward_format, gemms.weight_granularity, gemms.weight_transposed, gemms.power_of_two
-            )
-            gathered = traced_quantize(weight.detach(), spec, buffers.counts, WEIGHT)
+            cast = traced_quantize(x_MK.detach(), gemms.x_spec, buffers.counts, INPUT, buffers.history)
+        if gathered is None and (gemms.y_fp8 or gemms.weight_spec.transposed):
+            gathered = traced_quantize(weight.detach(), gemms.weight_spec, buffers.counts, WEIGHT)
         y = _Linear.apply(x_MK, weight, None, gemms, buffers, cast, gathered, True)  # type: ignore[no-untyped-call]
     if x.grad_fn is not None and cast is not None:  # nobody else writes to what a graph has computed
         x._fp8_cast = (key, cast)  # type: ignore[attr-defined]

@@ -14,8 +14,9 @@ import hashlib
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+import msgspec
 import torch
 
 from kernel_pytorch._compat.compiler import constant_in_graph, proxies_of
@@ -149,7 +150,19 @@ def swiglu_in_graph(_: str, x: torch.Tensor, *values: Any) -> torch.Tensor:
     return traced_swiglu(x, weights, quantized, MLPBuffers(*buffers), spec, needs)
 
 
-# Custom operators. Their schemas are flat, so the functions behind them take their values one by one.
+# Custom operators. A schema has no records: a spec is its text in JSON.
+
+
+Spec = TypeVar("Spec", QuantizeSpec, GemmSpec, MLPSpec)
+
+
+def _encoded(spec: tuple[Any, ...]) -> str:
+    return msgspec.json.encode(spec).decode()
+
+
+@cache
+def _decoded(text: str, kind: type[Spec]) -> Spec:
+    return msgspec.json.decode(text, type=kind)
 
 
 _library = torch.library.Library("kernel_pytorch", "FRAGMENT")
@@ -166,30 +179,26 @@ def _define(schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> A
 
 
 def _quantize(
-    x_RC: torch.Tensor,
-    number_format: str,
-    granularity: str,
-    transposed: bool,
-    power_of_two: bool,
-    counts: torch.Tensor | None,
-    row: int,
-    history: torch.Tensor | None,
+    x_RC: torch.Tensor, spec: str, counts: torch.Tensor | None, row: int, history: torch.Tensor | None
 ) -> tuple[torch.Tensor, ...]:
-    found = quantize(x_RC, QuantizeSpec(number_format, granularity, transposed, power_of_two), counts, row, history)
+    found = quantize(x_RC, _decoded(spec, QuantizeSpec), counts, row, history)
     # Results of an operator must not share memory.
     inverse_t = found.inverse.new_empty(0) if found.inverse_t is found.inverse else found.inverse_t
     return found.data, found.data_t, found.inverse, inverse_t
 
 
-def _quantize_fake(
-    x_RC: torch.Tensor, number_format: str, granularity: str, transposed: bool, power_of_two: bool, *_: Any
-) -> tuple[torch.Tensor, ...]:
+def _quantize_fake(x_RC: torch.Tensor, spec: str, *_: Any) -> tuple[torch.Tensor, ...]:
+    return _fake_cast(x_RC, _decoded(spec, QuantizeSpec))
+
+
+def _fake_cast(x_RC: torch.Tensor, spec: QuantizeSpec) -> tuple[torch.Tensor, ...]:
+    number_format, granularity, transposed, power_of_two = spec
     return FP8_CAST.fake(x_RC, number_format, granularity, transposed, None, power_of_two)[:4]
 
 
 _quantize_op = _define(
-    "fp8_quantize(Tensor x, str number_format, str granularity, bool transposed, bool power_of_two, "
-    "Tensor(a!)? counts, int row, Tensor(b!)? history) -> (Tensor, Tensor, Tensor, Tensor)",
+    "fp8_quantize(Tensor x, str spec, Tensor(a!)? counts, int row, Tensor(b!)? history) "
+    "-> (Tensor, Tensor, Tensor, Tensor)",
     _quantize,
     _quantize_fake,
 )
@@ -204,7 +213,7 @@ def traced_quantize(
 ) -> ScaledTensor:
     """``quantize`` as one operator of the graph, whose counts and history the backward may read later."""
     skip_version_check(counts, history)
-    data, data_t, inverse, inverse_t = _quantize_op(x_RC, *spec, counts, row, history)
+    data, data_t, inverse, inverse_t = _quantize_op(x_RC, _encoded(spec), counts, row, history)
     shared = spec.transposed and spec.granularity == "tensor"
     return ScaledTensor(data, data_t, inverse, inverse if shared else inverse_t)
 
@@ -227,17 +236,15 @@ def linear_forward(
         y, the tensors that ``linear_backward`` reads, and what this call has made of x: data, inverse, data_t and,
         unless scaling is tensorwise, inverse_t.
     """
-    of_weight = (gemms.weight_granularity, gemms.power_of_two, buffers.counts)
+    spec = _encoded(gemms)
     if x is not None:
-        y, *weight_t = _linear_of_quantized_op(
-            x.data, x.inverse, weight, gemms.dtype, gemms.forward_format, *of_weight
-        )
+        y, *weight_t = _linear_of_quantized_op(x.data, x.inverse, weight, spec, buffers.counts)
         return y, (x.data_t, x.inverse_t, *weight_t), ()
     op = _forward_tensorwise if gemms.input_granularity == "tensor" else _forward_by_group
+    normed = x_MK if norm.x is None else norm.x
     y, weight_data_t, weight_inverse_t, *made = op(
-        x_MK if norm.x is None else norm.x, weight, gemms.dtype, gemms.forward_format, gemms.input_granularity,
-        *of_weight, buffers.history, norm.rstd, norm.weight,
-    )  # fmt: skip
+        normed, weight, spec, buffers.counts, buffers.history, norm.rstd, norm.weight
+    )
     _, inverse, data_t, *inverse_t = made
     return y, (data_t, *(inverse_t or [inverse]), weight_data_t, weight_inverse_t), tuple(made)
 
@@ -250,54 +257,36 @@ def linear_backward(
     history: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return dx and dweight in dy's dtype: quantize dy and two GEMMs, as one operator."""
-    dx, dweight = _linear_backward_op(
-        dy_MN, *saved, gemms.gradient_format, gemms.gradient_granularity, gemms.dx_sums, gemms.power_of_two, counts,
-        history,
-    )  # fmt: skip
+    dx, dweight = _linear_backward_op(dy_MN, *saved, _encoded(gemms), counts, history)
     return dx, dweight
 
 
 def _linear_forward(
     x_MK: torch.Tensor,
     weight: torch.Tensor,
-    dtype: str,
-    number_format: str,
-    input_granularity: str,
-    weight_granularity: str,
-    power_of_two: bool,
+    spec: str,
     counts: torch.Tensor | None,
     history: torch.Tensor | None,
     rstd: torch.Tensor | None,
     norm_weight: torch.Tensor | None,
 ) -> tuple[torch.Tensor, ...]:
     """Return y, the transposed quantized weight with its scales, and the quantized x, or norm of x."""
-    spec = QuantizeSpec(number_format, input_granularity, True, power_of_two)
-    x = quantize_norm(x_MK, rstd, norm_weight, spec, counts, history)
-    rest = (weight, dtype, number_format, weight_granularity, power_of_two, counts)
+    x = quantize_norm(x_MK, rstd, norm_weight, _decoded(spec, GemmSpec).x_spec, counts, history)
+    of_weight = _linear_of_quantized(x.data, x.inverse, weight, spec, counts, x.direct)
     inverse_t = () if x.inverse_t is x.inverse else (x.inverse_t,)
-    return *_linear_of_quantized(x.data, x.inverse, *rest, direct=x.direct), x.data, x.inverse, x.data_t, *inverse_t
+    return *of_weight, x.data, x.inverse, x.data_t, *inverse_t
 
 
-def _linear_forward_fake(
-    x_MK: torch.Tensor,
-    weight: torch.Tensor,
-    dtype: str,
-    number_format: str,
-    input_granularity: str,
-    weight_granularity: str,
-    power_of_two: bool,
-    *_: Any,
-) -> tuple[torch.Tensor, ...]:
-    data, data_t, inverse, inverse_t = _quantize_fake(x_MK, number_format, input_granularity, True, power_of_two)
-    kind = (dtype, number_format, weight_granularity, power_of_two)
-    y, weight_data_t, weight_inverse_t = _linear_of_quantized_fake(x_MK, inverse, weight, *kind)
-    of_weight = (weight_data_t, weight_inverse_t)
-    return y, *of_weight, data, inverse, data_t, *(() if input_granularity == "tensor" else (inverse_t,))
+def _linear_forward_fake(x_MK: torch.Tensor, weight: torch.Tensor, spec: str, *_: Any) -> tuple[torch.Tensor, ...]:
+    x_spec = _decoded(spec, GemmSpec).x_spec
+    data, data_t, inverse, inverse_t = _fake_cast(x_MK, x_spec)
+    of_weight = _linear_of_quantized_fake(x_MK, inverse, weight, spec)
+    return *of_weight, data, inverse, data_t, *(() if x_spec.granularity == "tensor" else (inverse_t,))
 
 
 _FORWARD = (
-    "(Tensor x, Tensor weight, str dtype, str number_format, str input_granularity, str weight_granularity, "
-    "bool power_of_two, Tensor(a!)? counts, Tensor(b!)? history, Tensor? rstd, Tensor? norm_weight) -> "
+    "(Tensor x, Tensor weight, str spec, Tensor(a!)? counts, Tensor(b!)? history, Tensor? rstd, "
+    "Tensor? norm_weight) -> "
 )
 _forward_tensorwise, _forward_by_group = (
     _define(f"{name}{_FORWARD}({', '.join(['Tensor'] * results)})", _linear_forward, _linear_forward_fake)
@@ -309,38 +298,30 @@ def _linear_of_quantized(
     x_data: torch.Tensor,
     x_inverse: torch.Tensor,
     weight: torch.Tensor,
-    dtype: str,
-    number_format: str,
-    weight_granularity: str,
-    power_of_two: bool,
+    spec: str,
     counts: torch.Tensor | None,
     direct: bool = False,
 ) -> tuple[torch.Tensor, ...]:
     """Return y, and the transposed quantized weight with its scales."""
-    w = quantize(weight, weight_spec(number_format, weight_granularity, True, power_of_two), counts, WEIGHT)
-    accumulation = output_accumulation(weight_granularity)
-    y = scaled_matmul(x_data, w.data, x_inverse, w.inverse, dtype, accumulation, direct or w.direct)
+    gemms = _decoded(spec, GemmSpec)
+    w = quantize(weight, gemms.weight_spec, counts, WEIGHT)
+    accumulation = output_accumulation(gemms.input_granularity)
+    y = scaled_matmul(x_data, w.data, x_inverse, w.inverse, gemms.dtype, accumulation, direct or w.direct)
     return y, w.data_t, w.inverse_t
 
 
 def _linear_of_quantized_fake(
-    x_data: torch.Tensor,
-    x_inverse: torch.Tensor,  # noqa: ARG001
-    weight: torch.Tensor,
-    dtype: str,
-    number_format: str,
-    weight_granularity: str,
-    power_of_two: bool,
-    *_rest: Any,
+    x_data: torch.Tensor, _: torch.Tensor, weight: torch.Tensor, spec: str, *_rest: Any
 ) -> tuple[torch.Tensor, ...]:
-    y = x_data.new_empty((x_data.shape[0], weight.shape[0]), dtype=getattr(torch, dtype))
-    _, data_t, inverse, inverse_t = _quantize_fake(weight, number_format, weight_granularity, True, power_of_two)
-    return y, data_t, inverse if weight_granularity == "tensor" else inverse_t
+    gemms = _decoded(spec, GemmSpec)
+    y = x_data.new_empty((x_data.shape[0], weight.shape[0]), dtype=getattr(torch, gemms.dtype))
+    _data, data_t, inverse, inverse_t = _fake_cast(weight, gemms.weight_spec)
+    return y, data_t, inverse if gemms.weight_granularity == "tensor" else inverse_t
 
 
 _linear_of_quantized_op = _define(
-    "fp8_linear_of_quantized(Tensor x_data, Tensor x_inverse, Tensor weight, str dtype, str number_format, "
-    "str weight_granularity, bool power_of_two, Tensor(a!)? counts) -> (Tensor, Tensor, Tensor)",
+    "fp8_linear_of_quantized(Tensor x_data, Tensor x_inverse, Tensor weight, str spec, Tensor(a!)? counts) "
+    "-> (Tensor, Tensor, Tensor)",
     _linear_of_quantized,
     _linear_of_quantized_fake,
 )
@@ -352,18 +333,14 @@ def _linear_backward(
     x_inverse_t: torch.Tensor,
     weight_data_t: torch.Tensor,
     weight_inverse_t: torch.Tensor,
-    number_format: str,
-    granularity: str,
-    dx_sums: str,
-    power_of_two: bool,
+    spec: str,
     counts: torch.Tensor | None,
     history: torch.Tensor | None,
 ) -> tuple[torch.Tensor, ...]:
     """Return dx and dweight, in dy's dtype."""
-    spec = QuantizeSpec(number_format, granularity, True, power_of_two)
-    dy = quantize(dy_MN, spec, counts, INPUT, history)
-    name = NAMES[dy_MN.dtype]
-    dx = scaled_matmul(dy.data, weight_data_t, dy.inverse, weight_inverse_t, name, dx_sums, dy.direct)
+    gemms, name = _decoded(spec, GemmSpec), NAMES[dy_MN.dtype]
+    dy = quantize(dy_MN, gemms.gradient_spec, counts, INPUT, history)
+    dx = scaled_matmul(dy.data, weight_data_t, dy.inverse, weight_inverse_t, name, gemms.dx_sums, dy.direct)
     return dx, scaled_matmul(dy.data_t, x_data_t, dy.inverse_t, x_inverse_t, name, "promoted", dy.direct)
 
 
@@ -374,8 +351,7 @@ def _linear_backward_fake(dy_MN: torch.Tensor, x_data_t: torch.Tensor, *_: Any) 
 
 _linear_backward_op = _define(
     "fp8_linear_backward(Tensor dy, Tensor x_data_t, Tensor x_inverse_t, Tensor weight_data_t, "
-    "Tensor weight_inverse_t, str number_format, str granularity, str dx_sums, bool power_of_two, "
-    "Tensor(a!)? counts, Tensor(b!)? history) -> (Tensor, Tensor)",
+    "Tensor weight_inverse_t, str spec, Tensor(a!)? counts, Tensor(b!)? history) -> (Tensor, Tensor)",
     _linear_backward,
     _linear_backward_fake,
 )
@@ -390,8 +366,8 @@ def swiglu_mlp_forward(
     """Quantize x and the three weights and compute y, as one operator; also return what the backward reads."""
     gate, up, down = buffers
     y, *saved = _swiglu_forward_op(
-        x_MK if norm.x is None else norm.x, *weights, spec.dtype, spec.forward_format, spec.power_of_two,
-        gate.counts, up.counts, down.counts, gate.history, down.history, norm.rstd, norm.weight,
+        x_MK if norm.x is None else norm.x, *weights, _encoded(spec), gate.counts, up.counts, down.counts,
+        gate.history, down.history, norm.rstd, norm.weight,
     )  # fmt: skip
     return y, Saved(*saved)
 
@@ -402,9 +378,8 @@ def swiglu_mlp_backward(
     """Return the two terms of dx, from gate and from up, and the gradients of the three weights, by two operators."""
     gate, up, down = buffers
     between = _swiglu_hidden_op(
-        dy_MN, list(saved), spec.forward_format, spec.gradient_format, spec.dx_sums, spec.power_of_two,
-        in_row_chunks(saved.gate, gate.gradient_history), gate.gradient_counts, up.gradient_counts,
-        down.gradient_counts, gate.gradient_history, up.gradient_history, down.gradient_history,
+        dy_MN, list(saved), _encoded(spec), in_row_chunks(saved.gate, gate.gradient_history), gate.gradient_counts,
+        up.gradient_counts, down.gradient_counts, gate.gradient_history, up.gradient_history, down.gradient_history,
     )  # fmt: skip
     found: tuple[torch.Tensor, ...] = _swiglu_gemms_op(
         list(between), list(saved[2:]), NAMES[dy_MN.dtype], spec.dx_sums
@@ -417,9 +392,7 @@ def _swiglu_forward(
     gate: torch.Tensor,
     up: torch.Tensor,
     down: torch.Tensor,
-    dtype: str,
-    number_format: str,
-    power_of_two: bool,
+    spec: str,
     gate_counts: torch.Tensor,
     up_counts: torch.Tensor,
     down_counts: torch.Tensor,
@@ -430,34 +403,29 @@ def _swiglu_forward(
 ) -> tuple[torch.Tensor, ...]:
     """Return y of x, or of its norm, and what the backward reads."""
     buffers = MLPBuffers(Buffers(gate_counts, x_history), Buffers(up_counts), Buffers(down_counts, h_history))
-    x_spec = QuantizeSpec(number_format, "tensor", True, power_of_two)
+    mlp = _decoded(spec, MLPSpec)
+    x_spec = QuantizeSpec(mlp.forward_format, "tensor", True, mlp.power_of_two)
     x = quantize_norm(x_MK, rstd, norm_weight, x_spec, gate_counts, x_history)
-    of_weights = weight_spec(number_format, "tensor", True, power_of_two)
+    of_weights = weight_spec(mlp.forward_format, "tensor", True, mlp.power_of_two)
     weights_8 = [
         quantize(weight, of_weights, each.counts, WEIGHT)
         for weight, each in zip((gate, up, down), buffers, strict=True)
     ]
-    spec = MLPSpec(dtype, number_format, number_format, "fast", power_of_two)
-    y, saved = swiglu_forward(x, weights_8, spec, buffers)
+    y, saved = swiglu_forward(x, weights_8, mlp, buffers)
     return y, *saved
 
 
 def _swiglu_forward_fake(
-    x_MK: torch.Tensor,
-    gate: torch.Tensor,
-    up: torch.Tensor,
-    down: torch.Tensor,
-    dtype: str,
-    number_format: str,
-    power_of_two: bool,
-    *_rest: Any,
+    x_MK: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor, spec: str, *_: Any
 ) -> tuple[torch.Tensor, ...]:
-    out = getattr(torch, dtype)
+    mlp = _decoded(spec, MLPSpec)
+    of_all = QuantizeSpec(mlp.forward_format, "tensor", True, mlp.power_of_two)
+    out = getattr(torch, mlp.dtype)
     m, hidden = x_MK.shape[0], gate.shape[0]
     found = [x_MK.new_empty((m, size), dtype=out) for size in (down.shape[0], hidden, hidden)]
     found.append(x_MK.new_empty((), dtype=torch.float32))
     for matrix in (x_MK, gate, up, down):
-        _, data_t, inverse, *_others = FP8_CAST.fake(matrix, number_format, "tensor", True, None, power_of_two)
+        _data, data_t, inverse, *_others = _fake_cast(matrix, of_all)
         found += [inverse, data_t]
     return tuple(found)
 
@@ -465,10 +433,7 @@ def _swiglu_forward_fake(
 def _swiglu_hidden(
     dy_MN: torch.Tensor,
     saved: list[torch.Tensor],
-    forward_format: str,
-    gradient_format: str,
-    dx_sums: str,
-    power_of_two: bool,
+    spec: str,
     chunked: bool,
     dgate_counts: torch.Tensor,
     dup_counts: torch.Tensor,
@@ -477,25 +442,19 @@ def _swiglu_hidden(
 ) -> tuple[torch.Tensor, ...]:
     of_gradients = zip((dgate_counts, dup_counts, dy_counts), histories, strict=True)
     buffers = MLPBuffers(*(Buffers(None, None, *each) for each in of_gradients))
-    spec = MLPSpec(NAMES[dy_MN.dtype], forward_format, gradient_format, dx_sums, power_of_two)
-    return tuple(backward_hidden(dy_MN, Saved(*saved), spec, buffers, chunked, True))
+    return tuple(backward_hidden(dy_MN, Saved(*saved), _decoded(spec, MLPSpec), buffers, chunked, True))
 
 
 def _swiglu_hidden_fake(
-    dy_MN: torch.Tensor,
-    saved: list[torch.Tensor],
-    forward_format: str,
-    gradient_format: str,
-    dx_sums: str,  # noqa: ARG001
-    power_of_two: bool,
-    chunked: bool,
-    *_rest: Any,
+    dy_MN: torch.Tensor, saved: list[torch.Tensor], spec: str, chunked: bool, *_: Any
 ) -> tuple[torch.Tensor, ...]:
-    kept = Saved(*saved)
-    data, data_t, inverse, *_others = FP8_CAST.fake(dy_MN, gradient_format, "tensor", True, None, power_of_two)
-    formats = (gradient_format, forward_format)
+    kept, mlp = Saved(*saved), _decoded(spec, MLPSpec)
+    data, data_t, inverse, _inverse_t = _fake_cast(
+        dy_MN, QuantizeSpec(mlp.gradient_format, "tensor", True, mlp.power_of_two)
+    )
+    formats = (mlp.gradient_format, mlp.forward_format)
     dgate, dgate_t, dgate_inverse, dup, dup_t, dup_inverse, h_t, *_others = FP8_SWIGLU_GRAD.fake(
-        kept.gate, kept.gate, kept.up, *formats, kept.h_inverse, None, None, power_of_two
+        kept.gate, kept.gate, kept.up, *formats, kept.h_inverse, None, None, mlp.power_of_two
     )
     if chunked:
         data_t, dgate_t, dup_t = data, data.new_empty((0, 0)), data.new_empty((0, 0))
@@ -524,16 +483,16 @@ def _swiglu_gemms_fake(
 
 
 _swiglu_forward_op = _define(
-    "fp8_swiglu_mlp_forward(Tensor x, Tensor gate, Tensor up, Tensor down, str dtype, str number_format, "
-    "bool power_of_two, Tensor(a!) gate_counts, Tensor(b!) up_counts, Tensor(c!) down_counts, "
+    "fp8_swiglu_mlp_forward(Tensor x, Tensor gate, Tensor up, Tensor down, str spec, Tensor(a!) gate_counts, "
+    "Tensor(b!) up_counts, Tensor(c!) down_counts, "
     "Tensor(d!)? x_history, Tensor(e!)? h_history, Tensor? rstd, Tensor? norm_weight) "
     f"-> ({', '.join(['Tensor'] * (1 + len(Saved._fields)))})",
     _swiglu_forward,
     _swiglu_forward_fake,
 )
 _swiglu_hidden_op = _define(
-    "fp8_swiglu_mlp_backward_hidden(Tensor dy, Tensor[] saved, str forward_format, str gradient_format, str dx_sums, "
-    "bool power_of_two, bool chunked, Tensor(a!) dgate_counts, Tensor(b!) dup_counts, Tensor(c!) dy_counts, "
+    "fp8_swiglu_mlp_backward_hidden(Tensor dy, Tensor[] saved, str spec, bool chunked, Tensor(a!) dgate_counts, "
+    "Tensor(b!) dup_counts, Tensor(c!) dy_counts, "
     "Tensor(d!)? dgate_history, Tensor(e!)? dup_history, Tensor(f!)? dy_history) "
     f"-> ({', '.join(['Tensor'] * len(Between._fields))})",
     _swiglu_hidden,
