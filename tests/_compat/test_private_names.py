@@ -33,6 +33,23 @@ def test_modes_are_seen() -> None:
             assert modes.dispatch_mode_count() == 0
 
 
+def test_tracing_is_seen() -> None:
+    """By Dynamo, and by AOTAutograd, which calls functions that Dynamo does not trace."""
+    seen = []
+
+    @torch.compiler.allow_in_graph
+    def f(x: torch.Tensor) -> torch.Tensor:
+        seen.append(modes.graph_tracing())
+        return x.sum()
+
+    def g(x: torch.Tensor) -> torch.Tensor:
+        return f(x) + modes.graph_tracing()
+
+    assert not modes.graph_tracing()
+    assert torch.compile(g, backend="aot_eager", fullgraph=True)(torch.ones(2)) == 3
+    assert seen[-1]
+
+
 def test_transforms_are_seen() -> None:
     seen = []
 

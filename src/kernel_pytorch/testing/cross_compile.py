@@ -139,13 +139,14 @@ def _target(device: Device) -> Any:
 def _nvidia_resources(compiled: Any) -> tuple[int, int]:
     """Registers a thread and spilled bytes a thread, from the assembler's own report."""
     from triton import knobs
+    from triton.backends.nvidia.compiler import get_ptxas
 
     ptx = compiled.asm["ptx"]
     target = re.search(r"^\.target\s+(\w+)", ptx, re.MULTILINE)
     if target is None:
         raise RuntimeError("the compiled PTX names no target")
     arch = target.group(1)
-    tool = knobs.nvidia.ptxas_blackwell if int(re.sub(r"\D", "", arch)) >= 100 else knobs.nvidia.ptxas
+    tool = get_ptxas(int(re.sub(r"\D", "", arch)))  # of two, and Triton 3.9 chooses another for sm_90 than 3.8
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "kernel.ptx"
         source.write_text(ptx)
