@@ -13,7 +13,7 @@ import torch
 __all__ = ["PRIVATE_NAMES", "CompatibilityWarning", "PrivateName", "private"]
 
 CHECKED = "torch 2.13 and 2.15"
-"""The versions that the tests of these names have passed with, on CPUs; 2.11 has run them on an H200."""
+"""The versions that the tests of these names have passed with, on CPUs (2.13.0 and 2.15.0)."""
 
 
 class CompatibilityWarning(UserWarning):
