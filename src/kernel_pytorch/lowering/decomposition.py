@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache
+from typing import Any
 
 import torch
 from executorch.exir.backend.partitioner import Partitioner, PartitionResult
@@ -63,18 +64,23 @@ def decomposed(
     """The program in core operators but for what the partitioners want whole, and partitioners that want no more."""
     for partitioner in partitioners:
         program = partitioner.transform_for_pre_decomposition(program)
-    if any(_is_mutable(node) for module in _graphs(program) for node in module.graph.nodes):
+    if any(_is_unfinished(node) for module in _graphs(program) for node in module.graph.nodes):
         program = program.run_decompositions({})
     wanted = [partitioner.ops_to_not_decompose(program) for partitioner in partitioners]
+    # All are asked before any is hidden: a check looks at the operators around a node.
+    whole = [
+        node
+        for module in _graphs(program)
+        for node in module.graph.nodes
+        if node.op == "call_function"
+        and any(node.target in ops and (check is None or check(node)) for ops, check in wanted)
+        and _can_hide(node.target)
+    ]
     originals: dict[OpOverload, OpOverload] = {}
-    for module in _graphs(program):
-        for node in module.graph.nodes:
-            asked = node.op == "call_function" and any(
-                node.target in ops and (check is None or check(node)) for ops, check in wanted
-            )
-            if asked and _can_hide(node.target):
-                originals[_hidden(node.target)] = node.target
-                node.target = _hidden(node.target)
+    for node in whole:
+        original: Any = node.target
+        originals[_hidden(original)] = original
+        node.target = _hidden(original)
     program = program.run_decompositions(_default_decomposition_table())
     for module in _graphs(program):
         for node in module.graph.nodes:
@@ -93,5 +99,8 @@ def _operators(program: ExportedProgram) -> set[OpOverload]:
     return {target for target in targets if isinstance(target, OpOverload)}
 
 
-def _is_mutable(node: Node) -> bool:
+def _is_unfinished(node: Node) -> bool:
+    """Operators that write in place, and weights inside tensor subclasses, which checks do not take for constants."""
+    if "access_subclass_inner_tensor" in str(node.target):
+        return True
     return isinstance(node.target, OpOverload) and node.target._schema.is_mutable
