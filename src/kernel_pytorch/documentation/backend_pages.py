@@ -21,6 +21,7 @@ except ModuleNotFoundError as error:
     ) from error
 
 from kernel_pytorch.documentation.declared_fields import declared_fields
+from kernel_pytorch.documentation.fp8_tables import architecture_rows, matmul_rows, recipe_rows
 from kernel_pytorch.documentation.op_support import (
     OperatorRow,
     csv_text,
@@ -30,6 +31,7 @@ from kernel_pytorch.documentation.op_support import (
 )
 from kernel_pytorch.documentation.support import support_table
 from kernel_pytorch.evidence import Benchmark, read_record
+from kernel_pytorch.hardware_abstraction.device import Device
 from kernel_pytorch.hardware_abstraction.registry import ENTRY_POINT_GROUP, Backend
 
 __all__ = ["NOTES", "PAGE_SET", "index_page", "read_notes", "render", "write_backend_pages"]
@@ -193,7 +195,10 @@ def _facts(record: Backend) -> dict[str, Any]:
         "python": "3.10 to 3.13",
         "kernels_known": known,
         "fp8": [row for row in known if row[0].startswith("`fp8_")],
-        "devices": [[f"`{d.name}`", f"`{d.arch}`", ", ".join(sorted(d.formats))] for d in record.catalogue],
+        "devices": [_device_cells(device) for device in record.catalogue],
+        "architectures": architecture_rows(record),
+        "fp8_recipes": recipe_rows(),
+        "fp8_products": matmul_rows(record),
         "example_device": record.catalogue[0].name if record.catalogue else "cpu",
         "kernel_rows": [
             [f"`{k.op}`", f"`{k.name}`", k.language, "yes" if k.backward else "no", f"`{k.module}`"]
@@ -209,6 +214,12 @@ def _facts(record: Backend) -> dict[str, Any]:
         "problems": _problems(lowering),
         **({} if lowering is None else _tables(lowering, rows)),
     }
+
+
+def _device_cells(device: Device) -> list[str]:
+    memory = f"{device.memory_bytes / 2**30:.0f} GiB" if device.memory_bytes else "-"
+    bandwidth = f"{device.rates.bandwidth / 1e12:.3g} TB/s" if device.rates else "-"
+    return [f"`{device.name}`", f"`{device.arch}`", memory, bandwidth, device.interconnect or "-"]
 
 
 def _operator_cells(row: OperatorRow, record: Backend) -> list[str]:
@@ -254,8 +265,7 @@ def _tables(lowering: dict[str, Any], rows: tuple[OperatorRow, ...]) -> dict[str
             for name, kind, default, note in declared_fields(lowering["options"])
         ],
         "recipe_fields": [
-            [f"`{name}`", f"`{kind}`", note or name.replace("_", " ")]
-            for name, kind, _, note in declared_fields(QuantizationRecipe)
+            [f"`{name}`", f"`{kind}`", note] for name, kind, _, note in declared_fields(QuantizationRecipe)
         ],
         "recipes_short": [
             [f"`{one.name}`", weights(one), activations(one), ", ".join(one.operators)] for one in recipes
