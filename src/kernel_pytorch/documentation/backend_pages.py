@@ -63,6 +63,8 @@ NOTES = (
     "Tutorial",
     "Guide",
 )
+_ONCE = ("build the mask",)
+"""How cases begin that time work which is done once for many calls."""
 _NO_PTE = "No `.pte` path for this target yet: the kernels run in eager and compiled PyTorch, not in ExecuTorch."
 
 
@@ -343,7 +345,8 @@ def _measured(record: Backend) -> Iterator[list[str]]:
         if not isinstance(found, Benchmark) or found.device.backend != record.name:
             continue
         ratios = []
-        timed = [row for row in found.measurements if row.peak_bytes is None]  # the others are about memory
+        # The others are about memory, and about work that is done once and not in a call.
+        timed = [row for row in found.measurements if row.peak_bytes is None and not row.case.startswith(_ONCE)]
         groups = {(row.case, row.format, row.phase) for row in timed}
         for group in groups:
             rows = [row for row in timed if (row.case, row.format, row.phase) == group]

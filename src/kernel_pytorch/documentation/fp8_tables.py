@@ -37,7 +37,7 @@ def architecture_rows(record: Backend) -> list[list[str]]:
 
 
 def recipe_rows() -> list[list[str]]:
-    """Each FP8 training recipe: granularities, formats, where scales come from, and what stays in the layer's dtype."""
+    """Each FP8 training recipe: granularities, formats, where scales come from, what stays in the layer's dtype."""
     return [
         [
             f"`{recipe.name}`",

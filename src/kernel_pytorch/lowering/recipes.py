@@ -27,7 +27,7 @@ class QuantizationRecipe:
     """
 
     name: str
-    """What ``kp.lower(recipe=...)`` takes."""
+    """What ``kp.lower`` takes as its ``recipe``."""
     weight_bits: int
     """Bits of a stored weight, without its scale."""
     weight_granularity: str
