@@ -1,8 +1,7 @@
 """Train a small transformer whose sequences are spread over ranks, and see which schedule its attention takes.
 
-Run it with ``torchrun --nproc-per-node 4 demos/context_parallel.py``, or with ``python demos/context_parallel.py``,
-which starts two ranks by itself. Ranks talk through NCCL where each has a GPU, else through Gloo; on a CPU it takes a
-few seconds. The model is written for one process: ``kp.context_parallel.parallelize`` is all that spreads it.
+Run it with ``torchrun --nproc-per-node 4 demos/context_parallel.py``; without torchrun it starts two ranks by itself.
+Ranks talk through NCCL where each has a GPU, else through Gloo. The model is written for one process: ``kp.context_parallel.parallelize`` is all that spreads it.
 
 Shapes: B batch, N tokens, E hidden, H heads, D head dimension.
 """
@@ -48,9 +47,8 @@ class Model(nn.Module):
         self.head = nn.Linear(HIDDEN, VOCAB)
 
     def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor | None = None) -> torch.Tensor:
-        if position_ids is None:
-            position_ids = torch.arange(input_ids.shape[1], device=input_ids.device)
-        return self.head(self.blocks(self.tokens(input_ids) + self.positions(position_ids)))
+        places = torch.arange(input_ids.shape[1], device=input_ids.device) if position_ids is None else position_ids
+        return self.head(self.blocks(self.tokens(input_ids) + self.positions(places)))
 
 
 def train() -> None:

@@ -1,6 +1,6 @@
 """Deployment: a model becomes a program that runs without PyTorch, at every length up to a maximum, quantized or not.
 
-Run it with ``python demos/deploy.py``; it needs ``pip install 'kernel-pytorch[lowering]'`` and a C++17 compiler.
+Run it with ``python demos/deploy.py``; it needs ``pip install 'kernel-pytorch[lowering]'`` and a C++ compiler.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """FP8 training: the same small model trained in full precision and with an FP8 recipe, and what the casts lost.
 
-Run it with ``python demos/fp8_training.py``. On a device without FP8 matrix units the arithmetic is the same, and slow.
+Run it with ``python demos/fp8_training.py``. Without FP8 matrix units the arithmetic is the same, and slow.
 """
 
 from __future__ import annotations

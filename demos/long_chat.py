@@ -1,6 +1,6 @@
-"""A long chat on a device: attention with sinks and a window over a cache of fixed size, in a program without PyTorch.
+"""A long chat on a device: attention with sinks and a window over a cache of fixed size, without PyTorch.
 
-Run it with ``python demos/long_chat.py``; it needs ``pip install 'kernel-pytorch[lowering]'`` and a C++17 compiler.
+Run it with ``python demos/long_chat.py``; it needs ``pip install 'kernel-pytorch[lowering]'`` and a C++ compiler.
 """
 
 from __future__ import annotations
