@@ -1,7 +1,7 @@
 """Train a small transformer whose sequences are spread over ranks, and see which schedule its attention takes.
 
 Run it with ``torchrun --nproc-per-node 4 demos/context_parallel.py``; without torchrun it starts two ranks by itself.
-Ranks talk through NCCL where each has a GPU, else through Gloo. The model is written for one process: ``kp.context_parallel.parallelize`` is all that spreads it.
+Ranks talk through NCCL where each has a GPU, else through Gloo. ``kp.context_parallel.parallelize`` does the rest.
 
 Shapes: B batch, N tokens, E hidden, H heads, D head dimension.
 """

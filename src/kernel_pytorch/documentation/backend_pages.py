@@ -21,7 +21,7 @@ except ModuleNotFoundError as error:
     ) from error
 
 from kernel_pytorch.documentation.declared_fields import declared_fields
-from kernel_pytorch.documentation.fp8_tables import architecture_rows, matmul_rows, recipe_rows
+from kernel_pytorch.documentation.fp8_tables import architecture_rows, matmul_rows, matrix_rows, recipe_rows
 from kernel_pytorch.documentation.op_support import (
     OperatorRow,
     csv_text,
@@ -199,6 +199,7 @@ def _facts(record: Backend) -> dict[str, Any]:
         "fp8": [row for row in known if row[0].startswith("`fp8_")],
         "devices": [_device_cells(device) for device in record.catalogue],
         "architectures": architecture_rows(record),
+        "matrix_units": matrix_rows(record),
         "fp8_recipes": recipe_rows(),
         "fp8_products": matmul_rows(record),
         "example_device": record.catalogue[0].name if record.catalogue else "cpu",

@@ -12,28 +12,42 @@ from kernel_pytorch.hardware_abstraction.op import registered_op
 from kernel_pytorch.hardware_abstraction.registry import Backend
 from kernel_pytorch.hardware_abstraction.selection import Policy, select
 
-__all__ = ["architecture_rows", "matmul_rows", "recipe_rows"]
+__all__ = ["architecture_rows", "matmul_rows", "matrix_rows", "recipe_rows"]
 
 _SCALES = {"tensor": "the tensor", "row": "a row", "block": "1x128", "square": "128x128"}
 _M, _K, _N = 512, 512, 512
 
 
 def architecture_rows(record: Backend) -> list[list[str]]:
-    """Each architecture of a backend's catalogue: what differs between them."""
-    first = {device.arch: device for device in reversed(record.catalogue)}
+    """Each architecture of a backend's catalogue: its devices, and what kernels ask for."""
     return [
         [
             f"`{device.arch}`",
             ", ".join(f"`{known.name}`" for known in record.catalogue if known.arch == device.arch),
-            ", ".join(sorted(device.matrix_units)) or "-",
-            ", ".join(sorted(device.matrix_formats)) or "-",
-            ", ".join(sorted(device.mx_formats)) or "-",
             f"{device.shared_memory_bytes // 1024} KiB" if device.shared_memory_bytes else "-",
             str(device.warp_size),
             ", ".join(sorted(device.features)) or "-",
         ]
-        for device in reversed(first.values())
+        for device in _one_of_each(record)
     ]
+
+
+def matrix_rows(record: Backend) -> list[list[str]]:
+    """Each architecture of a backend's catalogue: its matrix units and what they multiply."""
+    return [
+        [
+            f"`{device.arch}`",
+            ", ".join(sorted(device.matrix_units)) or "-",
+            ", ".join(sorted(device.matrix_formats)) or "-",
+            ", ".join(sorted(device.mx_formats)) or "-",
+        ]
+        for device in _one_of_each(record)
+    ]
+
+
+def _one_of_each(record: Backend) -> list[Device]:
+    """The first device of each architecture, in the catalogue's order."""
+    return list({device.arch: device for device in reversed(record.catalogue)}.values())[::-1]
 
 
 def recipe_rows() -> list[list[str]]:
@@ -55,14 +69,13 @@ def matmul_rows(record: Backend) -> list[list[str]]:
     """For each architecture, the 8-bit formats and which kernel multiplies each granularity, with the reason."""
     if not any(kernel.op == "fp8_matmul" for kernel in record.kernels):
         return []
-    first = {device.arch: device for device in reversed(record.catalogue)}
     return [
         [
             f"`{device.arch}`",
             ", ".join(one.dtype_name for one in (for_device(device).e4m3, for_device(device).e5m2)),
             *(_multiplied(device, pair) for pair in (("tensor", "tensor"), ("row", "row"), ("block", "square"))),
         ]
-        for device in reversed(first.values())
+        for device in _one_of_each(record)
     ]
 
 
