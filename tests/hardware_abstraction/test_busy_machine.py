@@ -83,7 +83,7 @@ def test_a_busy_machine_decides_nothing_and_keeps_nothing(scripted: Callable[...
         first = kp.explain(kp.attention, x, x, x).kernel.name
     scripted(BUSY)
     with (
-        pytest.warns(UserWarning, match="is busy: .*: attention takes the first kernel that fits"),
+        pytest.warns(UserWarning, match="is busy: .*: attention is chosen as without measuring"),
         kp.policy(measure=True),
     ):
         out = kp.attention(x, x, x)

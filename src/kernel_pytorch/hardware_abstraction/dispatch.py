@@ -152,7 +152,7 @@ def policy(
         kernel: pin one implementation by name, for every op, or for some: ``{"attention": "tiled"}``.
         deterministic: only kernels that give the same bits each time.
         measure: time the kernels that fit, once for each shape, and take the fastest. On a machine that does other
-            work nothing is decided: a warning says so, and the backend's order stands.
+            work nothing is decided: a warning says so, and the choice is that without measuring.
 
     Example:
         >>> import torch, kernel_pytorch as kp
@@ -400,7 +400,7 @@ class Function:
             try:
                 require_quiet(device)
             except BusyMachineError as error:
-                warnings.warn(f"{error}: {self.op.name} takes the first kernel that fits", stacklevel=2)
+                warnings.warn(f"{error}: {self.op.name} is chosen as without measuring", stacklevel=2)
                 return None
             timings = {}
             timed = placed(_place(arguments), median_seconds)
