@@ -12,7 +12,7 @@
 # make docs-gpu  run every block of the documentation on the GPU that is here, and record which passed
 # make evidence  make the records and pages that need no hardware anew
 # make probe     lower and run every operator anew: the table of operators of the cpu backend (about ten minutes)
-# make evidence-check  say which recorded numbers are older than the code they measure
+# make evidence-check  say which recorded numbers are older than the code they measure; fails where none can say
 
 PYTHON ?= python3
 VENV := .venv

@@ -23,7 +23,7 @@ from kernel_pytorch import benchmarking
 from kernel_pytorch.cli.bench import measurement_table
 from kernel_pytorch.evidence import Measurement, Quantiles, clean_commit, evidence_directory, write_record
 from kernel_pytorch.hardware_abstraction.op import registered_op
-from kernel_pytorch.hardware_abstraction.timing import quantiles
+from kernel_pytorch.hardware_abstraction.timing import quantiles, require_quiet
 from kernel_pytorch.kv_cache import quantized_rows
 
 THREADS = 2
@@ -183,6 +183,8 @@ def main() -> None:
         print(json.dumps(time_arm(arguments.case[0], arguments.arm, arguments.seconds)))
         return
     commit = clean_commit(benchmarking.checkout()) if arguments.record else ""
+    if arguments.record:
+        require_quiet(kp.device("cpu"))
     samples: dict[tuple[str, str], list[float]] = {}
     for cases in TOGETHER:
         turns = [(case, arm) for case in cases if case in (arguments.case or ARMS) for arm in ARMS[case]]
@@ -203,8 +205,9 @@ def main() -> None:
     if arguments.record and folder is not None:
         device = kp.device("cpu")
         name = benchmarking.record_name(registered_op("attention"), device)
+        command = "python benchmarks/lowering.py --record"
         evidence = benchmarking.record(
-            "lowering", device, (), measurements, command="python benchmarks/lowering.py --record", commit=commit
+            "lowering", device, (), measurements, command=command, commit=commit, parts=("lowering/",)
         )
         write_record(evidence, folder / name.replace("attention", "lowering", 1))
 

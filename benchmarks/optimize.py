@@ -327,7 +327,9 @@ def main() -> None:
             torch.accelerator.empty_cache()
         if arguments.record:  # after every model: what was measured is kept whatever happens to the next
             command = shlex.join(["python", "benchmarks/optimize.py", *sys.argv[1:]])
-            record = benchmarking.record("optimize", where, (), rows, command=command, commit=commit)
+            record = benchmarking.record(
+                "optimize", where, (), rows, command=command, commit=commit, parts=("optimization/",)
+            )
             write_record(record, arguments.out / benchmarking.record_name("optimize", where))
     print(f"\nall cases, in {time.perf_counter() - started:.0f} s\n{table(rows)}")
 

@@ -25,7 +25,9 @@ from kernel_pytorch.evidence import (
 )
 from kernel_pytorch.hardware_abstraction.dispatch import forget_choices
 from kernel_pytorch.hardware_abstraction.registry import backend
-from kernel_pytorch.hardware_abstraction.timing import quantiles
+from kernel_pytorch.hardware_abstraction.timing import quantiles, require_quiet
+
+MEASURED = ("hardware_abstraction/dispatch.py", "hardware_abstraction/op.py", "hardware_abstraction/selection.py")
 
 
 def sample(function: Callable[[], object], rounds: int = 200, calls: int = 500) -> list[float]:
@@ -47,6 +49,8 @@ def main() -> None:
     arguments = parser.parse_args()
     commit = clean_commit(benchmarking.checkout()) if arguments.record else ""
     device = kp.device("cpu")
+    if arguments.record:
+        require_quiet(device)
     kernel = next(kernel for kernel in backend("cpu").kernels if kernel.op == "rms_norm")
     x, weight = torch.randn(8, 64), torch.randn(64)
     outputs = (torch.empty_like(x), torch.empty(8))
@@ -81,7 +85,9 @@ def main() -> None:
     console.print(f"selection costs {(ours - direct) * 1e6:.2f} us a call")
     if arguments.record:
         command = "python benchmarks/selection.py --record"
-        record = benchmarking.record("selection", device, (), measurements, command=command, commit=commit)
+        record = benchmarking.record(
+            "selection", device, (), measurements, command=command, commit=commit, parts=MEASURED
+        )
         write_record(record, Path(__file__).parent / "evidence" / "selection.cpu.json")
 
 

@@ -1,8 +1,7 @@
 """Train a small transformer whose sequences are spread over ranks, and see which schedule its attention takes.
 
-Run it with ``torchrun --nproc-per-node 4 demos/context_parallel.py``, or with ``python demos/context_parallel.py``,
-which starts two ranks by itself. Ranks talk through NCCL where each has a GPU, else through Gloo; on a CPU it takes a
-few seconds. The model is written for one process: ``kp.context_parallel.parallelize`` is all that spreads it.
+Run it with ``torchrun --nproc-per-node 4 demos/context_parallel.py``; without torchrun it starts two ranks by itself.
+Ranks talk through NCCL where each has a GPU, else through Gloo. ``kp.context_parallel.parallelize`` does the rest.
 
 Shapes: B batch, N tokens, E hidden, H heads, D head dimension.
 """
@@ -10,8 +9,8 @@ Shapes: B batch, N tokens, E hidden, H heads, D head dimension.
 from __future__ import annotations
 
 import os
-import tempfile
-from pathlib import Path
+import subprocess
+import sys
 
 import torch
 import torch.distributed as dist
@@ -47,8 +46,9 @@ class Model(nn.Module):
         self.blocks = nn.Sequential(Block(), Block())
         self.head = nn.Linear(HIDDEN, VOCAB)
 
-    def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
-        return self.head(self.blocks(self.tokens(input_ids) + self.positions(position_ids)))
+    def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor | None = None) -> torch.Tensor:
+        places = torch.arange(input_ids.shape[1], device=input_ids.device) if position_ids is None else position_ids
+        return self.head(self.blocks(self.tokens(input_ids) + self.positions(places)))
 
 
 def train() -> None:
@@ -71,6 +71,7 @@ def train() -> None:
     if first:
         print(f"{dist.get_world_size(group)} ranks, {dist.get_backend(group)}; {cp}\n")
         print(kp.explain(kp.attention, q, q, q, mask, group=cp), "\n")
+        print("step  loss over all ranks")
 
     optimiser = torch.optim.AdamW(model.parameters(), lr=3e-3)
     for step in range(STEPS):
@@ -81,30 +82,19 @@ def train() -> None:
         loss.backward()
         optimiser.step()
         if first and step % 5 == 0:
-            print(f"step {step:3d}  loss over all ranks {loss.item():.4f}", flush=True)
-
-
-def start(rank: int, ranks: int, store: str) -> None:
-    """One of the ranks that this program starts by itself."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
-    train()
-    dist.destroy_process_group()
-
-
-def main() -> None:
-    if "RANK" not in os.environ:
-        with tempfile.TemporaryDirectory() as folder:
-            torch.multiprocessing.spawn(start, (2, str(Path(folder) / "store")), nprocs=2)
-        return
-    here = int(os.environ["LOCAL_RANK"])
-    cuda = torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])
-    if cuda:
-        torch.cuda.set_device(here)
-    dist.init_process_group("nccl" if cuda else "gloo")
-    train()
-    dist.destroy_process_group()
+            print(f"{step:4d}  {loss.item():.4f}", flush=True)
 
 
 if __name__ == "__main__":
-    main()
+    if "RANK" not in os.environ:
+        sys.exit(
+            subprocess.call([sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", __file__])
+        )
+    cuda = torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])
+    if cuda:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    else:
+        torch.set_num_threads(1)
+    dist.init_process_group("nccl" if cuda else "gloo")
+    train()
+    dist.destroy_process_group()

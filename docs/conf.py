@@ -30,7 +30,7 @@ site_map = {
     ],
     "Hardware": ["docs/hardware", "docs/support", "docs/backends/*", "docs/backends/*/*-overview"],
     "Performance": ["docs/performance", "BENCHMARKS"],
-    "Project": ["docs/architecture", "API", "CONTRIBUTING", "CHANGELOG"],
+    "Project": ["docs/architecture", "API", "CONTRIBUTING", "docs/releases", "CHANGELOG"],
 }
 
 myst_heading_anchors = 4  # as GitHub makes them, so that a link works in both places

@@ -64,6 +64,12 @@ def _own_choice_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KERNEL_PYTORCH_CACHE", str(tmp_path / "cache"))
 
 
+@pytest.fixture(autouse=True)
+def _measure_on_a_busy_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tests share the machine with each other, so it is never quiet; test_busy_machine.py scripts the times."""
+    monkeypatch.setattr("kernel_pytorch.hardware_abstraction.timing.MOST_SPREAD", float("inf"))
+
+
 @pytest.fixture
 def one_thread() -> Iterator[None]:
     """Small tensors on busy cores: threads that wait for each other take ten times as long."""

@@ -9,12 +9,13 @@ from typing import Any
 
 import torch
 
-from kernel_pytorch.evidence import Benchmark, Measurement, Quantiles, facts, now, versions
+from kernel_pytorch.evidence import Benchmark, EvidenceError, Measurement, Quantiles, facts, now, versions
 from kernel_pytorch.hardware_abstraction.device import Device
 from kernel_pytorch.hardware_abstraction.dispatch import function_of
 from kernel_pytorch.hardware_abstraction.op import Case, Kernel, Op, Phase
 from kernel_pytorch.hardware_abstraction.rates import measure_rates
 from kernel_pytorch.hardware_abstraction.registry import backend
+from kernel_pytorch.hardware_abstraction.source_digest import part_digest
 from kernel_pytorch.hardware_abstraction.timing import quantiles, sample_seconds
 from kernel_pytorch.testing.budget import Comparison, compare, exceeded
 
@@ -194,8 +195,25 @@ def record(
     command: str,
     commit: str,
     copy_bandwidth: float | None = None,
+    parts: Iterable[str] = (),
 ) -> Benchmark:
-    """The evidence of a benchmark; the copy bandwidth is measured now unless it was in the same run before."""
+    """The evidence of a benchmark; the copy bandwidth is measured now unless it was in the same run before.
+
+    Args:
+        op: what the record is about.
+        device: where it was measured.
+        kernels: the kernels that were measured.
+        measurements: the rows.
+        command: how to make it again.
+        commit: of the checkout that was measured.
+        copy_bandwidth: bytes per second of a large copy, read plus written.
+        parts: folders (with a slash at their end) and Python files of the package that were measured beyond the
+            kernels, as ``"lowering/"``.
+    """
+    sources = {source_name(op, kernel): kernel.source_digest for kernel in kernels}
+    sources |= {part: part_digest(part) for part in parts}
+    if not sources:
+        raise EvidenceError(f"op={op!r}: a record names the code that it measured; give kernels= or parts=")
     return Benchmark(
         op=op,
         device=facts(device),
@@ -204,6 +222,6 @@ def record(
         command=command,
         recorded=now(),
         copy_bandwidth=measure_rates(device).bandwidth if copy_bandwidth is None else copy_bandwidth,
-        sources={source_name(op, kernel): kernel.source_digest for kernel in kernels},
+        sources=sources,
         measurements=measurements,
     )

@@ -114,7 +114,7 @@ class Benchmark(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="be
     copy_bandwidth: float
     """Bytes per second of a large copy on the same device in the same run, read plus written."""
     sources: dict[str, str]
-    """Kernel name to the digest of the source text that was measured."""
+    """Kernel name, or folder or file of the package such as ``"lowering/"``, to the digest of the code measured."""
     measurements: list[Measurement]
 
 

@@ -12,11 +12,13 @@ import pytest
 from kernel_pytorch.documentation import op_support
 from kernel_pytorch.documentation.backend_pages import PAGE_SET, read_notes, render, write_backend_pages
 from kernel_pytorch.documentation.conformance import check_folder
+from kernel_pytorch.documentation.declared_fields import declared_fields
 from kernel_pytorch.documentation.op_support import COLUMNS, operator_rows, probe_backend, recorded, write_support
 from kernel_pytorch.evidence import EvidenceError, OpSupport, Probed, evidence_directory
+from kernel_pytorch.fp8.recipe import RECIPES as FP8_RECIPES
 from kernel_pytorch.hardware_abstraction import Backend, backend
 from kernel_pytorch.lowering import PartitionerOptions, lowering_of
-from kernel_pytorch.lowering.recipes import RECIPES
+from kernel_pytorch.lowering.recipes import RECIPES, QuantizationRecipe
 
 DOCS = Path(__file__).parents[2] / "docs" / "backends"
 OURS = ("cpu", "nvidia", "amd", "intel")
@@ -73,6 +75,27 @@ def test_every_option_and_every_recipe_is_on_its_page(rendered: dict[str, dict[s
         cells = f"| `{recipe.name}` | {recipe.weight_bits} | per {recipe.weight_granularity} | symmetric |"
         assert cells in quantization
         assert f'recipe="{recipe.name}"' in quantization
+
+
+@pytest.mark.parametrize("name", ["nvidia", "amd", "intel"])
+def test_a_gpus_page_has_every_fp8_recipe_and_architecture(name: str, rendered: dict[str, dict[str, str]]) -> None:
+    quantization = rendered[name][f"{name}-quantization.md"]
+    for recipe in FP8_RECIPES:
+        assert f"| `{recipe}` |" in quantization
+    for arch in {device.arch for device in backend(name).catalogue}:
+        assert f"| `{arch}` |" in quantization
+        assert f"| `{arch}` |" in rendered[name][f"{name}-arch-internals.md"]
+    assert "`scaled-mm`" in quantization or name != "nvidia"
+    overview = rendered[name][f"{name}-overview.md"]
+    assert "torch.export.save" in overview
+    assert "aoti_load_package" in overview
+    assert "https://" in overview, "the vendor's documentation"
+
+
+def test_every_field_of_a_recipe_is_explained(rendered: dict[str, dict[str, str]]) -> None:
+    for field, _, _, note in declared_fields(QuantizationRecipe):
+        assert len(note.split()) > 4, field
+        assert note in rendered["cpu"]["cpu-quantization.md"]
 
 
 def test_the_csv_has_the_standard_columns_and_what_was_probed(rendered: dict[str, dict[str, str]]) -> None:

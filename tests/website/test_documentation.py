@@ -20,6 +20,7 @@ from tools.website.blocks import OTHER_LANGUAGES, fences, page_gaps
 from tools.website.measured import duration
 from tools.website.reference import _signature
 
+import kernel_pytorch as kp
 from kernel_pytorch.evidence import (
     Benchmark,
     Checks,
@@ -329,8 +330,67 @@ def test_what_ran_on_a_gpu_is_counted() -> None:
 # Demos
 
 
-@pytest.mark.parametrize("demo", sorted((ROOT / "demos").glob("*.py")), ids=name_of)
+DEMOS = sorted((ROOT / "demos").glob("*.py"))
+NEEDS = {"deploy.py": "executorch", "long_chat.py": "executorch", "optimize_model.py": "transformers"}
+
+
+def test_every_demo_is_listed_and_short() -> None:
+    listed = re.findall(r"^\| \[(\w+\.py)\]", (ROOT / "demos" / "README.md").read_text(), flags=re.MULTILINE)
+    assert sorted(listed) == [demo.name for demo in DEMOS]
+    long = {demo.name for demo in DEMOS if len(demo.read_text().splitlines()) > 100}
+    assert long == {"million_tokens.py"}
+
+
+@pytest.mark.parametrize("demo", DEMOS, ids=name_of)
 def test_demo_runs(demo: Path) -> None:
+    if demo.name in NEEDS:
+        pytest.importorskip(NEEDS[demo.name], reason=f"{demo.name} needs it")
     done = subprocess.run([sys.executable, str(demo)], capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout
+
+
+# What the map must lead to, by audience
+
+WANTED = {
+    "New users": ["../README.md", "setup.md", "../demos/README.md", "../BENCHMARKS.md"],
+    "Developers": ["architecture.md", "../CONTRIBUTING.md", "../API.md", "performance.md"],
+    "Hardware engineers": [
+        *("hardware.md", "performance.md", "setup.md"),
+        "../src/kernel_pytorch/hardware_abstraction",
+    ],
+    "Performance engineers": ["../BENCHMARKS.md", "performance.md", "../benchmarks", "architecture.md"],
+    "Key features": [
+        *("architecture.md", "performance.md", "hardware.md", "fp8.md", "context_parallel.md", "optimize.md"),
+        "lowering.md",
+    ],
+    "How these pages stay true": ["releases.md", "../CHANGELOG.md"],
+}
+
+
+@pytest.mark.parametrize("title", WANTED)
+def test_the_map_has_every_link_for_its_audience(title: str) -> None:
+    text = (ROOT / "docs" / "README.md").read_text(encoding="utf-8")
+    section = re.split(rf"^##+ {title}$", text, flags=re.MULTILINE)[1]
+    section = re.split(r"^## " if title.startswith(("Key", "How")) else r"^##", section, flags=re.MULTILINE)[0]
+    links = {link.partition("#")[0] for link in re.findall(r"\]\(([^)]+)\)", section)}
+    assert set(WANTED[title]) <= links
+
+
+def test_a_table_opens_the_map() -> None:
+    text = (ROOT / "docs" / "README.md").read_text(encoding="utf-8").partition("\n## ")[0]
+    for page in ("setup.md", "architecture.md", "hardware.md", "performance.md", "releases.md"):
+        assert f"]({page})" in text
+
+
+def test_what_the_page_of_releases_says() -> None:
+    text = (ROOT / "docs" / "releases.md").read_text(encoding="utf-8")
+    changes = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    assert re.findall(r"^## \[(\S+)\]", changes, flags=re.MULTILINE)[0] in ("Unreleased", kp.__version__)
+    assert f"## [{kp.__version__}]" in changes
+    targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), flags=re.MULTILINE)
+    named = {word for words in re.findall(r"make ([a-z][a-z -]*)", text) for word in words.split()}
+    assert named <= set(targets)
+    assert "make evidence-check" in (ROOT / ".ci" / "run").read_text(encoding="utf-8")
+    shown = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
+    assert "<!-- evidence check -->" in shown, "where the site shows the table"

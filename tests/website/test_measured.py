@@ -28,6 +28,7 @@ from kernel_pytorch.evidence import (
     write_record,
 )
 from kernel_pytorch.hardware_abstraction import backend
+from kernel_pytorch.hardware_abstraction.source_digest import part_digest
 from kernel_pytorch.ops.rms_norm import KERNEL_TORCH
 from requirements import needs_executorch
 
@@ -416,13 +417,48 @@ def test_the_command_has_a_table_data_and_an_exit_code(
 ) -> None:
     monkeypatch.setattr(freshness, "checkout", lambda: project)
     states(project, msgspec.structs.replace(RECORD, commit=git(project, "rev-parse", "HEAD")))
-    assert freshness.main([]) == 1
+    assert freshness.main([]) == 0  # the page's block has not run, which says nothing against a record
+    assert freshness.main(["--strict"]) == 1
     assert "docs/page.md:5" in capsys.readouterr().out
     (project / "docs" / "page.md").write_text("nothing\n")
-    assert freshness.main(["--json"]) == 0
+    assert freshness.main(["--strict", "--json"]) == 0
     (only,) = msgspec.json.decode(capsys.readouterr().out)
     assert only["record"] == "rms_norm.cpu"
     assert only["state"] == "current"
+
+
+def test_a_record_of_parts_is_older_once_their_code_changes(project: Path) -> None:
+    part = "hardware_abstraction/dispatch.py"
+    record = msgspec.structs.replace(RECORD, sources={part: part_digest(part)}, commit="0" * 40)
+    assert states(project, record)["rms_norm.cpu"] == "current", "the digest says so without the commit"
+    record = msgspec.structs.replace(record, sources={part: "another"})
+    assert states(project, record)["rms_norm.cpu"] == "older"
+    assert freshness.ages(project)[0].changed == (part,)
+
+
+@pytest.mark.parametrize(
+    ("sources", "why"),
+    [
+        ({"gone/": "x"}, "gone/ is not there"),
+        ({"fp8/gone.py": "x"}, "fp8/gone.py is not there"),
+        ({"gone": "x"}, "kernel gone is no longer in the table"),
+        ({}, "names no code"),
+    ],
+)
+def test_a_record_that_cannot_be_judged_fails_the_check(
+    project: Path, monkeypatch: pytest.MonkeyPatch, sources: dict[str, str], why: str
+) -> None:
+    monkeypatch.setattr(freshness, "checkout", lambda: project)
+    record = msgspec.structs.replace(RECORD, op="rms_norm", sources=sources)
+    assert states(project, record)["rms_norm.cpu"] == "broken"
+    assert why in freshness.ages(project)[0].changed[0]
+    assert why in freshness.markdown(freshness.ages(project))
+    assert freshness.main([]) == 1
+
+
+def test_no_record_of_the_checkout_is_broken() -> None:
+    broken = {age.record: age.changed for age in freshness.ages(Path(__file__).parents[2]) if age.state == "broken"}
+    assert not broken
 
 
 def test_the_age_of_a_table_of_operators(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,13 +4,14 @@ A record is *stale* where the code of a kernel that it names has changed: its nu
 show them fail to build. It is *older* where the code of other files that it measures has changed since its commit,
 which may or may not have moved its numbers; so is a table of operators that was probed with another lowering.
 Comments, docstrings and layout are no code. It is *unknown* where its commit is not in this checkout's history, or
-its backend is not installed. Otherwise it is *current*. The exit code is 0 when all are.
+its backend is not installed. It is *broken* where it names code that does not exist, or names none and its commit is
+not here: nothing can be said of it. Otherwise it is *current*. The exit code is 1 when a record is broken, and with
+``--strict`` when one is not current.
 """
 
 from __future__ import annotations
 
 import argparse
-import ast
 import re
 import subprocess
 import sys
@@ -22,15 +23,15 @@ import msgspec
 
 from kernel_pytorch.benchmarking import checkout
 from kernel_pytorch.documentation.op_support import lowering_digest, lowering_sources
-from kernel_pytorch.evidence import Benchmark, Checks, Execution, OpSupport, Record, named_evidence
+from kernel_pytorch.evidence import Benchmark, Checks, ContractRun, Execution, OpSupport, Record, named_evidence
 from kernel_pytorch.hardware_abstraction.registry import backends
-from kernel_pytorch.hardware_abstraction.source_digest import code_of
+from kernel_pytorch.hardware_abstraction.source_digest import file_code, is_part, part_digest
 from tools.website.blocks import fences
-from tools.website.measured import stale_kernels
+from tools.website.measured import GONE, stale_kernels
 from tools.website.pages import hand_written
 from tools.website.plots import PLOTS
 
-__all__ = ["Age", "ages"]
+__all__ = ["Age", "ages", "markdown"]
 
 # What a record measures where that is more than the kernels of one op, by the first part of its name.
 _FP8 = ("fp8", "ops/fp8_cast", "ops/fp8_matmul")
@@ -45,8 +46,6 @@ _MEASURES = {
     "fp8-memory": _FP8_MODELS,
     "fp8-parity": _FP8_MODELS,
     "fp8-small-block": _FP8_MODELS,
-    "lowering": ("lowering",),
-    "selection": ("hardware_abstraction",),
 }
 _LINK = re.compile(r'evidence/([\w.-]+)\.json "measured: ')
 
@@ -72,25 +71,58 @@ def ages(root: Path) -> list[Age]:
         shown.update(_LINK.findall(page.read_text(encoding="utf-8")))
     found = []
     for name, record in records.items():
-        if isinstance(record, (Benchmark, Checks)):
+        if isinstance(record, (Benchmark, Checks, ContractRun)):
             found.append(_age(root, name, record, shown[name]))
         elif isinstance(record, OpSupport):
             found.append(_age_of_operators(root, name, record, shown[name]))
     return [*found, *_blocks_without_a_record(root, list(records.values()))]
 
 
-def _age(root: Path, name: str, record: Benchmark | Checks, shown: int) -> Age:
-    recorded = record.recorded[:10] if isinstance(record, Benchmark) else ""
+def _age(root: Path, name: str, record: Benchmark | Checks | ContractRun, shown: int) -> Age:
+    recorded = "" if isinstance(record, Checks) else record.recorded[:10]
     kernels = stale_kernels(record)
+    parts = {part: _part_now(part) for part in record.sources if is_part(part)}
+    gone = [f"kernel {kernel} {what}" for kernel, what in kernels.items() if what == GONE]
+    gone += [f"{part} is not there" for part, digest in parts.items() if digest is None]
+    if gone:
+        return Age(name, "broken", recorded, shown, tuple(gone))
     if kernels:
         return Age(name, "stale", recorded, shown, tuple(f"kernel {kernel}" for kernel in kernels))
     if not isinstance(record, Benchmark):
         return Age(name, "current", recorded, shown, ())
+    if parts:
+        return _age_of_parts(root, name, record, shown, parts)
     paths = _MEASURES.get(name.partition(".")[0], (f"ops/{record.op}",))
-    files = _changed_since(root, record.commit, tuple(f"src/kernel_pytorch/{path}" for path in paths))
+    known = record.sources or name.partition(".")[0] in _MEASURES
+    files = (
+        _changed_since(root, record.commit, tuple(f"src/kernel_pytorch/{path}" for path in paths))
+        if known
+        else None
+    )
+    if files is None and not record.sources:
+        return Age(name, "broken", recorded, shown, ("names no code that it measured",))
     if files is None:
         return Age(name, "unknown", recorded, shown, (f"commit {record.commit[:10]} is not here",))
     return Age(name, "older" if files else "current", recorded, shown, files)
+
+
+def _part_now(part: str) -> str | None:
+    """The digest of a part of the package as it is now; None where there is no such part."""
+    try:
+        return part_digest(part)
+    except FileNotFoundError:
+        return None
+
+
+def _age_of_parts(root: Path, name: str, record: Benchmark, shown: int, parts: dict[str, str | None]) -> Age:
+    """The digests say which parts are other than they were, git says which of their files."""
+    recorded = record.recorded[:10]
+    changed = [part for part, digest in parts.items() if digest != record.sources[part]]
+    if not changed:
+        return Age(name, "current", recorded, shown, ())
+    paths = (f"src/kernel_pytorch/{part.rstrip('/')}" for part in changed)
+    files = _changed_since(root, record.commit, tuple(path for path in paths if (root / path).exists()))
+    return Age(name, "older", recorded, shown, files or tuple(changed))
 
 
 def _age_of_operators(root: Path, name: str, record: OpSupport, shown: int) -> Age:
@@ -120,31 +152,13 @@ def _changed_since(root: Path, commit: str, paths: tuple[str, ...]) -> tuple[str
     return tuple(file.removeprefix("src/kernel_pytorch/") for file in changed)
 
 
-_CPP = (".cpp", ".cc", ".h", ".hpp", ".cu", ".cuh")
-
-
 def _code_changed(root: Path, commit: str, file: str) -> bool:
     """Whether a file's code is another than at a commit; comments, docstrings and layout are no code."""
     then = subprocess.run(["git", "-C", str(root), "show", f"{commit}:{file}"], capture_output=True, check=False)
     if then.returncode != 0 or not (root / file).is_file():
         return True
-    old, new = (_code(file, data) for data in (then.stdout, (root / file).read_bytes()))
+    old, new = (file_code(file, data) for data in (then.stdout, (root / file).read_bytes()))
     return old != new
-
-
-def _code(file: str, data: bytes) -> str:
-    text = data.decode("utf-8", "replace")
-    if file.endswith(".py"):
-        try:
-            return code_of(ast.parse(text))
-        except SyntaxError:
-            return text
-    if file.endswith(_CPP):
-        # A comment or a run of white space counts as one space; what looks like a comment in a string is kept.
-        parts = re.findall(r'"(?:\\.|[^"\\\n])*"|//[^\n]*|/\*.*?\*/|\s+|.', text, flags=re.DOTALL)
-        plain = "".join(" " if part.isspace() or part.startswith(("//", "/*")) else part for part in parts)
-        return re.sub(r"\s+", " ", plain).strip()
-    return text
 
 
 def _blocks_without_a_record(root: Path, records: list[Record]) -> list[Age]:
@@ -167,13 +181,24 @@ def main(arguments: list[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--json", action="store_true", help="print the table as data")
+    parser.add_argument("--strict", action="store_true", help="exit 1 unless every record is current")
     wanted = parser.parse_args(arguments)
     found = ages(checkout())
     if wanted.json:
         print(msgspec.json.format(msgspec.json.encode([asdict(age) for age in found]), indent=2).decode())
     else:
         _show(found)
-    return 0 if all(age.state == "current" for age in found) else 1
+    return int(any(age.state != "current" if wanted.strict else age.state == "broken" for age in found))
+
+
+def markdown(found: list[Age]) -> str:
+    """The ages as a table for a page."""
+    rows = [f"| {age.record} | {age.state} | {age.recorded} | {', '.join(_few(age))} |" for age in found]
+    return "\n".join(["| Record | State | Recorded | Changed since |", "|---|---|---|---|", *rows]) + "\n"
+
+
+def _few(age: Age) -> list[str]:
+    return [*age.changed[:3], *([f"and {len(age.changed) - 3} more"] if len(age.changed) > 3 else [])]
 
 
 def _show(found: list[Age]) -> None:
@@ -183,11 +208,12 @@ def _show(found: list[Age]) -> None:
     table = Table(
         Column("Record", no_wrap=True), "State", "Recorded", "Shown", Column("Changed since", overflow="fold")
     )
-    colours = {"current": "green", "older": "yellow", "stale": "red", "unknown": "magenta"}
+    colours = {"current": "green", "older": "yellow", "stale": "red", "unknown": "magenta", "broken": "bold red"}
     for age in found:
-        few = [*age.changed[:3], *([f"and {len(age.changed) - 3} more"] if len(age.changed) > 3 else [])]
         colour = colours[age.state]
-        table.add_row(age.record, f"[{colour}]{age.state}[/{colour}]", age.recorded, str(age.shown), "\n".join(few))
+        table.add_row(
+            age.record, f"[{colour}]{age.state}[/{colour}]", age.recorded, str(age.shown), "\n".join(_few(age))
+        )
     console = Console()
     if not console.is_terminal:
         console = Console(width=120)

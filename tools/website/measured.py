@@ -30,9 +30,11 @@ from markdown_it.token import Token
 from kernel_pytorch.benchmarking import source_name
 from kernel_pytorch.evidence import Benchmark, EvidenceError, Measurement, Record
 from kernel_pytorch.hardware_abstraction.registry import backends
+from kernel_pytorch.hardware_abstraction.source_digest import is_part
 from tools.website.claims import ALLOWED, DIAGRAMS, notebook, numbers, prose, visible_html, without_behaviour, words
 
 __all__ = [
+    "GONE",
     "Measured",
     "Problem",
     "check",
@@ -49,6 +51,8 @@ PREFIX = "measured: "
 
 _DEFINITION = re.compile(r'^\[([^\]]+)\]: +\S*evidence/([\w.-]+)\.json "(measured: [^"]+)"$', re.MULTILINE)
 _INLINE = re.compile(r'\[([^\]]*)\](\(\S*evidence/([\w.-]+)\.json "(measured: [^"]+)"\))')
+GONE = "is no longer in the table"
+"""What becomes of a kernel that no backend lists any more."""
 _KEYS = ("case", "phase", "format", "kernel", "baseline", "over")
 
 
@@ -191,11 +195,12 @@ def stale_kernels(record: Record, row: Measurement | None = None) -> dict[str, s
     kernels = [kernel for owner in backends() for kernel in owner.kernels]
     names = {source_name(record.op, kernel) for kernel in kernels}
     now = {(source_name(record.op, kernel), kernel.source_digest) for kernel in kernels}
+    sources = [name for name in record.sources if not is_part(name)]
     about = [
-        name for name in record.sources if row is not None and row.subject.partition(":")[2].startswith(name)
-    ] or list(record.sources)  # a row of a whole program is about all of them
+        name for name in sources if row is not None and row.subject.partition(":")[2].startswith(name)
+    ] or sources  # a row of a whole program is about all of them
     return {
-        name: "has changed since" if name in names else "is no longer in the table"
+        name: "has changed since" if name in names else GONE
         for name in about
         if (name, record.sources[name]) not in now
     }

@@ -4,6 +4,7 @@
 - Pictures in SVG become part of the page, so that they follow its theme.
 - A link to a folder of the checkout becomes its text: the site has no such page. A link that shows the name of a
   file shows the title of its page.
+- ``<!-- evidence check -->`` becomes the table of all records and how old they are against the code of the build.
 - The navigation is made from ``site_map`` in conf.py; pages that it leaves out fail the build.
 """
 
@@ -23,12 +24,14 @@ from sphinx.util import logging
 from sphinx.writers.html5 import HTML5Translator
 
 from kernel_pytorch.evidence import Benchmark, EvidenceError, named_evidence
+from tools.website.freshness import ages, markdown
 from tools.website.measured import PREFIX, check, resolve
 from tools.website.pages import hand_written
 
 __all__ = ["setup"]
 
 _LOG = logging.getLogger(__name__)
+_AGES = "<!-- evidence check -->"
 
 
 class MeasuredNumber(nodes.inline):  # type: ignore[misc]
@@ -109,6 +112,8 @@ def _on_source(app: Sphinx, docname: str, source: list[str]) -> None:
     if page in hand_written(Path(app.srcdir)):
         for problem in check(source[0], page, _records(app.srcdir)):
             _LOG.warning("%s", problem.message, location=(docname, problem.line))
+    if _AGES in source[0]:
+        source[0] = source[0].replace(_AGES, markdown(ages(Path(app.srcdir))))
     for caption, entries in _navigation(app, docname).items():
         options = f":caption: {caption}\n" if caption else ""
         source[0] += "\n```{toctree}\n:hidden:\n" + options + "\n" + "\n".join(entries) + "\n```\n"

@@ -13,7 +13,7 @@ from kernel_pytorch import benchmarking
 from kernel_pytorch.evidence import Measurement, clean_commit, evidence_directory, write_record
 from kernel_pytorch.hardware_abstraction.device import Device
 from kernel_pytorch.hardware_abstraction.op import registered_op
-from kernel_pytorch.hardware_abstraction.timing import readable
+from kernel_pytorch.hardware_abstraction.timing import readable, require_quiet
 
 __all__ = ["measurement_table", "run"]
 
@@ -36,6 +36,8 @@ def run(
     if record and folder is None:
         raise FileNotFoundError("no folder for the record: name one with --out")
     work = benchmarking.plan(registered_op(op_name), present_device(device), cases, formats)
+    if record:
+        require_quiet(work.device)
     console.print(f"[bold]{work.op.name}[/bold] on {work.device.name} ({work.device.arch})")
     for reason in work.left_out:
         console.print(f"[yellow]left out[/yellow] {reason}")
@@ -59,6 +61,7 @@ def run(
         progress.update(task, description="done")
     console.print(measurement_table(measurements))
     if record and folder is not None:
+        require_quiet(work.device)  # it may have become busy in the meantime
         path = folder / benchmarking.record_name(work.op, work.device)
         evidence = benchmarking.record(
             work.op.name, work.device, work.kernels, measurements, command=command, commit=commit

@@ -24,6 +24,7 @@ from kernel_pytorch.cli.bench import present_device
 from kernel_pytorch.evidence import EvidenceError, Measurement, clean_commit, evidence_directory, write_record
 from kernel_pytorch.fp8.autotune import may_gain
 from kernel_pytorch.hardware_abstraction.device import Device
+from kernel_pytorch.hardware_abstraction.registry import backend
 from kernel_pytorch.parity import report as parity_report
 from kernel_pytorch.parity import training as parity
 from kernel_pytorch.parity.model import batches, held_out_batches, size_named
@@ -202,7 +203,10 @@ def _record(
         reasons = "; ".join(parity_report.sentence(verdict) for verdict in summary.verdicts if not verdict.passes)
         raise benchmarking.GateError(f"not recorded: {reasons}")
     stem = folder / f"{OP}.{_slug(device)}"
-    evidence = benchmarking.record(OP, device, (), measurements(summary), command=command, commit=commit)
+    kernels = [kernel for kernel in backend(device.backend).kernels if kernel.op.startswith("fp8_")]
+    evidence = benchmarking.record(
+        OP, device, kernels, measurements(summary), command=command, commit=commit, parts=("fp8/", "parity/")
+    )
     write_record(evidence, stem.with_name(f"{stem.name}.json"))
     shutil.copyfile(results.path, stem.with_name(f"{stem.name}.jsonl"))
     picture = out / parity_report.PICTURE

@@ -199,10 +199,10 @@ def _rates(device: Device, dtype: torch.dtype) -> tuple[float, float]:
     rates = device.rates if device.rates and device.rates.source == "datasheet" else None
     if rates is None:
         same = [known.rates for known in CATALOGUE.values() if known.arch == device.arch and known.rates]
-        rates = same[0] if same else None
+        rates = same[0] if same and device.backend != "cpu" else None  # a CPU's instruction set says nothing of it
     if rates is None:
         return _DEFAULT_RATE, _DEFAULT_BANDWIDTH
-    # A format that the data sheet leaves out is at worst as slow as the slowest in it.
+    # A format that the data sheet leaves out counts as the slowest in it.
     slowest = min(rates.matmul.values(), default=_DEFAULT_RATE)
     return rates.matmul.get(str(dtype).removeprefix("torch."), slowest) * _EFFICIENCY, rates.bandwidth
 

@@ -21,6 +21,7 @@ except ModuleNotFoundError as error:
     ) from error
 
 from kernel_pytorch.documentation.declared_fields import declared_fields
+from kernel_pytorch.documentation.fp8_tables import architecture_rows, matmul_rows, matrix_rows, recipe_rows
 from kernel_pytorch.documentation.op_support import (
     OperatorRow,
     csv_text,
@@ -30,6 +31,7 @@ from kernel_pytorch.documentation.op_support import (
 )
 from kernel_pytorch.documentation.support import support_table
 from kernel_pytorch.evidence import Benchmark, read_record
+from kernel_pytorch.hardware_abstraction.device import Device
 from kernel_pytorch.hardware_abstraction.registry import ENTRY_POINT_GROUP, Backend
 
 __all__ = ["NOTES", "PAGE_SET", "index_page", "read_notes", "render", "write_backend_pages"]
@@ -61,6 +63,8 @@ NOTES = (
     "Tutorial",
     "Guide",
 )
+_ONCE = ("build the mask",)
+"""How cases begin that time work which is done once for many calls."""
 _NO_PTE = "No `.pte` path for this target yet: the kernels run in eager and compiled PyTorch, not in ExecuTorch."
 
 
@@ -193,7 +197,11 @@ def _facts(record: Backend) -> dict[str, Any]:
         "python": "3.10 to 3.13",
         "kernels_known": known,
         "fp8": [row for row in known if row[0].startswith("`fp8_")],
-        "devices": [[f"`{d.name}`", f"`{d.arch}`", ", ".join(sorted(d.formats))] for d in record.catalogue],
+        "devices": [_device_cells(device) for device in record.catalogue],
+        "architectures": architecture_rows(record),
+        "matrix_units": matrix_rows(record),
+        "fp8_recipes": recipe_rows(),
+        "fp8_products": matmul_rows(record),
         "example_device": record.catalogue[0].name if record.catalogue else "cpu",
         "kernel_rows": [
             [f"`{k.op}`", f"`{k.name}`", k.language, "yes" if k.backward else "no", f"`{k.module}`"]
@@ -209,6 +217,12 @@ def _facts(record: Backend) -> dict[str, Any]:
         "problems": _problems(lowering),
         **({} if lowering is None else _tables(lowering, rows)),
     }
+
+
+def _device_cells(device: Device) -> list[str]:
+    memory = f"{device.memory_bytes / 2**30:.0f} GiB" if device.memory_bytes else "-"
+    bandwidth = f"{device.rates.bandwidth / 1e12:.3g} TB/s" if device.rates else "-"
+    return [f"`{device.name}`", f"`{device.arch}`", memory, bandwidth, device.interconnect or "-"]
 
 
 def _operator_cells(row: OperatorRow, record: Backend) -> list[str]:
@@ -254,8 +268,7 @@ def _tables(lowering: dict[str, Any], rows: tuple[OperatorRow, ...]) -> dict[str
             for name, kind, default, note in declared_fields(lowering["options"])
         ],
         "recipe_fields": [
-            [f"`{name}`", f"`{kind}`", note or name.replace("_", " ")]
-            for name, kind, _, note in declared_fields(QuantizationRecipe)
+            [f"`{name}`", f"`{kind}`", note] for name, kind, _, note in declared_fields(QuantizationRecipe)
         ],
         "recipes_short": [
             [f"`{one.name}`", weights(one), activations(one), ", ".join(one.operators)] for one in recipes
@@ -333,7 +346,8 @@ def _measured(record: Backend) -> Iterator[list[str]]:
         if not isinstance(found, Benchmark) or found.device.backend != record.name:
             continue
         ratios = []
-        timed = [row for row in found.measurements if row.peak_bytes is None]  # the others are about memory
+        # The others are about memory, and about work that is done once and not in a call.
+        timed = [row for row in found.measurements if row.peak_bytes is None and not row.case.startswith(_ONCE)]
         groups = {(row.case, row.format, row.phase) for row in timed}
         for group in groups:
             rows = [row for row in timed if (row.case, row.format, row.phase) == group]

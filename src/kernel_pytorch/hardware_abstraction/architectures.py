@@ -33,6 +33,7 @@ class Architecture:
     shared_memory_bytes: int
     formats: frozenset[str]
     matrix_formats: frozenset[str] = frozenset()
+    mx_formats: frozenset[str] = frozenset()
     matrix_units: frozenset[str] = frozenset()
     features: frozenset[str] = frozenset()
     """``mx_scale``: matrix units that take block scales; ``vnni``: AVX-512 VNNI; the rest as vendors do."""
@@ -66,6 +67,7 @@ def _record(
     shared_kib: int,
     vector: Collection[str] = _VECTOR,
     matrix: Collection[str] = (),
+    mx: Collection[str] = (),
     units: Collection[str] = (),
     features: Collection[str] = (),
 ) -> Architecture:
@@ -78,6 +80,7 @@ def _record(
         shared_memory_bytes=shared_kib * 1024,
         formats=frozenset(vector) | frozenset(matrix),
         matrix_formats=frozenset(matrix),
+        mx_formats=frozenset(mx),
         matrix_units=frozenset(units),
         features=frozenset(features),
     )
@@ -95,6 +98,8 @@ def _record(
 # int4: in the A100 and Ada architecture papers' tensor-core tables, gone from the H100's; later targets still
 # assemble it and run it as int8.
 _NVIDIA_MATRIX = ("tfloat32", "float16", "bfloat16", "int8")
+# Block scales: PTX ISA, .kind::mxf8f6f4, .kind::mxf4 and .kind::mxf4nvf4 of tcgen05.mma and of mma with .block_scale.
+_NVIDIA_MX = ("mxfp8", "mxfp6", "mxfp4", "nvfp4")
 _HOPPER_FEATURES = ("cp_async", "tma", "tma_multicast", "clusters")
 
 _NVIDIA = (
@@ -140,6 +145,7 @@ _NVIDIA = (
         warp_size=32,
         shared_kib=227,
         matrix=(*_NVIDIA_MATRIX, "float64", *_OCP_FLOAT8, _FLOAT4),
+        mx=_NVIDIA_MX,
         units=("mma", "tcgen05"),
         features=(*_HOPPER_FEATURES, "mx_scale"),
     ),
@@ -150,6 +156,7 @@ _NVIDIA = (
         warp_size=32,
         shared_kib=227,
         matrix=(*_NVIDIA_MATRIX, *_OCP_FLOAT8, _FLOAT4),
+        mx=_NVIDIA_MX,
         units=("mma", "tcgen05"),
         features=(*_HOPPER_FEATURES, "mx_scale"),
     ),
@@ -161,6 +168,7 @@ _NVIDIA = (
         warp_size=32,
         shared_kib=99,
         matrix=(*_NVIDIA_MATRIX, *_OCP_FLOAT8, _FLOAT4),
+        mx=_NVIDIA_MX,
         units=("mma",),
         features=("cp_async", "tma", "mx_scale"),
     ),
@@ -172,6 +180,7 @@ _NVIDIA = (
 # Matrix formats: the MFMA and WMMA chapters of the CDNA 2, 3, 4 and RDNA 3, 4 ISA reference guides. The
 # tfloat32 instructions ("xf32") are on gfx942 only: CDNA 4 dropped them (LLVM, AMDGPU feature xf32-insts).
 # float8: ROCm documentation, "Data types and precision support": FNUZ on CDNA 3, OCP on CDNA 4 and RDNA 4.
+# Block scales: CDNA 4 ISA reference guide, V_MFMA_SCALE; its multipliers take FP8, FP6 and FP4.
 _CDNA_MATRIX = ("float64", "float32", "float16", "bfloat16", "int8")
 _RDNA_MATRIX = ("float16", "bfloat16", "int8", "int4")
 
@@ -191,6 +200,7 @@ _AMD = (
         warp_size=64,
         shared_kib=160,
         matrix=(*_CDNA_MATRIX, *_OCP_FLOAT8, _FLOAT4),
+        mx=("mxfp8", "mxfp6", "mxfp4"),
         units=("mfma",),
         features=("mx_scale",),
     ),
@@ -320,6 +330,7 @@ def nvidia_architecture(major: int, minor: int) -> Architecture:
         formats=known.formats - {_FLOAT4},
         matrix_formats=known.matrix_formats - {_FLOAT4},
         matrix_units=known.matrix_units & {"mma"},
+        mx_formats=frozenset(),
         features=known.features - {"mx_scale"},
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 __all__ = ["Device", "Rates"]
@@ -20,6 +21,8 @@ class Rates:
     """Bytes per second through device memory, read plus written."""
     matmul: dict[str, float] = field(default_factory=dict, hash=False)
     """Dense multiply-add rate in FLOP/s by number format."""
+    unknown: dict[str, str] = field(default_factory=dict, hash=False)
+    """Number formats without a rate, each with the reason."""
     source: str = "datasheet"
     """``"datasheet"`` (a vendor's peak: a lead) or ``"measured"`` (on this very device)."""
 
@@ -55,10 +58,20 @@ class Device:
     """Threads that execute together (warp, wavefront, sub-group); 1 on a CPU."""
     shared_memory_bytes: int
     """The most scratch memory one thread block can have; 0 on a CPU."""
+    l2_bytes: int | None = None
+    """The second-level cache of the whole device; None where unknown."""
+    interconnect: str | None = None
+    """What joins it to its peers, or to the host where it has no link of its own; None where unknown."""
+    interconnect_bandwidth: float | None = None
+    """Bytes per second of that, sent plus received, over all links; None where unknown."""
+    power_watts: int | None = None
+    """The most it may draw; None where unknown."""
     formats: frozenset[str]
     """Number formats the hardware computes with or converts, by torch dtype name."""
     matrix_formats: frozenset[str] = frozenset()
     """The subset of ``formats`` that the matrix units multiply."""
+    mx_formats: frozenset[str] = frozenset()
+    """Block-scaled formats that the matrix units multiply: ``"mxfp8"``, ``"mxfp6"``, ``"mxfp4"``, ``"nvfp4"``."""
     matrix_units: frozenset[str] = frozenset()
     """``"mma"``, ``"wgmma"``, ``"tcgen05"``, ``"mfma"``, ``"wmma"``, ``"xmx"``, ``"amx"`` ..."""
     features: frozenset[str] = frozenset()
@@ -67,6 +80,8 @@ class Device:
     """How torch names it (``"cuda:0"``); None for a device that is not here."""
     rates: Rates | None = None
     """Bandwidth and matmul rate; None when probed and not yet measured (see ``measure_rates``)."""
+    sources: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
+    """Of a catalogue device: where each fact is from, by its field; of a fact that is None, why it is."""
 
     def __post_init__(self) -> None:
         unknown = self.matrix_formats - self.formats

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import threading
+import warnings
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextvars import ContextVar
@@ -40,7 +41,7 @@ from kernel_pytorch.hardware_abstraction.op import Call, Op, Phase, TensorSpec, 
 from kernel_pytorch.hardware_abstraction.records import recorded_runs
 from kernel_pytorch.hardware_abstraction.registry import backend, device_of
 from kernel_pytorch.hardware_abstraction.selection import Choice, Policy, encode_policy, fitting, select
-from kernel_pytorch.hardware_abstraction.timing import median_seconds
+from kernel_pytorch.hardware_abstraction.timing import BusyMachineError, median_seconds, require_quiet
 
 __all__ = [
     "Function",
@@ -150,7 +151,8 @@ def policy(
     Args:
         kernel: pin one implementation by name, for every op, or for some: ``{"attention": "tiled"}``.
         deterministic: only kernels that give the same bits each time.
-        measure: time the kernels that fit, once for each shape, and take the fastest.
+        measure: time the kernels that fit, once for each shape, and take the fastest. On a machine that does other
+            work nothing is decided: a warning says so, and the choice is that without measuring.
 
     Example:
         >>> import torch, kernel_pytorch as kp
@@ -395,6 +397,11 @@ class Function:
                 return None
             if _place(arguments).type == "cuda" and torch.cuda.is_current_stream_capturing():
                 return None  # nothing can be timed inside a graph capture
+            try:
+                require_quiet(device)
+            except BusyMachineError as error:
+                warnings.warn(f"{error}: {self.op.name} is chosen as without measuring", stacklevel=2)
+                return None
             timings = {}
             timed = placed(_place(arguments), median_seconds)
             with torch.no_grad():  # as the kernels run later; recording a graph would be timed too

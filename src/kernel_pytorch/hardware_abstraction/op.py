@@ -132,6 +132,8 @@ class Kernel:
     supports: Callable[[Call, Device], str | None]
     """None when the kernel can serve the call on the device exactly, otherwise the reason it cannot."""
     language: Literal["torch", "triton", "native"]
+    cpp: tuple[str, ...] = ()
+    """The C++ files of the kernel, by their path below ``kernel_pytorch``: they count in its digest."""
     prepare: str | None = None
     """A module with ``prepare(device, spec) -> callable | None``, for callers that cannot afford the dispatcher in
     every call. The callable serves all calls of one kind and may update state in place, as the spec's class says;
@@ -147,7 +149,7 @@ class Kernel:
     @cached_property
     def source_digest(self) -> str:
         """The digest of the kernel's code; a record of another digest says nothing about this kernel."""
-        return source_digest(self.module)
+        return source_digest(self.module, self.cpp)
 
     def function(self, phase: Phase) -> Callable[..., Any]:
         function: Callable[..., Any] = getattr(self.implementation, phase)

@@ -7,13 +7,16 @@ from functools import partial
 import torch
 
 from kernel_pytorch.hardware_abstraction.device import Device, Rates
-from kernel_pytorch.hardware_abstraction.timing import median_seconds
+from kernel_pytorch.hardware_abstraction.timing import median_seconds, require_quiet
 
 __all__ = ["measure_rates"]
 
 
 def measure_rates(device: Device) -> Rates:
     """Bandwidth of a large copy (bytes read plus written) and dense matmul rates, on random data.
+
+    Raises:
+        BusyMachineError: the machine does other work, so that what was measured would not be the device's.
 
     Example:
         >>> import kernel_pytorch as kp
@@ -22,6 +25,7 @@ def measure_rates(device: Device) -> Rates:
     """
     if device.torch_device is None:
         raise ValueError(f"device={device.name!r} is not here; its rates cannot be measured")
+    require_quiet(device)
     place = torch.device(device.torch_device)
     on_cpu = place.type == "cpu"
     # Large against every cache, small against the memory.

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from kernel_pytorch.hardware_abstraction.catalogue import catalogue_device
+from kernel_pytorch.hardware_abstraction.catalogue import CATALOGUE, catalogue_device
 from kernel_pytorch.hardware_abstraction.device import Device
 from kernel_pytorch.hardware_abstraction.op import Kernel
 
@@ -174,6 +174,7 @@ def _generic() -> Backend:
         name="generic",
         title="Devices that PyTorch runs and no backend describes",
         probe=tuple,
+        catalogue=tuple(known for known in CATALOGUE.values() if known.backend == "generic"),
         kernels=tuple(kernel for kernel in ours[0] if all(kernel in kernels for kernels in ours)),
     )
 
@@ -257,7 +258,8 @@ def device(name: str | torch.device | None = None, *, measure: bool = False) -> 
     Args:
         name: None for the best device here, a torch device (``"cuda:0"``), or a catalogue name
             (``"nvidia/h200"``, or ``"h200"`` where that is unique), which need not be here.
-        measure: also measure bandwidth and matmul rate (about a second); only for a device that is here.
+        measure: also measure bandwidth and matmul rate (about a second); only for a device that is here. On a machine
+            that does other work this is a BusyMachineError.
 
     Example:
         >>> import kernel_pytorch as kp
@@ -280,7 +282,7 @@ def device(name: str | torch.device | None = None, *, measure: bool = False) -> 
 
 def _catalogued(name: str) -> Device:
     """A device of the catalogues by its name, with or without the vendor."""
-    named = {known.name: known for record in backends() for known in record.catalogue}
+    named = {known.name: known for record in (*backends(), _generic()) for known in record.catalogue}
     if name in named:
         return named[name]
     short = [known for full, known in named.items() if full.partition("/")[2] == name.lower()]

@@ -1,6 +1,6 @@
-"""Digest of a kernel's code, which a record names so that it counts for that code alone.
+"""Digests of code, which a record names so that it counts for that code alone.
 
-Comments, docstrings, formatting and import statements do not enter the digest: they compile to the same kernel. The
+Comments, docstrings, formatting and import statements do not enter a digest: they compile to the same program. The
 syntax tree is written out here rather than by ``ast.dump``, whose text differs between versions of Python.
 """
 
@@ -13,14 +13,22 @@ import re
 from pathlib import Path
 from typing import Any
 
-__all__ = ["code_of", "source_digest"]
+__all__ = ["PACKAGE", "code_of", "file_code", "is_part", "part_digest", "source_digest"]
 
+PACKAGE = Path(__file__).parents[1]
+
+_CPP = (".cpp", ".cc", ".h", ".hpp", ".cu", ".cuh")
 _TRITON_MODULE = re.compile(r"\S+\.\w*triton_\w+")
 _WITHOUT_MEANING = frozenset({"ctx", "kind", "type_comment", "type_params"})
 
 
-def source_digest(module: str) -> str:
-    """The digest of a module's code and of the ``triton_*`` modules that it imports, directly or not."""
+def source_digest(module: str, cpp: tuple[str, ...] = ()) -> str:
+    """The digest of a module's code, of the ``triton_*`` modules that it imports, directly or not, and of C++ files.
+
+    Args:
+        module: the module's full name.
+        cpp: C++ files by their path below the package.
+    """
     code: dict[str, str] = {}
     modules = [module]
     while modules:
@@ -32,7 +40,58 @@ def source_digest(module: str) -> str:
         code[name] = code_of(tree)
         imported = (node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module)
         modules += [found for found in imported if _TRITON_MODULE.fullmatch(found) and found not in code]
-    return hashlib.sha256("\0".join(code[name] for name in sorted(code)).encode()).hexdigest()[:16]
+    native = [file_code(name, (PACKAGE / name).read_bytes()) for name in cpp]
+    return _digest([*(code[name] for name in sorted(code)), *native])
+
+
+def is_part(name: str) -> bool:
+    """Whether a record's source is a part of the package rather than a kernel: a folder or a Python file.
+
+    Example:
+        >>> is_part("lowering/"), is_part("hardware_abstraction/dispatch.py"), is_part("fp8_cast/triton")
+        (True, True, False)
+    """
+    return name.endswith(("/", ".py"))
+
+
+def part_digest(name: str) -> str:
+    """The digest of all code in a part of the package: a folder, whose name ends in a slash, or a Python file.
+
+    Example:
+        >>> len(part_digest("lowering/"))
+        16
+    """
+    path = PACKAGE / name
+    if not is_part(name) or not (path.is_dir() if name.endswith("/") else path.is_file()):
+        raise FileNotFoundError(f"name={name!r}: no folder (with a slash at its end) or Python file of the package")
+    files = [path] if path.is_file() else sorted(file for file in path.rglob("*") if file.is_file())
+    named = {file.relative_to(PACKAGE).as_posix(): file for file in files if "__pycache__" not in file.parts}
+    return _digest([f"{name}\0{file_code(name, file.read_bytes())}" for name, file in sorted(named.items())])
+
+
+def _digest(texts: list[str]) -> str:
+    return hashlib.sha256("\0".join(texts).encode()).hexdigest()[:16]
+
+
+def file_code(name: str, data: bytes) -> str:
+    """The code of a file, without comments and layout where it is Python or C++; other files are taken as they are.
+
+    Example:
+        >>> file_code("a.cpp", b"int f() { // one\\n  return 1; }") == file_code("a.cpp", b"int f() { return 1; }")
+        True
+    """
+    text = data.decode("utf-8", "replace")
+    if name.endswith(".py"):
+        try:
+            return code_of(ast.parse(text))
+        except SyntaxError:
+            return text
+    if name.endswith(_CPP):
+        # A comment or a run of white space counts as one space; what looks like a comment in a string is kept.
+        parts = re.findall(r'"(?:\\.|[^"\\\n])*"|//[^\n]*|/\*.*?\*/|\s+|.', text, flags=re.DOTALL)
+        plain = "".join(" " if part.isspace() or part.startswith(("//", "/*")) else part for part in parts)
+        return re.sub(r"\s+", " ", plain).strip()
+    return text
 
 
 def code_of(node: Any) -> str:

@@ -5,12 +5,30 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
 from kernel_pytorch.hardware_abstraction.device import Device
 
-__all__ = ["median_seconds", "quantiles", "readable", "sample_seconds"]
+__all__ = [
+    "MOST_SPREAD",
+    "BusyMachineError",
+    "median_seconds",
+    "quantiles",
+    "readable",
+    "require_quiet",
+    "sample_seconds",
+    "spread",
+]
+
+MOST_SPREAD = 0.25
+"""How far apart the 5 % and 95 % quantiles of one repeated run may be, as a share of its median."""
+_ATTEMPTS = 3
+
+
+class BusyMachineError(RuntimeError):
+    """The machine does other work: the same run takes different times, and nothing can be measured."""
 
 
 def sample_seconds(
@@ -100,3 +118,40 @@ def quantiles(samples: list[float]) -> tuple[float, float, float]:
         return samples[0], samples[0], samples[0]
     cuts = statistics.quantiles(samples, n=10, method="inclusive")
     return round(cuts[1], 12), round(cuts[4], 12), round(cuts[7], 12)
+
+
+def spread(samples: list[float]) -> float:
+    """How far apart the 5 % and 95 % quantiles are, as a share of the median.
+
+    Other programs show in the slowest runs: on busy cores a run of half a millisecond takes several times as long
+    where it is interrupted, and the rest take what they always take.
+
+    Example:
+        >>> round(spread([1.0, 2.0, 3.0, 4.0, 5.0]), 3)
+        1.2
+    """
+    cuts = statistics.quantiles(samples, n=20, method="inclusive")
+    return (cuts[18] - cuts[0]) / cuts[9]
+
+
+def require_quiet(device: Device) -> None:
+    """Time one matmul repeatedly; BusyMachineError where its times are far apart at each of three attempts.
+
+    Example:
+        >>> import kernel_pytorch as kp
+        >>> require_quiet(kp.device("cpu"))  # doctest: +SKIP
+    """
+    if device.torch_device is None:
+        raise ValueError(f"device={device.name!r} is not here; nothing can be timed on it")
+    size = 384 if torch.device(device.torch_device).type == "cpu" else 4096
+    left, right = (torch.ones(size, size, device=device.torch_device) for _ in range(2))  # draws no random numbers
+    found: list[float] = []
+    for _ in range(_ATTEMPTS):
+        found.append(spread(sample_seconds(partial(torch.mm, left, right), device, 0.2)))
+        if found[-1] <= MOST_SPREAD:
+            return
+    raise BusyMachineError(
+        f"device={device.name!r} is busy: the times of one repeated matmul are {min(found):.0%} apart (5 % to 95 % "
+        f"quantile), and more than {MOST_SPREAD:.0%} cannot be measured with; end other programs or wait, and run "
+        "again"
+    )

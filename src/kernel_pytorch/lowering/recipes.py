@@ -27,15 +27,20 @@ class QuantizationRecipe:
     """
 
     name: str
+    """What ``kp.lower`` takes as its ``recipe``."""
     weight_bits: int
+    """Bits of a stored weight, without its scale."""
     weight_granularity: str
     """``"channel"``: one scale an output; ``"group of N"``: one for each N inputs of an output."""
     weight_symmetric: bool
+    """Whether zero is stored as zero; otherwise each scale has a zero point."""
     activation_bits: int
+    """Bits of the inputs as they are multiplied; 32 where they stay in float."""
     activations: Literal["static", "dynamic", "float"]
     """``"static"``: scales from the example inputs; ``"dynamic"``: from each run's own numbers; ``"float"``: not
     quantized."""
     operators: tuple[str, ...]
+    """What it asks the quantizer to quantize; the table of operators says what ran so."""
     flow: Literal["pt2e", "quantize_"]
     """Which of torchao's two ways makes it."""
 

@@ -227,6 +227,7 @@ def _kernel(
     deterministic: bool = True,
     backward: bool = True,
     op: str = "attention",
+    cpp: tuple[str, ...] = (),
 ) -> Kernel:
     return Kernel(
         op=op,
@@ -236,14 +237,23 @@ def _kernel(
         language=language,  # type: ignore[arg-type]
         deterministic=deterministic,
         backward=backward,
+        cpp=cpp,
     )
 
 
+_NATIVE_FILES = tuple(
+    f"lowering/native/{name}"
+    for name in (
+        *("core/mask.cpp", "core/mask.h", "operators/attention.cpp"),
+        *("operators/tiled_attention.cpp", "operators/tiled_attention.h"),
+        *("kernels/attention.h", "kernels/attention_few.h", "kernels/rows.h", "kernels/simd.h"),
+    )
+)
 KERNEL_TILED = _kernel("tiled", "tiled_kernel", _tiled_supports, "torch")
 KERNEL_TRITON = _kernel("triton", "triton_kernel", _triton_supports, "triton")
 KERNEL_TRITON_SPLIT_KV = _kernel("triton-split-kv", "triton_split_kv_kernel", _split_kv_supports, "triton")
 KERNEL_CPU_FLASH = _kernel("cpu-flash", "cpu_flash_kernel", _cpu_flash_supports, "torch")
-KERNEL_NATIVE = _kernel("native", "native_kernel", _native_supports, "native")
+KERNEL_NATIVE = _kernel("native", "native_kernel", _native_supports, "native", cpp=_NATIVE_FILES)
 KERNEL_FLASH = _kernel("flash", "flash_kernel", _flash_supports, "native", deterministic=False)
 KERNEL_CUDNN = _kernel("cudnn", "cudnn_kernel", _cudnn_supports, "native", deterministic=False)
 KERNEL_FLASH_4 = _kernel("flash-4", "flash4_kernel", _flash_4_supports, "native", deterministic=False)
