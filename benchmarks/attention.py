@@ -269,6 +269,8 @@ def our_kernels(
         values = (torch.randn_like(out), torch.zeros_like(lse), *values[:3], out, lse, *trained[3:])
     call = FUNCTION.call(phase, values)
     for kernel in backend(checks.device.backend).kernels:
+        if kernel.language == "torch" and checks.device.backend != "cpu":
+            continue  # seconds a run on a GPU, and chosen only where nothing else fits
         if kernel.op == OP.name and kernel.refusal(call, checks.device) is None:
             checked = checks.closest(work, number_format, phase, kernel)
             if checked is not None:
@@ -508,9 +510,10 @@ def main() -> None:
     gpu = device.backend != "cpu"
     works = [work for work in (gpu_workloads() if gpu else cpu_workloads()) if re.search(arguments.only, work.name)]
     checks = Checks(device, console)
-    measurements = list(memory()) if gpu and not arguments.only else []
+    measurements: list[Measurement] = []
     if gpu:
         measurements += mask_costs(works)
+        measurements += memory() if not arguments.only else []
     for work in works:
         if time.perf_counter() - started > arguments.seconds:
             console.print(f"left out for lack of time: {work.name}", markup=False)

@@ -110,6 +110,24 @@ def test_a_record_about_an_older_text_of_the_kernel_is_an_error() -> None:
         resolve("some", "measured: time; case=large", {"some": stale})
 
 
+def test_an_older_number_names_its_commit_on_the_page(tmp_path: Path) -> None:
+    commit, title = RECORD.commit[:7], "measured: time; case=large"
+    stale = msgspec.structs.replace(RECORD, sources={"torch": "another text"})
+    assert resolve("some", f"{title}; at={commit}", {"some": stale}).text == "1 s"
+    for at, record, error in (
+        (commit, RECORD, "is current; leave it out"),
+        ("0badc0d", stale, "is of commit"),
+        (commit[:3], stale, "is of commit"),
+    ):
+        with pytest.raises(EvidenceError, match=error):
+            resolve("some", f"{title}; at={at}", {"some": record})
+    (tmp_path / "some.json").touch()
+    link = f'It takes [1 s](some.json "{title}; at={commit}").'
+    page = tmp_path / "page.md"
+    assert not list(check(f"{link} That was at commit `{commit}`.", page, {"some": stale}))
+    assert "earlier commit" in str(list(check(link, page, {"some": stale})))
+
+
 def test_a_record_of_a_whole_program_is_about_the_kernels_it_names() -> None:
     sources = {"rms_norm/torch": KERNEL_TORCH.source_digest}
     program = msgspec.structs.replace(RECORD, op="model", sources=sources)

@@ -12,7 +12,9 @@ paragraph. ``refresh`` writes the numbers anew.
 The title is ``measured: QUANTITY; KEY=VALUE; ...``. Quantities: time, speedup, rate, bandwidth, memory, error (of its
 budget), noise (an error that is relative to a norm, in decibels), each also as ``lowest`` or ``highest`` of all that
 match; copy, of the whole record. Keys choose one measurement: case, phase, format, kernel or baseline, with ``*`` for
-any text; ``over`` names the baseline of a speedup, else the best.
+any text; ``over`` names the baseline of a speedup, else the best. Where a kernel has changed since its record was
+made, ``at`` shows the number as that of the record's commit, which the page then has to name; it goes with the new
+record.
 """
 
 from __future__ import annotations
@@ -53,7 +55,8 @@ _DEFINITION = re.compile(r'^\[([^\]]+)\]: +\S*evidence/([\w.-]+)\.json "(measure
 _INLINE = re.compile(r'\[([^\]]*)\](\(\S*evidence/([\w.-]+)\.json "(measured: [^"]+)"\))')
 GONE = "is no longer in the table"
 """What becomes of a kernel that no backend lists any more."""
-_KEYS = ("case", "phase", "format", "kernel", "baseline", "over")
+_AT = re.compile(r"; at=(\w+)")
+_KEYS = ("case", "phase", "format", "kernel", "baseline", "over", "at")
 
 
 @dataclass(frozen=True)
@@ -108,14 +111,28 @@ def resolve(record_name: str, title: str, records: Mapping[str, Record]) -> Meas
     if not rows or (len(rows) > 1 and not extreme):
         found = "; ".join(f"{row.case}, {row.phase}, {row.format}, {row.subject}" for row in rows[:4])
         raise EvidenceError(f"{title!r} matches {len(rows)} measurements of {record_name}: {found or 'none'}")
-    for row in rows:
-        for name, what in stale_kernels(record, row).items():
-            raise EvidenceError(f"kernel {name!r} of {record_name} {what}; record it anew: {record.command}")
+    stale = [item for row in rows for item in stale_kernels(record, row).items()]
+    if "at" in chosen:
+        _check_commit(chosen["at"], bool(stale), record_name, record)
+    elif stale:
+        name, what = stale[0]
+        raise EvidenceError(
+            f"kernel {name!r} of {record_name} {what}; record it anew: {record.command}; until then add "
+            f"'; at={record.commit[:7]}' to the link and name that commit on the page"
+        )
     values = [_value(quantity, record, row, chosen.get("over", "")) for row in rows]
     shown = _SHOWN[quantity](min(values) if extreme == "lowest" else max(values))
     over = chosen.get("over", "")
     rivals = frozenset(_rival(record, row, over)[1] for row in rows) if quantity == "speedup" else frozenset()
     return Measured(shown, provenance(record), rivals)
+
+
+def _check_commit(at: str, stale: bool, record_name: str, record: Benchmark) -> None:
+    """Whether a number may be shown as that of an earlier commit: it must be of that one, and not be current."""
+    if len(at) < 7 or not record.commit.startswith(at):
+        raise EvidenceError(f"at={at}: {record_name} is of commit {record.commit[:7]}")
+    if not stale:
+        raise EvidenceError(f"at={at}: {record_name} is current; leave it out")
 
 
 def _matches(row: Measurement, chosen: Mapping[str, str]) -> bool:
@@ -221,6 +238,9 @@ def check(text: str, page: Path, records: Mapping[str, Record]) -> Iterator[Prob
                 found, rivals = _check_link(inside, shown, page, records)
                 if found:
                     yield Problem(line, found)
+                earlier = _AT.search(str(inside.attrGet("title") or ""))
+                if earlier and f"`{earlier[1]}`" not in text:
+                    yield Problem(line, f"the number is of an earlier commit: say `{earlier[1]}` on the page")
                 links.append((len(prose), rivals))
                 inside, backed, prose = None, True, prose + " "
             elif token.type in ("text", "softbreak", "html_inline", "html_block", "image", "fence"):
