@@ -53,7 +53,13 @@ def main() -> None:
         host = kp.device("cpu")
         device = replace(host, name=f"{host.name} (host)", backend="acme")
         found = record(
-            "lowering", device, (), rows, command="python -m acme_backend.measure --record", commit=commit
+            "lowering",
+            device,
+            (),
+            rows,
+            command="python -m acme_backend.measure --record",
+            commit=commit,
+            parts=("lowering/",),
         )
         path = BACKEND.evidence / "lowering.host.json"
         write_record(found, path)
