@@ -23,7 +23,11 @@ from kernel_pytorch.testing import compare
 FORMATS = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 ATTENTION = registered_op("attention")
 RMS_NORM = registered_op("rms_norm")
-ATTENTION_CASES = [case for case in ATTENTION.cases if not case.benchmark and case.name != "parts"]
+ATTENTION_CASES = [
+    case
+    for case in ATTENTION.cases
+    if not case.benchmark and case.name not in ("parts", "few-queries-padded")  # masks that the runtime refuses
+]
 
 
 class Payloads:

@@ -108,6 +108,8 @@ def test_expressions(case: tuple[Expression, int, int, int, int]) -> None:
     dense = mask.dense(q_len, kv_len)
     assert torch.equal(dense.expand(batch, heads, -1, -1), in_words(expression, batch, heads, q_len, kv_len))
     check_layout(mask, q_len, kv_len)
+    if dense.numel():
+        assert mask.density(q_len, kv_len) == pytest.approx(dense.double().mean().item())
 
 
 @generated

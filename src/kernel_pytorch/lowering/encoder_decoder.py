@@ -151,6 +151,7 @@ def lower_encoder_decoder(
 
     Example:
         >>> import transformers
+        >>> from kernel_pytorch.lowering import decoded, lower_encoder_decoder
         >>> sizes = {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_heads": 2}
         >>> config = transformers.T5Config(vocab_size=32, decoder_start_token_id=0, **sizes)
         >>> model = transformers.T5ForConditionalGeneration(config).eval()
@@ -205,6 +206,7 @@ def decoded(
 
     Example:
         >>> import transformers
+        >>> from kernel_pytorch.lowering import decoded, lower_encoder_decoder
         >>> sizes = {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_heads": 2}
         >>> config = transformers.T5Config(vocab_size=32, decoder_start_token_id=0, eos_token_id=None, **sizes)
         >>> model = transformers.T5ForConditionalGeneration(config).eval()

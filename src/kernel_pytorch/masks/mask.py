@@ -14,9 +14,11 @@ from kernel_pytorch.masks import code as mask_code
 from kernel_pytorch.masks import part as mask_part
 from kernel_pytorch.masks.code import Node
 from kernel_pytorch.masks.layout import Layout, layout
-from kernel_pytorch.masks.relative import attends_to_all, relative_intervals
+from kernel_pytorch.masks.relative import attended_keys, relative_intervals
 
 __all__ = ["Mask", "checked_count", "from_code", "leaf", "made", "traced"]
+
+_FEW = 16  # queries of a decoding step, counted one by one
 
 
 class Mask:
@@ -114,6 +116,10 @@ class Mask:
             >>> kp.masks.window(1, 1).density(4, 4)
             0.625
         """
+        relative = relative_intervals(self.node) if 0 < q_len <= _FEW and kv_len else None
+        if relative is not None:  # no layout for each number of keys in decoding
+            positions = range(kv_len - q_len, kv_len)
+            return sum(attended_keys(relative, p, kv_len) for p in positions) / (q_len * kv_len)
         return self.layout(q_len, kv_len).density
 
     def part(
@@ -206,7 +212,7 @@ def made(node: Node) -> Mask:
 def _simplified(mask: Mask, q_len: int, kv_len: int) -> Mask:
     relative = relative_intervals(mask.node) if q_len == 1 else None
     if relative is not None:  # decoding asks at another length for every token: without a layout
-        return leaf(mask_code.FULL) if attends_to_all(relative, kv_len - 1, kv_len) else mask
+        return leaf(mask_code.FULL) if attended_keys(relative, kv_len - 1, kv_len) == kv_len else mask
     known = mask.layout(q_len, kv_len)
     if not known.tables and known.batch == 1:
         if mask_part.is_full(known.first, known.last, known.kv_len):

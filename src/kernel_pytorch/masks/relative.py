@@ -12,7 +12,7 @@ from typing import NamedTuple
 from kernel_pytorch.masks import code as mask_code
 from kernel_pytorch.masks.code import Node
 
-__all__ = ["MOST_RELATIVE_INTERVALS", "RelativeInterval", "attends_to_all", "relative_intervals"]
+__all__ = ["MOST_RELATIVE_INTERVALS", "RelativeInterval", "attended_keys", "relative_intervals"]
 
 MOST_RELATIVE_INTERVALS = 2
 """Intervals of a query that a kernel works out by itself."""
@@ -76,10 +76,17 @@ def relative_intervals(node: Node) -> tuple[RelativeInterval, ...] | None:
     return tuple(one for one in dict.fromkeys(found) if not one.empty)
 
 
-def attends_to_all(intervals: tuple[RelativeInterval, ...], position: int, kv_len: int) -> bool:
-    """Whether the query at a position attends to every key."""
-    covered = 0
+def attended_keys(intervals: tuple[RelativeInterval, ...], position: int, kv_len: int) -> int:
+    """Return to how many keys the query at a position attends.
+
+    Example:
+        >>> import kernel_pytorch as kp
+        >>> attended_keys(relative_intervals((kp.masks.window(3) | kp.masks.sinks(2)).node), position=9, kv_len=10)
+        6
+    """
+    end, found = 0, 0
     for first, last in sorted(interval.at(position, kv_len) for interval in intervals):
-        if first <= covered:
-            covered = max(covered, last)
-    return covered == kv_len
+        first = max(first, end)
+        if last > first:
+            end, found = last, found + last - first
+    return found
