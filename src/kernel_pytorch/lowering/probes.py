@@ -101,8 +101,8 @@ PROBES: tuple[Probe, ...] = (
     ),
     probe("kernel_pytorch::attention", _attends, _HEADS, _HEADS, _HEADS),
     # Linears and convolutions
-    Probe("aten::linear", lambda: torch.nn.Linear(32, 24), (_ROWS,)),
-    Probe("aten::linear", lambda: torch.nn.Linear(32, 24, bias=False), (_ROWS,), variant="no bias"),
+    Probe("aten::linear", lambda: torch.nn.Linear(128, 24), ((4, 128),)),  # whole groups of every recipe
+    Probe("aten::linear", lambda: torch.nn.Linear(128, 24, bias=False), ((4, 128),), variant="no bias"),
     probe("aten::linear", F.linear, _ROWS, (24, 32), variant="weights that are an input", dynamic=False),
     probe("aten::matmul", torch.matmul, _ROWS, (32, 24), dynamic=False),
     probe("aten::bmm", torch.bmm, (2, 4, 8), (2, 8, 4)),
