@@ -17,7 +17,7 @@ from kernel_pytorch.ops.attention.hugging_face import register_with_transformers
 from kernel_pytorch.ops.rms_norm import rms_norm
 from kernel_pytorch.ops.rope import rope
 
-if TYPE_CHECKING:  # what __getattr__ imports when it is first used
+if TYPE_CHECKING:  # __getattr__ imports these at first use
     from kernel_pytorch import context_parallel, fp8
     from kernel_pytorch.lowering import TextGenerator, load, lower
     from kernel_pytorch.optimization import apply, optimize
@@ -26,9 +26,9 @@ register_with_transformers()
 
 
 def __getattr__(name: str) -> object:
-    if name in ("context_parallel", "fp8"):  # imported when first used: torch.distributed takes a while
+    if name in ("context_parallel", "fp8"):  # imported at first use: torch.distributed is slow to import
         return importlib.import_module(f"kernel_pytorch.{name}")
-    if name in ("TextGenerator", "load", "lower"):  # the same: ExecuTorch takes seconds
+    if name in ("TextGenerator", "load", "lower"):  # imported at first use: ExecuTorch takes seconds
         return getattr(importlib.import_module("kernel_pytorch.lowering"), name)
     if name in ("apply", "optimize"):
         return getattr(importlib.import_module("kernel_pytorch.optimization"), name)

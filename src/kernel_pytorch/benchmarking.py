@@ -1,4 +1,4 @@
-"""Benchmarks: correct first, then fast. No time is reported for a kernel whose numbers were not checked."""
+"""Benchmark an op's kernels and baselines. A kernel is timed only after its results were checked against float64."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _REFERENCE_COPIES = 12  # float64 tensors alive at once while a gate runs, count
 
 
 class GateError(RuntimeError):
-    """A kernel's numbers exceed their budget; it is not timed and nothing is recorded."""
+    """A kernel's results exceed their error budget; it is not timed and nothing is recorded."""
 
 
 @dataclass(frozen=True)
@@ -42,18 +42,18 @@ class Step:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a benchmark will do: an op's cases, each with every kernel that takes it and every baseline."""
+    """The steps of a benchmark: an op's cases, each with every kernel that supports it and every baseline."""
 
     op: Op
     device: Device
     steps: tuple[Step, ...]
     kernels: tuple[Kernel, ...]
     left_out: tuple[str, ...]
-    """Cases that do not fit this device, with the reason."""
+    """Cases that do not fit in this device's memory or time, with the reason."""
 
 
 def plan(op: Op, device: Device, cases: tuple[str, ...] = (), formats: tuple[str, ...] = ()) -> Plan:
-    """The benchmark cases of an op that fit a device; named cases are run whatever they are."""
+    """Return the benchmark of an op on a device: the cases that fit it, or exactly the named ones."""
     if device.torch_device is None:
         raise ValueError(f"device={device.name!r} is not here; benchmarks run on devices that are")
     chosen = [op.case(name) for name in cases] or [case for case in op.cases if case.benchmark]
@@ -88,7 +88,7 @@ def _flops(op: Op, case: Case, number_format: str) -> int:
 
 
 def gate(op: Op, kernel: Kernel, arguments: dict[str, Any]) -> tuple[Comparison, ...]:
-    """The kernel against float64; raises GateError where a result exceeds its budget."""
+    """Compare the kernel with float64; raise GateError if a result exceeds its error budget."""
     compared = compare(op, function_of(op).pinned(kernel.name), arguments, gradients=kernel.backward)
     if exceeded(compared):
         raise GateError(f"{op.name} kernel {kernel.name!r}: {exceeded(compared)}")
@@ -96,7 +96,7 @@ def gate(op: Op, kernel: Kernel, arguments: dict[str, Any]) -> tuple[Comparison,
 
 
 def run(work: Plan, step: Step, seconds: float = 0.3) -> Iterator[Measurement]:
-    """Gate every kernel on the step, then time kernels and baselines, one measurement at a time."""
+    """Check every kernel on the step, then time kernels and baselines, one measurement at a time."""
     op, device = work.op, work.device
     function = function_of(op)
     where = torch.device(device.torch_device or "cpu")
@@ -137,11 +137,11 @@ def run(work: Plan, step: Step, seconds: float = 0.3) -> Iterator[Measurement]:
                 budget=worst.budget if worst else None,
                 problem=op.problem(counted) if op.problem else None,
             )
-    torch.compiler.reset()  # compiled baselines of this step must not crowd out those of the next
+    torch.compiler.reset()  # compiled baselines of this step count towards the recompile limit of the next
 
 
 def _results(op: Op, arguments: dict[str, Any]) -> int:
-    """How many of an op's outputs a user asks for: as many as a baseline returns, which may be a part of them."""
+    """Return how many of an op's outputs to request: as many as a baseline returns."""
     for baseline in op.baselines.values():
         with torch.no_grad():
             found = baseline(*arguments.values())
@@ -150,7 +150,7 @@ def _results(op: Op, arguments: dict[str, Any]) -> int:
 
 
 def _timed(op: Op, call_it: Callable[..., Any], arguments: dict[str, Any], phase: Phase) -> Callable[[], object]:
-    """One phase of a subject as a function without arguments; every subject is called the same way."""
+    """Return one phase of a kernel or baseline as a function without arguments."""
     if phase == "forward":
         asked = {**arguments, **op.without_gradients}
 
@@ -171,7 +171,7 @@ def _timed(op: Op, call_it: Callable[..., Any], arguments: dict[str, Any], phase
 
 
 def checkout() -> Path:
-    """The project's checkout this package runs from."""
+    """Return the project's checkout that this package runs from."""
     return Path(__file__).parents[2]
 
 
@@ -182,7 +182,7 @@ def record_name(op: Op | str, device: Device) -> str:
 
 
 def source_name(op: str, kernel: Kernel) -> str:
-    """How a record about an op names a kernel: with its own op before it where that is another."""
+    """Return the name of a kernel in a record about an op, prefixed with the kernel's op if that is another."""
     return kernel.name if kernel.op == op else f"{kernel.op}/{kernel.name}"
 
 
@@ -197,18 +197,18 @@ def record(
     copy_bandwidth: float | None = None,
     parts: Iterable[str] = (),
 ) -> Benchmark:
-    """The evidence of a benchmark; the copy bandwidth is measured now unless it was in the same run before.
+    """Return the record of a benchmark.
 
     Args:
-        op: what the record is about.
-        device: where it was measured.
+        op: the op, or the name of another benchmark.
+        device: the device it ran on.
         kernels: the kernels that were measured.
         measurements: the rows.
-        command: how to make it again.
+        command: the command that repeats it.
         commit: of the checkout that was measured.
-        copy_bandwidth: bytes per second of a large copy, read plus written.
-        parts: folders (with a slash at their end) and Python files of the package that were measured beyond the
-            kernels, as ``"lowering/"``.
+        copy_bandwidth: bytes per second of a large copy, read plus written; None to measure it now.
+        parts: folders (with a trailing slash) and Python files of the package that were measured besides the
+            kernels, such as ``"lowering/"``.
     """
     sources = {source_name(op, kernel): kernel.source_digest for kernel in kernels}
     sources |= {part: part_digest(part) for part in parts}

@@ -1,7 +1,7 @@
-"""A sequence spread over ranks, and attention over all of it.
+"""Context parallelism: a sequence sharded across ranks, and attention over all of it.
 
-``Context`` places the tokens and goes into ``kp.attention(..., group=context)``; a bare process group or mesh
-dimension does too, with tokens placed for the call's mask, as ``shard`` and ``unshard`` here place them.
+``Context`` places the tokens and is passed to ``kp.attention(..., group=context)``. A process group or mesh dimension
+may be passed instead; the tokens then must be placed for the call's mask by ``shard`` and ``unshard``.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ __all__ = [
 
 
 def shard(x: torch.Tensor, mask: Mask, group: Any, dim: int = 1) -> torch.Tensor:
-    """This rank's tokens of a tensor that every rank has whole, placed for the mask.
+    """Return this rank's tokens of a tensor that every rank has in full, placed for the mask.
 
     Example:
         >>> import torch, torch.distributed as dist, kernel_pytorch as kp
@@ -50,10 +50,10 @@ def shard(x: torch.Tensor, mask: Mask, group: Any, dim: int = 1) -> torch.Tensor
 
 
 def unshard(x: torch.Tensor, mask: Mask, group: Any, dim: int = 1) -> torch.Tensor:
-    """The whole tensor, on every rank, from each rank's tokens as ``shard`` with this mask placed them."""
+    """Return the full tensor on every rank, from the tokens that ``shard`` with this mask gave each rank."""
     return Context(group, total_length(x.shape[dim], group), mask).unshard(x, dim)
 
 
 def positions(length: int, mask: Mask, group: Any) -> torch.Tensor:
-    """The positions of this rank's tokens, as rotary embeddings need them."""
+    """Return the positions of this rank's tokens, for rotary embeddings."""
     return Context(group, length, mask).positions()

@@ -1,9 +1,8 @@
-"""Evidence: recorded measurements and checks, the only source of numbers and claims in the documentation.
+"""Records of measurements and checks, the only source of numbers and claims in the documentation.
 
-A record is one JSON file. ``Benchmark`` says how fast, against which baseline and with which error;
-``Checks`` says for which architectures a kernel compiles and which of its cases pass in the interpreter;
-``Execution`` says which blocks of the documentation ran on a device, and ``ContractRun`` which kernels passed their
-cases there.
+A record is one JSON file. A ``Benchmark`` has times, baselines and errors. ``Checks`` has the architectures that a
+kernel compiles for and the cases that pass in Triton's interpreter. An ``Execution`` has the blocks of the
+documentation that ran on a device, and a ``ContractRun`` the kernels that passed their cases there.
 ``python -m kernel_pytorch.evidence`` prints the JSON schema.
 """
 
@@ -61,7 +60,7 @@ class Quantiles(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Measurement(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One subject timed on one case."""
+    """The times of one kernel or baseline on one case."""
 
     case: str
     phase: str
@@ -69,25 +68,25 @@ class Measurement(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     format: str
     """The number format of the tensors, by torch dtype name."""
     subject: str
-    """``"kernel:NAME"`` for ours, ``"baseline:NAME"`` for what a user would call without us."""
+    """``"kernel:NAME"`` for this package's kernels, ``"baseline:NAME"`` for the alternatives."""
     seconds: Quantiles
     samples: int
     traffic_bytes: int
-    """The fewest bytes the call must move: each input read once, each output written once."""
+    """Minimum memory traffic in bytes: each input read once, each output written once."""
     flops: int
     error: float | None = None
-    """Worst error against float64, relative to the largest number of its row; None for baselines.
+    """Largest error against float64, relative to the amax of its row; None for baselines.
 
-    For whole models in FP8: against the model in bf16, relative to the norm of a tensor; for parity, of losses.
+    For FP8 models: the error against the model in bf16, relative to the norm of a tensor; for parity, of losses.
     """
     budget: float | None = None
-    """What the error may be: twice that of an independent low-precision run plus one rounding."""
+    """The error budget: twice the error of an independent low-precision run plus one rounding."""
     peak_bytes: int | None = None
-    """The most device memory in use during the run, where that was measured."""
+    """Peak device memory during the run; None if not measured."""
     predicted_peak_bytes: int | None = None
-    """What a formula says of it, where there is one."""
+    """Peak device memory predicted by a formula; None if there is none."""
     problem: Problem | None = None
-    """What later calls are compared with, where this time takes part in choosing kernels."""
+    """The sizes to compare later calls with, if this time is used for kernel selection."""
 
 
 class Facts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -132,7 +131,7 @@ class Compilation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Interpretation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The cases of one kernel that meet their budget in Triton's interpreter, forward and backward."""
+    """The cases of one kernel that meet their error budget in Triton's interpreter, forward and backward."""
 
     kernel: str
     format: str
@@ -140,7 +139,7 @@ class Interpretation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Checks(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="checks", tag_field="kind"):
-    """What is known of an op's kernels without their hardware; CI makes it anew and compares."""
+    """The test status of an op's kernels without their hardware. CI repeats it and compares."""
 
     op: str
     versions: dict[str, str]
@@ -150,45 +149,45 @@ class Checks(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="check
 
 
 class Probed(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """What became of one operator: lowered whole and run with the right numbers, or not."""
+    """The result of one operator: lowered whole and run with correct results, or not."""
 
     operator: str
-    """As ``torch.export`` writes it, such as ``aten::gelu``."""
+    """The operator's name in ``torch.export``, such as ``aten::gelu``."""
     format: str
     delegate: str = ""
-    """Who ran it; empty where it was not taken whole, or not rightly."""
+    """The delegate that ran it; empty if it was not lowered whole, or returned wrong results."""
     reason: str = ""
-    """Why it was not taken."""
+    """Why it was not lowered."""
     variant: str = ""
-    """What is unusual about it, such as "a mask tensor"."""
+    """The variant, such as "a mask tensor"."""
     recipe: str = ""
-    """The quantization recipe, where there was one."""
+    """The quantization recipe, if any."""
     dynamic: bool = False
-    """Its first dimension may change."""
+    """Whether its first dimension is dynamic."""
 
 
 class OpSupport(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="op_support", tag_field="kind"):
-    """A backend's operators by probing; its pages show it, and CI probes a part of it anew."""
+    """The operators that a backend supports, found by probing. Its pages show them, and CI probes a sample again."""
 
     backend: str
     versions: dict[str, str]
     sources: dict[str, str]
-    """``"lowering"`` to the digest of the source text that was probed."""
+    """``"lowering"`` to the digest of the source that was probed."""
     results: list[Probed]
     op: str = "lowering"
 
 
 class Block(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A block of code in the documentation that ran to its end on a device."""
+    """A code block of the documentation that ran without an error on a device."""
 
     page: str
     line: int
     digest: str
-    """Of its text: a block that was edited since has not run."""
+    """Digest of the block's source: it does not apply to a block that was edited since."""
 
 
 class Execution(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="execution", tag_field="kind"):
-    """The documentation as it ran on a device: which blocks passed, and why others did not run there."""
+    """A run of the documentation on a device: the blocks that passed, and why others were skipped."""
 
     op: str
     device: Facts
@@ -203,10 +202,10 @@ class Execution(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="ex
 
 
 class PassedCases(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The cases that one kernel passed on a device, inside their error budgets, forward and backward."""
+    """The cases that one kernel passed on a device within their error budgets, forward and backward."""
 
     kernel: str
-    """With its op before it, as ``"attention/triton"``."""
+    """The kernel's name, prefixed with its op, such as ``"attention/triton"``."""
     format: str
     cases: list[str]
 
@@ -220,7 +219,7 @@ class ContractRun(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="
     command: str
     recorded: str
     sources: dict[str, str]
-    """Kernel, with its op before it, to the digest of the code that was tested."""
+    """From the kernel's name, prefixed with its op, to the digest of the tested code."""
     passed: list[PassedCases]
     op: str = "tests"
 
@@ -229,7 +228,7 @@ Record = Benchmark | Checks | Execution | OpSupport | ContractRun
 
 
 def evidence_directory() -> Path | None:
-    """Where our own records are: the checkout's ``benchmarks/evidence``, or the copy inside a wheel."""
+    """Return the folder of the project's records: ``benchmarks/evidence``, or the copy inside a wheel."""
     package = Path(__file__).parent
     for candidate in (package / "_evidence", package.parent.parent / "benchmarks" / "evidence"):
         if candidate.is_dir():
@@ -238,7 +237,7 @@ def evidence_directory() -> Path | None:
 
 
 def schema() -> dict[str, Any]:
-    """The JSON schema of a record.
+    """Return the JSON schema of a record.
 
     Example:
         >>> sorted(schema()["$defs"])[:3]
@@ -248,7 +247,7 @@ def schema() -> dict[str, Any]:
 
 
 def read_record(path: Path) -> Record:
-    """Read and validate one record; what is wrong with a bad one is in the error."""
+    """Read and validate one record; raise EvidenceError with the reason if it is not valid."""
     try:
         record: Record = msgspec.json.decode(path.read_bytes(), type=Record)
         return record
@@ -257,19 +256,19 @@ def read_record(path: Path) -> Record:
 
 
 def load_evidence(directory: Path | None) -> tuple[Record, ...]:
-    """Every record of a folder, in the order of the file names."""
+    """Return every record of a folder, sorted by file name."""
     return tuple(named_evidence(directory).values())
 
 
 def named_evidence(directory: Path | None) -> dict[str, Record]:
-    """Every record of a folder by the name of its file, without the suffix; in that order."""
+    """Return every record of a folder by its file name without the suffix, sorted."""
     if directory is None or not directory.is_dir():
         return {}
     return {path.stem: read_record(path) for path in sorted(directory.glob("*.json"))}
 
 
 def write_record(record: Record, path: Path) -> None:
-    """Write a record so that a reader never sees half of it."""
+    """Write a record atomically."""
     text = msgspec.json.format(msgspec.json.encode(record), indent=1)
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_suffix(f".{os.getpid()}.writing")
@@ -281,7 +280,7 @@ def write_record(record: Record, path: Path) -> None:
 
 
 def clean_commit(checkout: Path) -> str:
-    """The commit of a checkout without local changes; anything else is an error: records must be repeatable."""
+    """Return the commit of a checkout; raise an error if it has local changes, since records must be repeatable."""
 
     def git(*arguments: str) -> str:
         try:
@@ -303,7 +302,7 @@ def clean_commit(checkout: Path) -> str:
 
 
 def versions() -> dict[str, str]:
-    """The versions that decide speed and numerics."""
+    """Return the versions that decide speed and numerics."""
     from kernel_pytorch.hardware_abstraction.choice_cache import triton_version
 
     found = {
@@ -320,7 +319,7 @@ def versions() -> dict[str, str]:
 
 
 def facts(device: Device) -> Facts:
-    """A device as a record keeps it."""
+    """Return a device's facts for a record."""
     return Facts(
         name=device.name,
         vendor=device.vendor,

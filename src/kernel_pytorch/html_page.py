@@ -1,4 +1,4 @@
-"""Self-contained HTML pages for reports: inline CSS and SVG, no scripts, no fonts and no files beside them."""
+"""Self-contained HTML pages for reports: inline CSS and SVG, no scripts, fonts or other files."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ code { font-size: .9em; overflow-wrap: anywhere; }
 
 
 def document(title: str, body: Iterable[str], style: str = _STYLE) -> str:
-    """Return a page, readable on a phone, with these elements of HTML one after another; ``style`` is its CSS."""
+    """Return an HTML page, readable on a phone, with ``body`` as its elements and ``style`` as its CSS."""
     return (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
         f'<meta name="viewport" content="width=device-width, initial-scale=1"><style>{style}</style></head>\n'
@@ -30,7 +30,7 @@ def document(title: str, body: Iterable[str], style: str = _STYLE) -> str:
 
 
 def table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Return a table, which scrolls sideways where the screen is narrow; columns without any text are left out.
+    """Return an HTML table that scrolls sideways on a narrow screen. Empty columns are left out.
 
     Example:
         >>> "<td>1 &lt; 2</td>" in table(["relation"], [["1 < 2"]])
@@ -44,7 +44,7 @@ def table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def bar_chart(rows: Sequence[tuple[str, float, str]], label: str) -> str:
-    """Return horizontal bars of (name, value, text); the first is drawn as the baseline."""
+    """Return a bar chart of (name, value, text) as SVG; the first bar is drawn as the baseline."""
     widest = max(value for _, value, _ in rows) or 1.0
     height, parts = 34, []
     for number, (name, value, text) in enumerate(rows):

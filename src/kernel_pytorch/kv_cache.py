@@ -1,11 +1,11 @@
-"""A key-value cache of constant size: attention sinks and a sliding window, in a ring.
+"""Key-value cache of constant size: attention sinks and a sliding window in a ring buffer.
 
-The module below is the definition: it runs in eager mode, in any float format, on any device. ``kp.lower`` takes it
-as one stateful operator, whose memory then lies inside the delegate and is shared by the methods of a program.
+``KVCache`` is the definition: it runs in eager mode, in any float dtype, on any device. ``kp.lower`` lowers it as one
+stateful operator, whose memory then lies inside the delegate and is shared by the methods of a program.
 
-Slot s < sinks holds position s for good. Position p >= sinks lies in slot ``sinks + (p - sinks) % ring``, where
-``ring = window + longest``: a call writes its tokens first and attends after, and even the first of ``longest`` new
-tokens still finds the whole window before it.
+Slot s < sinks always holds position s. Position p >= sinks lies in slot ``sinks + (p - sinks) % ring``, where
+``ring = window + longest``: a call writes its tokens before it attends, and the first of ``longest`` new tokens must
+still find its whole window.
 """
 
 from __future__ import annotations
@@ -26,27 +26,27 @@ _LIBRARY.define(
 
 
 class KVCache(torch.nn.Module):
-    """The keys and values of a chat, and attention over them: memory stays the same however long the chat is.
+    """Cached keys and values, and attention over them. Memory does not grow with the length of the text.
 
-    ``cache(q, k, v, position)`` adds the keys and values of new tokens, the first of which stands at ``position``,
-    and returns what their queries read: ``kp.attention`` over the whole history under the mask
-    ``causal() & (window(window) | sinks(sinks))``. The result does not depend on how the tokens are cut into calls.
+    ``cache(q, k, v, position)`` appends the keys and values of new tokens, the first of which is at ``position``, and
+    returns the attention output of their queries: ``kp.attention`` over the whole history under the mask
+    ``causal() & (window(window) | sinks(sinks))``. The result does not depend on how the tokens are split into calls.
 
-    Keys are kept as they are given. A model with rotary embeddings rotates them before, at absolute positions.
+    Keys are stored as given. A model with rotary embeddings rotates them first, at absolute positions.
 
-    To go on, pass as ``position`` the number of tokens so far. To start anew, pass 0. To take tokens back, pass an
-    earlier position: at most ``longest`` tokens before the furthest that the chat has been, or any position that
-    needs nothing that was overwritten; anything else is an error.
+    To continue, pass the number of tokens so far as ``position``. To start again, pass 0. To remove tokens, pass an
+    earlier position: at most ``longest`` tokens before the largest so far, or any position whose window was not
+    overwritten. Any other position raises an error.
 
     Args:
-        kv_heads: heads of keys and values.
-        head_dim: numbers of a key.
-        window: how far back a token attends.
-        sinks: how many of the first tokens every token attends to.
-        longest: the most tokens that one call may add.
-        batch: sequences; all are at the same position.
-        dtype: float32, float16, or int8: symmetric, one scale for each token and head.
-        value_dim: numbers of a value; ``head_dim`` when left out.
+        kv_heads: number of heads of keys and values.
+        head_dim: elements of a key.
+        window: number of previous tokens that a token attends to.
+        sinks: number of first tokens that every token attends to.
+        longest: maximum number of tokens that one call may append.
+        batch: number of sequences; all are at the same position.
+        dtype: float32, float16, or int8: symmetric, one scale per token and head.
+        value_dim: elements of a value; ``head_dim`` if None.
 
     Example:
         >>> import torch, kernel_pytorch as kp
@@ -89,12 +89,12 @@ class KVCache(torch.nn.Module):
         self.window, self.sinks, self.longest = window, sinks, longest
         slots = (batch, kv_heads, sinks + window + longest)
         scales = slots if dtype == torch.int8 else (0,)
-        # Not persistent: a chat is no part of a model's weights.
+        # Not persistent: the cache is not part of a checkpoint.
         self.register_buffer("keys", torch.zeros(*slots, head_dim, dtype=dtype), persistent=False)
         self.register_buffer("values", torch.zeros(*slots, value_dim, dtype=dtype), persistent=False)
         self.register_buffer("key_scales", torch.zeros(scales), persistent=False)
         self.register_buffer("value_scales", torch.zeros(scales), persistent=False)
-        # How many tokens were seen, and the first position from the ring that is still there.
+        # The number of tokens so far, and the first position that is still in the ring.
         self.register_buffer("held", torch.tensor([0, sinks]), persistent=False)
 
     def extra_repr(self) -> str:
@@ -107,7 +107,7 @@ class KVCache(torch.nn.Module):
 
     @property
     def nbytes(self) -> int:
-        """The memory that the cache takes, now and however long the chat."""
+        """Memory of the cache in bytes; constant."""
         return sum(x.nbytes for x in (self.keys, self.values, self.key_scales, self.value_scales))
 
     def forward(
@@ -119,7 +119,7 @@ class KVCache(torch.nn.Module):
         *,
         scale: float | None = None,
     ) -> torch.Tensor:
-        """Add keys and values at ``position`` (an int, or one int64 number as a tensor), and attend."""
+        """Append keys and values at ``position`` (an int, or a tensor with one int64 element), and attend."""
         _check(self, q, k, v)
         if isinstance(position, int):
             position = torch.tensor([position], device=q.device)
@@ -166,7 +166,7 @@ def _check(cache: KVCache, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) ->
 
 
 def cache_slots(positions: torch.Tensor, sinks: int, ring: int) -> torch.Tensor:
-    """Where positions lie.
+    """Return the slots of positions.
 
     Example:
         >>> cache_slots(torch.arange(8), sinks=2, ring=4).tolist()
@@ -176,9 +176,9 @@ def cache_slots(positions: torch.Tensor, sinks: int, ring: int) -> torch.Tensor:
 
 
 def quantized_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows in int8 and the scale of each: the row's largest magnitude over 127.
+    """Quantize rows to int8, each with the scale amax / 127; return data and scales.
 
-    Rows of zeros have a scale of 0; rows with a number that is not finite have such a scale, and read back as NaN.
+    Rows of zeros have scale 0. Rows with a non-finite element have a non-finite scale and dequantize to NaN.
 
     Example:
         >>> rows, scales = quantized_rows(torch.tensor([[0.0, 2.0, -4.0]]))
@@ -220,7 +220,7 @@ def _cached_attention(
     if not 0 <= start <= min(seen, _LAST_POSITION):
         raise ValueError(f"position={start}: the cache has seen {seen} tokens; pass 0 to {seen}")
     if start <= sinks:
-        low = sinks  # nothing in the ring is needed
+        low = sinks  # no position of the ring is read
     elif max(sinks, start - window) < low:
         raise ValueError(
             f"position={start}: tokens from {max(sinks, start - window)} on are needed, and those before {low} have "
@@ -234,7 +234,7 @@ def _cached_attention(
     low = max(low, seen - ring)
     held.copy_(torch.tensor([seen, low]))
 
-    # Every position that is held, in rising order, as one dense attention.
+    # All cached positions in ascending order, as one dense attention.
     there = torch.cat([torch.arange(min(sinks, seen)), torch.arange(low, max(seen, low))]).to(q.device)
     places = cache_slots(there, sinks, ring)
     exact = torch.float64 if q.dtype == torch.float64 else torch.float32

@@ -579,4 +579,4 @@ def test_a_model_without_numbers_has_a_report(recipe: str) -> None:
 def test_a_layer_that_fell_back_says_so() -> None:
     model = kp.fp8.convert(linear(), "delayed")
     model[0].fp8_fallback = "a test"
-    assert "fell back to its own precision" in repr(model)
+    assert "fell back to float32" in repr(model)

@@ -1,6 +1,6 @@
-"""Private APIs of torch that no public one replaces: each in one place, with a self-test and a way to go without it.
+"""Private APIs of torch without a public replacement, each with a self-test and a fallback.
 
-``modes`` says what watches or transforms a call; ``structures`` has trees, dispatch modes and fake tensors;
-``compiler`` has what torch.compile keeps to itself; ``memory`` has allocation and integer matmul.
+``modes`` detects dispatch modes and transforms; ``structures`` has pytrees, dispatch modes and fake tensors;
+``compiler`` has torch.compile's counters and limits; ``memory`` has allocation and integer matmul.
 ``private.PRIVATE_NAMES`` lists every name that was looked up.
 """

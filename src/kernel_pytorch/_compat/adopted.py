@@ -1,7 +1,7 @@
-"""Private names of adopted attention libraries: the two phases of FlashAttention-4, the tensors of a cuDNN plan.
+"""Private names of adopted attention libraries: FlashAttention-4's forward and backward, a cuDNN plan's tensors.
 
-The public ``flash_attn_func`` binds forward and backward into one autograd node; here the kernel of each phase is
-chosen apart. Looked up when such a kernel runs, never before.
+The public ``flash_attn_func`` is one autograd node; selection needs the forward and the backward as two functions.
+The names are looked up when such a kernel first runs.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def flash_4_backward() -> Callable[..., Any]:
 
 
 def plan_tensors(plan: Any) -> Iterator[torch.Tensor]:
-    """The tensors that a ``cudnn.flex_attention.MaskPlan`` holds, so that their memory can be counted."""
+    """Yield the tensors that a ``cudnn.flex_attention.MaskPlan`` holds, to count their memory."""
     waiting = [getattr(plan, "_packed_plan", None)]
     while waiting:
         item = waiting.pop()

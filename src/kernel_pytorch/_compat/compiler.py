@@ -1,4 +1,4 @@
-"""What torch.compile keeps to itself: its counters, its limits, the platforms it supports."""
+"""Private APIs of torch.compile: its counters, its limits, the platforms it supports."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def compile_counts() -> tuple[int, int]:
-    """How many graphs torch.compile has compiled in this process, and how often it broke one."""
+    """Return the numbers of graphs and of graph breaks of torch.compile in this process."""
     counters = private(
         "torch._dynamo.utils.counters",
         test=lambda found: isinstance(found["stats"], dict),
@@ -34,7 +34,7 @@ def compile_counts() -> tuple[int, int]:
 
 
 def compile_supported() -> bool:
-    """Whether torch.compile supports this Python and platform."""
+    """Return whether torch.compile supports this Python and platform."""
     supported = private(
         "torch._dynamo.eval_frame.is_dynamo_supported",
         test=lambda f: f() in (True, False),
@@ -45,16 +45,16 @@ def compile_supported() -> bool:
 
 
 def constant_in_graph(function: Function) -> Function:
-    """Mark a function as ``torch.compiler.assume_constant_result`` does, which imports ``torch._dynamo``.
+    """``torch.compiler.assume_constant_result`` without importing ``torch._dynamo``.
 
-    Where torch reads another mark, torch.compile traces into the function.
+    In a torch version that uses another attribute, torch.compile traces into the function.
     """
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
 
 
 def compile_limits(**limits: int) -> contextlib.AbstractContextManager[Any]:
-    """Torch.compile's limits, as ``recompile_limit``, inside a ``with`` block."""
+    """Set torch.compile's limits, such as ``recompile_limit``, inside a ``with`` block."""
     config = private(
         "torch._dynamo.config",
         test=lambda found: callable(found.patch),
@@ -66,7 +66,7 @@ def compile_limits(**limits: int) -> contextlib.AbstractContextManager[Any]:
 
 
 def flex_attention_operator() -> Any:
-    """The operator behind ``torch.nn.attention.flex_attention``, as a graph shows it."""
+    """Return the operator that ``torch.nn.attention.flex_attention`` calls, as it appears in a graph."""
     return private(
         "torch._higher_order_ops.flex_attention.flex_attention",
         test=callable,
@@ -76,7 +76,7 @@ def flex_attention_operator() -> Any:
 
 
 def index_by_tensors() -> contextlib.AbstractContextManager[Any]:
-    """Make ``tensor[index]`` work inside vmap where the index is a batched tensor, as in FlexAttention's masks."""
+    """Make ``tensor[index]`` work inside vmap with a batched index, as in FlexAttention's masks."""
     mode = private(
         "torch._dynamo._trace_wrapped_higher_order_op.TransformGetItemToIndex",
         test=callable,
@@ -98,5 +98,5 @@ def _get_proxies() -> Any:
 
 
 def proxies_of(tensor: Any) -> list[Any]:
-    """The nodes of the graph that is being traced which stand for a tensor; none outside of tracing."""
+    """Return the nodes of a tensor in the graph that is being traced; none outside of tracing."""
     return list(_get_proxies()(tensor))

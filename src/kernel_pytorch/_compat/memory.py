@@ -1,4 +1,4 @@
-"""Allocation past torch's dispatcher, and integer matmul."""
+"""Allocation without torch's dispatcher, and integer matmul."""
 
 from __future__ import annotations
 

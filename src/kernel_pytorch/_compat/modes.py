@@ -1,4 +1,4 @@
-"""What watches or transforms a call: dispatch modes, torch.func transforms, forward-mode AD, batched tensors."""
+"""Detection of dispatch modes, torch.func transforms, forward-mode AD and batched tensors."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _SLOWER = "every eager call goes through torch's dispatcher, which is slower and
 dispatch_mode_count = private(
     "torch._C._len_torch_dispatch_stack", test=lambda f: f() >= 0, without=_SLOWER, otherwise=lambda: 1
 )
-"""How many ``TorchDispatchMode`` are active on this thread."""
+"""The number of ``TorchDispatchMode`` that are active on this thread."""
 
 _interpreter = private(
     "torch._C._functorch.peek_interpreter_stack",
@@ -42,7 +42,7 @@ is_legacy_batched = private(
     without=_SLOWER,
     otherwise=lambda _: True,
 )
-"""Whether a tensor is a batch of ``is_grads_batched=True``, which no mode announces."""
+"""Whether a tensor is a batch of ``is_grads_batched=True``, for which no mode is active."""
 
 jit_tracing = private(
     "torch._C._is_tracing", test=lambda f: f() in (True, False), without="torch.jit.trace is not refused by name",
@@ -63,7 +63,7 @@ transforms_active = private(
     without="every call is checked for transforms in Python",
     otherwise=lambda: _interpreter() is not None,
 )
-"""Whether a transform of ``torch.func`` is active, also those that a graph is compiled for."""
+"""Whether a transform of ``torch.func`` is active, including those that a graph is compiled for."""
 
 is_batched = private(
     "torch._C._functorch.is_batchedtensor",
@@ -98,30 +98,30 @@ any_autocast = private(
 
 
 def backward_running() -> bool:
-    """Whether autograd is running a backward on this thread."""
+    """Return whether autograd is running a backward on this thread."""
     return bool(_graph_task() != -1)
 
 
 def fake_mode_active() -> bool:
-    """Whether tensors are fake on this thread: shapes without memory."""
+    """Return whether a ``FakeTensorMode`` is active on this thread."""
     return _dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
 
 
 def graph_tracing() -> bool:
-    """Whether torch.compile traces this call: Dynamo, or AOTAutograd, for which ``is_compiling`` may be False."""
+    """Return whether torch.compile traces this call, also under AOTAutograd, where ``is_compiling`` may be False."""
     return torch.compiler.is_compiling() or _dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
 
 
 def transform_name() -> str:
-    """The innermost active transform of ``torch.func``, as ``"Vmap"`` or ``"Grad"``."""
+    """Return the innermost active transform of ``torch.func``, such as ``"Vmap"`` or ``"Grad"``."""
     return str(_interpreter().key().name)
 
 
 def transform_active() -> bool:
-    """Whether a transform of ``torch.func`` (vmap, grad, ...) is active on this thread."""
+    """Return whether a transform of ``torch.func`` (vmap, grad, ...) is active on this thread."""
     return _interpreter() is not None
 
 
 def forward_ad_active() -> bool:
-    """Whether a ``forward_ad.dual_level`` is open."""
+    """Return whether a ``forward_ad.dual_level`` is active."""
     return forward_ad._current_level >= 0

@@ -1,4 +1,4 @@
-"""Look up a private name, test it, and take the alternative where it is missing or behaves differently."""
+"""Look up a private name, test it, and use the alternative if it is missing or behaves differently."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ class CompatibilityWarning(UserWarning):
 
 @dataclass(frozen=True, kw_only=True)
 class PrivateName:
-    """One private name, and what is known of it."""
+    """One private name, with its test status."""
 
     path: str
-    """Where it is, as ``"torch._C._len_torch_dispatch_stack"``."""
+    """Its path, such as ``"torch._C._len_torch_dispatch_stack"``."""
     without: str
-    """What happens where it cannot be used."""
+    """What happens if it cannot be used."""
     test: Callable[[Any], bool]
-    """Whether an object behaves as the name should; cheap, and true in any state of the process."""
+    """Returns whether an object behaves as expected; cheap, and independent of the state of the process."""
     checked: str = CHECKED
 
 
@@ -41,9 +41,9 @@ def private(path: str, *, test: Callable[[Any], bool], without: str, otherwise: 
     """Return the object at a path, or ``otherwise`` with a warning.
 
     Args:
-        path: a module and names in it, as ``"torch._C._len_torch_dispatch_stack"``.
-        test: whether the object behaves as it should.
-        without: what happens where it cannot be used, for the warning or the error.
+        path: a module and names in it, such as ``"torch._C._len_torch_dispatch_stack"``.
+        test: returns whether the object behaves as expected.
+        without: what happens if it cannot be used, for the warning or the error.
         otherwise: what to use instead; None makes a missing name an error.
 
     Example:

@@ -1,4 +1,4 @@
-"""Trees of arguments, dispatch modes and fake tensors, which torch documents under private modules."""
+"""Pytrees, dispatch modes and fake tensors, which torch has in private modules."""
 
 from __future__ import annotations
 
@@ -57,5 +57,5 @@ def _has_kernel() -> Any:
 
 
 def has_composite_kernel(operator: Any) -> bool:
-    """Whether an operator is made of other operators, so that export takes it apart."""
+    """Return whether an operator is a composite of other operators, so that export decomposes it."""
     return bool(_has_kernel()(operator.name(), "CompositeImplicitAutograd"))

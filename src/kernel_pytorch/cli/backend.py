@@ -39,7 +39,7 @@ def new(name: str, out: Path | None) -> None:
 
 
 def docs(name: str, out: Path, *, probe: bool, only_check: bool) -> bool:
-    """Render a backend's pages; False where ``only_check`` finds one out of date."""
+    """Render a backend's pages; return False if ``only_check`` finds one out of date."""
     from kernel_pytorch.documentation.backend_pages import render, write_backend_pages
     from kernel_pytorch.documentation.op_support import probe_backend, write_support
     from kernel_pytorch.hardware_abstraction.registry import backend
@@ -73,7 +73,7 @@ def docs(name: str, out: Path, *, probe: bool, only_check: bool) -> bool:
 
 
 def check(folder: Path, *, as_json: bool, strict: bool) -> bool:
-    """Report on a folder of documentation; False where it does not conform."""
+    """Report on a folder of documentation; return False if it does not conform."""
     result = check_folder(folder)
     if as_json:
         print(json.dumps({**result.as_data(), "passes": result.passes(strict)}, indent=2))

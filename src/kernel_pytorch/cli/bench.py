@@ -30,7 +30,7 @@ def run(
     command: str,
 ) -> None:
     console = Console()
-    # Before the work, not after it: a run that cannot be kept should not be waited for.
+    # Fail before the work if the run could not be recorded.
     commit = clean_commit(benchmarking.checkout()) if record else ""
     folder = out or evidence_directory()
     if record and folder is None:
@@ -61,7 +61,7 @@ def run(
         progress.update(task, description="done")
     console.print(measurement_table(measurements))
     if record and folder is not None:
-        require_quiet(work.device)  # it may have become busy in the meantime
+        require_quiet(work.device)  # the machine may have become busy during the run
         path = folder / benchmarking.record_name(work.op, work.device)
         evidence = benchmarking.record(
             work.op.name, work.device, work.kernels, measurements, command=command, commit=commit
@@ -71,12 +71,12 @@ def run(
 
 
 def present_device(name: str | None) -> Device:
-    """The device by its torch name; one that is not here is an error that lists those that are."""
+    """Return the device of a torch name; raise an error that lists the present ones if it is not present."""
     here = ", ".join(str(known.torch_device) for known in kp.devices())
     refusal = f"device={name!r}: not here; there is {here}"
     try:
         found = kp.device(name)
-    except Exception as error:  # whatever torch raises names neither the argument nor what is here
+    except Exception as error:  # torch's error names neither the argument nor the present devices
         raise ValueError(refusal) from error
     if not found.present:
         raise ValueError(refusal)
@@ -84,7 +84,7 @@ def present_device(name: str | None) -> Device:
 
 
 def measurement_table(measurements: list[Measurement]) -> Table:
-    """Times, rates and errors; each case, format and phase is a section that opens with its name."""
+    """Return a table of times, rates and errors, with a section per case, dtype and phase."""
     table = Table(header_style="bold")
     table.add_column("")
     for column in ("median", "20 to 80 %", "GB/s", "speed-up", "error"):

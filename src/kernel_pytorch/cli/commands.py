@@ -24,14 +24,14 @@ app = typer.Typer(
 
 @dataclass
 class Invocation:
-    """What the commands and ``main`` share of one call of the command line."""
+    """State of one invocation that the commands and ``main`` share."""
 
     arguments: list[str]
     debug: bool = False
 
     @property
     def command(self) -> str:
-        """The command as a record keeps it: without ``--out``, which is one machine's own and changes no number."""
+        """The command for records, without ``--out``, which does not affect results."""
         words, skip = ["kernel-pytorch"], False
         for word in self.arguments:
             if not skip and word != "--out" and not word.startswith("--out="):
@@ -69,7 +69,7 @@ def doctor(
     measure: Annotated[bool, typer.Option(help="Also measure bandwidth and matmul rates (seconds).")] = False,
     support: Annotated[bool, typer.Option("--support", help="Also show the test status of each kernel.")] = False,
 ) -> None:
-    """Show what is here: devices, the kernels that would be chosen, optional libraries, broken plug-ins."""
+    """Show this machine's devices, the kernels that would be selected, optional libraries, and broken plug-ins."""
     from kernel_pytorch.cli.doctor import diagnose, show
 
     report = diagnose(measure=measure)
@@ -108,7 +108,7 @@ def bench(
     record: Annotated[bool, typer.Option(help="Keep the result as evidence; needs a clean checkout.")] = False,
     out: Annotated[Path | None, typer.Option(help="Folder for the record; benchmarks/evidence by default.")] = None,
 ) -> None:
-    """Check an op's kernels against float64, then time them beside what a user would call without us."""
+    """Check an op's kernels against float64, then time them and the alternatives in PyTorch and other libraries."""
     from kernel_pytorch.cli.bench import run
 
     run(
@@ -153,8 +153,8 @@ def parity(
 ) -> None:
     """Train a transformer in FP8 and in bf16 from the same seeds; compare losses and times in one report.
 
-    Ends with status 1 where the loss of a recipe is further from that of bf16 than its seeds are from each other,
-    and more than 0.25 %.
+    Exits with status 1 if the loss of a recipe differs from that of bf16 by more than the bf16 seeds differ from each
+    other, and by more than 0.25 %.
     """
     from kernel_pytorch.cli.parity import redraw, run
 
@@ -200,7 +200,7 @@ def lower_command(
     ] = None,
     sinks: Annotated[int, typer.Option(help="With --window: first tokens that are always attended to.", min=0)] = 0,
 ) -> None:
-    """Lower a model to a .pte, say who runs what, and compare it with eager PyTorch."""
+    """Lower a model to a .pte, report which delegate runs each node, and compare the results with eager PyTorch."""
     from kernel_pytorch.cli.lower import lower, lower_folder
 
     if (source is None) == (folder is None):
@@ -285,8 +285,8 @@ def optimize_command(
 ) -> None:
     """Make a model fast, prove that it computes the same, and write the plan.
 
-    Every candidate is compared with the original and timed beside it. What does not gain on every input is refused,
-    with the reason.
+    Every candidate is compared with the original and timed against it. A candidate that is not faster on every input
+    is refused with the reason.
     """
     from kernel_pytorch.cli.optimize import Source, optimize
 
@@ -309,7 +309,7 @@ def run_command(
     method: Annotated[str, typer.Option(help="The method to run.")] = "forward",
     repeat: Annotated[int, typer.Option(help="How often to run it.", min=1)] = 1,
 ) -> None:
-    """Run a .pte on ExecuTorch's runtime with our delegate, and show its outputs and its time."""
+    """Run a .pte on ExecuTorch's runtime with our delegate, and print its outputs and time."""
     from kernel_pytorch.cli.run import run
 
     run(program, tuple(given or ()), method, repeat)
@@ -324,7 +324,7 @@ def build_runtime_command(
     backend: Annotated[str, typer.Option(help="Whose runtime, as in lower --backend.")] = "cpu",
     path: Annotated[bool, typer.Option("--path", help="Print its folder and nothing else, for scripts.")] = False,
 ) -> None:
-    """Build the C++ runtime that .pte files need; it is built on first use otherwise."""
+    """Build the C++ runtime for .pte files. Without this command it is built at first use."""
     from kernel_pytorch.cli.build_runtime import build_runtime
 
     build_runtime(backend, only_path=path)
@@ -349,7 +349,7 @@ def backend_new(
         Path | None, typer.Option(help="Folder to make; NAME-backend here when left out. It must not exist.")
     ] = None,
 ) -> None:
-    """Make a project of your own: a backend with C++ delegate, quantizer, tests, documentation and CI."""
+    """Create a project for a backend of your own, with C++ delegate, quantizer, tests, documentation and CI."""
     from kernel_pytorch.cli.backend import new
 
     new(name, out)
@@ -370,7 +370,7 @@ def backend_docs(
         bool, typer.Option("--check", help="Write nothing; end with status 1 where a page is out of date.")
     ] = False,
 ) -> None:
-    """Render a backend's pages from its records: the same set, with the same sections, for every backend."""
+    """Render a backend's pages from its records, with the same pages and sections for every backend."""
     from kernel_pytorch.cli.backend import docs
 
     if not docs(name, out, probe=probe, only_check=check):
@@ -387,10 +387,10 @@ def backend_check(
     as_json: Annotated[bool, typer.Option("--json", help="Print data instead of tables.")] = False,
     strict: Annotated[bool, typer.Option("--strict", help="Warnings count as errors.")] = False,
 ) -> None:
-    """Check anybody's backend documentation: pages, sections, Python blocks, links and the table of operators.
+    """Check any backend's documentation: pages, sections, Python blocks, links and the table of operators.
 
-    Ends with status 1 where a required page or section is missing, empty or a placeholder, or where a block, a link
-    or the table is broken.
+    Exits with status 1 if a required page or section is missing, empty or a placeholder, or if a block, a link or the
+    table is broken.
     """
     from kernel_pytorch.cli.backend import check
 
@@ -399,7 +399,7 @@ def backend_check(
 
 
 def main(arguments: list[str] | None = None) -> Any:
-    """Run the command line; an error is one clear line, its traceback behind ``--debug``."""
+    """Run the command line; errors are printed as one line, with a traceback only with ``--debug``."""
     invocation = Invocation(sys.argv[1:] if arguments is None else arguments)
     try:
         return app(args=invocation.arguments, obj=invocation)

@@ -1,4 +1,4 @@
-"""``kernel-pytorch doctor``: what is here, as data and as tables."""
+"""``kernel-pytorch doctor``: report this machine's devices, kernels and libraries, as data and as tables."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from kernel_pytorch.hardware_abstraction.selection import UnsupportedCallError, 
 
 __all__ = ["diagnose", "show"]
 
-# Distribution -> what it is good for and how to install it.
+# Distribution -> its purpose and how to install it.
 _OPTIONAL = {
     "triton": ("GPU kernels", "pip install triton"),
     "executorch": ("programs for devices, text generation", "pip install 'kernel-pytorch[lowering]'"),
@@ -42,7 +42,7 @@ _OPTIONAL = {
 
 
 def diagnose(*, measure: bool = False) -> dict[str, Any]:
-    """Everything ``doctor`` knows, as plain data."""
+    """Return the report of ``doctor`` as plain data."""
     found = [device(known.torch_device, measure=True) if measure else known for known in kp.devices()]
     libraries = [
         {"package": name, "version": _version(name), "for": purpose, "install": command}
@@ -75,7 +75,7 @@ def _version(distribution: str) -> str | None:
 
 
 def _runtime() -> dict[str, Any]:
-    """Whether the C++ runtime for lowered programs is built, and where, or what is missing for it."""
+    """Return whether the C++ runtime for lowered programs is built, and where, or what is missing to build it."""
     from kernel_pytorch.lowering.build import BuildError, Runtime, runtime_prefix
 
     try:
@@ -91,7 +91,7 @@ def _plain(facts: dict[str, Any]) -> dict[str, Any]:
 
 
 def _choices(known: Device) -> dict[str, str]:
-    """The kernel each op would get for an ordinary call in each format."""
+    """Return the kernel that would be selected for an ordinary call of each op in each dtype."""
     chosen = {}
     for op in registered_ops():
         case = next((case for case in op.cases if case.benchmark), op.cases[0])
@@ -107,7 +107,7 @@ def _choices(known: Device) -> dict[str, str]:
 
 
 def show(report: dict[str, Any], *, support: bool = False) -> None:
-    """Print a report for people; with ``support``, the test status of each kernel as well."""
+    """Print the report; with ``support``, also the test status of each kernel."""
     console = Console()
     console.print("[bold]Versions[/bold]  " + "  ".join(f"{k} {v}" for k, v in report["versions"].items()))
     for facts in report["devices"]:

@@ -18,7 +18,7 @@ def from_function(source: str) -> tuple[torch.nn.Module, Any]:
     if not name:
         raise ValueError(f"source={source!r}: use package.module:function")
     if "" not in sys.path:
-        sys.path.insert(0, "")  # as python -m does: a module in this folder can be named
+        sys.path.insert(0, "")  # like python -m, find modules in the current folder
     function = getattr(importlib.import_module(module_name), name, None)
     if not callable(function):
         raise ValueError(f"source={source!r}: {module_name} has no function {name!r}")
@@ -31,9 +31,9 @@ def from_function(source: str) -> tuple[torch.nn.Module, Any]:
 def from_hugging_face(
     folder: Path, *, batch: int, lengths: tuple[int, ...], labels: bool, dtype: str | None, device: str | None
 ) -> tuple[torch.nn.Module, list[dict[str, torch.Tensor]]]:
-    """Load a text model from a checkpoint folder, or make it with random weights from a folder with a config only.
+    """Load a text model from a checkpoint folder, or create it with random weights if there is only a config.
 
-    The inputs are random tokens, one example for each length, with labels for training.
+    The inputs are random tokens, one example per length, with labels for training.
     """
     if not (folder / "config.json").is_file():
         raise ValueError(f"--hf {folder}: there is no config.json; give a folder made by save_pretrained")

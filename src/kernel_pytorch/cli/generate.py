@@ -34,7 +34,7 @@ def generate(
     program: dict[str, Any],
     debug: bool,
 ) -> None:
-    """Lower or load the checkpoint, then answer a prompt or hold a chat on the terminal."""
+    """Lower or load the checkpoint, then answer a prompt or chat in the terminal."""
     if (prompt is None) != chat:
         raise ValueError("give --prompt TEXT or --chat, one of them")
     notes = Console(stderr=True)

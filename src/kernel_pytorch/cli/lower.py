@@ -15,7 +15,7 @@ __all__ = ["lower", "lower_folder"]
 
 
 def _check_writable(out: Path) -> None:
-    """Raise before minutes of work where the file could not be written afterwards."""
+    """Raise an error if the file cannot be written, before minutes of work."""
     if out.is_dir():
         raise IsADirectoryError(f"out={str(out)!r} is a folder: name a file, such as {out / 'model.pte'}")
     if not out.parent.is_dir():
@@ -54,7 +54,7 @@ def lower(source: str, out: Path, backend: str, recipe: str | None, *, debug: bo
 def lower_folder(
     folder: Path, out: Path, recipe: str | None, window: int | None, sinks: int, *, debug: bool = False
 ) -> None:
-    """Lower a Hugging Face checkpoint folder; its tokenizer is written beside the program."""
+    """Lower a Hugging Face checkpoint folder, and write its tokenizer next to the program."""
     from kernel_pytorch.lowering.quiet import quiet_libraries
 
     _check_writable(out)

@@ -20,7 +20,7 @@ _UNITS = {None: 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
 
 @dataclass(frozen=True)
 class Source:
-    """Where the model and its inputs come from."""
+    """The source of the model and its inputs."""
 
     function: str | None
     hugging_face: Path | None

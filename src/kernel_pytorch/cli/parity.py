@@ -49,9 +49,9 @@ def run(
     command: str,
     convert: Convert = parity.default_convert,
 ) -> Summary:
-    """Train what ``out`` does not hold yet, write the report there, and keep the record if it is wanted."""
+    """Run the trainings that ``out`` does not have yet, write the report there, and optionally the record."""
     console = Console()
-    # Before the work, not after it: a run that cannot be kept, or cannot be converted, should not be waited for.
+    # Fail before the work if the run could not be recorded or converted.
     commit = clean_commit(benchmarking.checkout()) if record else _commit()
     folder = evidence_directory()
     if record and folder is None:
@@ -78,12 +78,12 @@ def run(
 
 
 def redraw(source: Path, out: Path | None) -> Summary:
-    """The report of results that are there already."""
+    """Write the report of existing results."""
     return _report(Results(source), out or source, Console())
 
 
 def _commit() -> str:
-    """The commit of a checkout without changes; empty where there is none, and nothing can be recorded."""
+    """Return the commit of a checkout without changes; empty if there is none, so that nothing can be recorded."""
     try:
         return clean_commit(benchmarking.checkout())
     except EvidenceError:
@@ -93,13 +93,13 @@ def _commit() -> str:
 def _settings(size: str, steps: int | None, device: Device, compiled: bool | None) -> Settings:
     chosen, steps = size_named(size), steps or size_named(size).steps
     where = str(device.torch_device)
-    if compiled is None:  # compiling for a CPU takes longer than it saves at the size that fits one
+    if compiled is None:  # compiling for a CPU takes longer than it saves at the sizes that fit one
         compiled = torch.device(where).type != "cpu"
     return Settings(chosen.name, steps, where, device.name, str(torch.__version__), compiled)
 
 
 def _checked(recipes: tuple[str, ...], settings: Settings, convert: Convert) -> tuple[str, ...]:
-    """The recipes, once each, after every one of them has converted a layer."""
+    """Return the recipes without duplicates, after converting a layer with each."""
     for recipe in recipes:
         if recipe == BASELINE:
             raise ValueError(f"recipe={recipe!r}: that arm is always there; name what to compare with it")
@@ -116,7 +116,7 @@ def _train(
     results: Results, arms: tuple[str, ...], seeds: int, commit: str, convert: Convert, console: Console
 ) -> None:
     size, steps = size_named(results.settings.size), results.settings.steps
-    # Arms take turns: what changes on a machine over time meets all of them.
+    # Arms alternate, so that changes of the machine over time affect all of them.
     work = [(arm, seed) for seed in range(seeds) for arm in arms]
     ahead = [key for key in work if key not in results.finished]
     if len(ahead) < len(work):
@@ -198,7 +198,7 @@ def _record(
     commit: str,
     console: Console,
 ) -> None:
-    """Keep step times and gaps as evidence, with every run's curve beside them; nothing where a recipe fails."""
+    """Record step times and gaps, and every run's curve; raise an error if a recipe does not pass."""
     if not summary.passes:
         reasons = "; ".join(parity_report.sentence(verdict) for verdict in summary.verdicts if not verdict.passes)
         raise benchmarking.GateError(f"not recorded: {reasons}")
@@ -220,7 +220,7 @@ def _slug(device: Device) -> str:
 
 
 def measurements(summary: Summary) -> list[Measurement]:
-    """Step times; a recipe's error is its largest gap, as a share of the bf16 loss, and its budget what passes."""
+    """Return step times; a recipe's error is its largest gap relative to the bf16 loss, its budget what passes."""
     settings, size = summary.settings, size_named(summary.settings.size)
     mode = "compiled" if settings.compiled else "eager"
     case = f"{size.name}, {settings.steps} steps, {len(summary.baseline.seeds)} seeds, {mode}"

@@ -1,4 +1,4 @@
-"""``kernel-pytorch run``: run a .pte file, and show its outputs and its time."""
+"""``kernel-pytorch run``: run a .pte file, and print its outputs and time."""
 
 from __future__ import annotations
 

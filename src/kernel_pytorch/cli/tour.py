@@ -1,4 +1,4 @@
-"""``kernel-pytorch tour``: each part shown once on this machine, and a page with the charts."""
+"""``kernel-pytorch tour``: run each part once on this machine, and write a page with charts."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _RANKS, _LENGTH = 4, 256
 
 
 def run(out: Path) -> None:
-    """Take the tour and write its page."""
+    """Run the tour and write its page."""
     console = Console()
     body = ["<h1>KernelPyTorch on this machine</h1>"]
     device = kp.device()

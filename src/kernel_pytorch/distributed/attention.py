@@ -1,6 +1,6 @@
-"""``kp.attention(..., group=...)``: the same attention over a sequence that is spread across ranks.
+"""``kp.attention(..., group=...)``: attention over a sequence that is sharded across ranks.
 
-One torch custom op, forward and backward, so that torch.compile keeps it whole; it names its Context.
+One torch custom op, forward and backward, which torch.compile does not trace into; it refers to its Context by name.
 """
 
 from __future__ import annotations
@@ -56,9 +56,9 @@ def spread_attention(
     kernel: str | None,
     trains: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out, lse) of this rank's queries over the keys of all ranks."""
+    """Return (out, lse) of this rank's queries over the keys of all ranks."""
     policy = effective_policy("attention", kernel)
-    # Before torch 2.13 a graph that is compiled is told that it is exported.
+    # Before torch 2.13 is_exporting() is also true under torch.compile.
     if torch.compiler.is_exporting() and (TORCH_VERSION >= (2, 13) or not torch.compiler.is_dynamo_compiling()):
         raise NotImplementedError(
             "group: an exported graph cannot name ranks of this process; export without a group"
@@ -91,7 +91,7 @@ def _implied(group: torch.distributed.ProcessGroup, length: int, mask: Mask) -> 
 
 
 def _context_of(group: Any, q: torch.Tensor, mask: Mask) -> Context:
-    """The context of a bare group: tokens placed for the call's own mask, as ``shard`` with that mask places them."""
+    """Return the context of a process group: tokens placed for the call's mask, as by ``shard`` with that mask."""
     if not isinstance(q, torch.Tensor) or q.ndim != 4:
         raise ValueError("q: use a tensor of shape (batch, heads, this rank's tokens, head_dim)")
     process_group = group_of(group)
@@ -99,7 +99,7 @@ def _context_of(group: Any, q: torch.Tensor, mask: Mask) -> Context:
 
 
 def _whole(call: Call, context: Context) -> Call:
-    """The call as one process would make it, with all tokens: what it may be is checked on that."""
+    """Return the call with all tokens, as a single process would make it, for the op's checks."""
     arguments = []
     for name, value in call.arguments:
         if isinstance(value, TensorSpec) and len(value.shape) == 4:
@@ -126,7 +126,7 @@ def _shape(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, training: bool) ->
 
 
 def _schedule(context: Context, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask) -> Schedule:
-    # For training always: forward and backward must not differ, and a forward does not know of its backward.
+    # Always predict for training: forward and backward must agree, and the forward cannot know of a backward.
     shape = _shape(q, k, v, True)
     return _planned(context.placement, context.link, mask, shape, device_of(q.device), context.schedule)
 
@@ -134,7 +134,7 @@ def _schedule(context: Context, q: torch.Tensor, k: torch.Tensor, v: torch.Tenso
 def _checked(
     context: Context, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask, terms: Terms, trains: bool
 ) -> Schedule:
-    """The schedule of a call that every rank makes alike; what is wrong is found before anything is sent."""
+    """Return the schedule, after checking that all ranks make the same call; raise errors before anything is sent."""
     refusal: Exception | None = None
     schedule: Schedule | None = None
     try:
@@ -149,10 +149,10 @@ def _checked(
         ATTENTION.check(_whole(call, context))
         schedule = _schedule(context, q, k, v, mask)
         if schedule != "heads":
-            stages(mask, context.placement, context.rank, schedule)  # a placement may cut the mask's blocks
+            stages(mask, context.placement, context.rank, schedule)  # raises if tiles of tables are cut
         if terms.kernel is not None:
             _kernels(context, schedule, q, k, v, mask, terms)
-    except Exception as error:  # whatever it is, the others must not wait for this rank
+    except Exception as error:  # the other ranks must not wait for this one
         refusal = error
     if context.check and context.ranks > 1:
         shown = {
@@ -205,7 +205,7 @@ def _kernels(
     mask: Mask,
     terms: Terms,
 ) -> tuple[str, ...]:
-    """The kernel of each stage of this rank, as text; one that no kernel serves is an error."""
+    """Return (name, kernel) of each stage of this rank; raise an error if no kernel serves one."""
     device = asked_device() or device_of(q.device)
     policy = Policy.decode(terms.policy)
     trains = any(x.requires_grad for x in (q, k, v))
@@ -229,7 +229,7 @@ def _kernels(
 def _calls(
     context: Context, schedule: Schedule, mask: Mask, heads: int
 ) -> Iterator[tuple[str, Mask | None, int, int, bool]]:
-    """What this rank computes: (name, mask, queries, keys, whether results are merged); no mask, no compute."""
+    """Return (name, mask, queries, keys, whether results are merged) of each stage; mask None: no compute."""
     if schedule == "heads":
         whole = head_mask(mask, context.transport, context.length, heads)
         yield "head exchange", whole, context.length, context.length, False
@@ -327,7 +327,7 @@ torch.library.register_fake("kernel_pytorch::spread_attention_backward", _fake_b
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
     q, k, v, mask, *ctx.rest, _ = inputs
-    ctx.context = context_named(inputs[6])  # it must live until the backward, which knows its name alone
+    ctx.context = context_named(inputs[6])  # keep it alive until the backward, which looks it up by name
     ctx.save_for_backward(q, k, v, *output, mask)
 
 

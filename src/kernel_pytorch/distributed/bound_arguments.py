@@ -1,4 +1,4 @@
-"""The arguments of a call by name, those inside ``**kwargs`` as well."""
+"""Access the arguments of a call by name, including those in ``**kwargs``."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ __all__ = ["argument_of", "named_of", "set_argument", "variable_of"]
 
 
 def variable_of(signature: inspect.Signature) -> str | None:
-    """The name of ``**kwargs``, where there is one."""
+    """Return the name of ``**kwargs``, or None."""
     return next((p.name for p in signature.parameters.values() if p.kind is p.VAR_KEYWORD), None)
 
 

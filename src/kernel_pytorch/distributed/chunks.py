@@ -1,8 +1,8 @@
-"""The ring on one device: chunks of the sequence take the place of ranks, and host memory that of the other ranks.
+"""Ring attention on one device: chunks of the sequence instead of ranks, with keys and values in host memory.
 
-Forward, a chunk of queries meets the chunks of keys it attends to. Backward, a chunk of keys meets the chunks of
-queries that attend to it, so its gradient is complete when it leaves. Keys and values that are in host memory come
-in behind the compute, into one of two buffers while the other is in use; their gradients go back the same way.
+Forward, a chunk of queries loops over the chunks of keys that it attends to. Backward, a chunk of keys loops over the
+chunks of queries that attend to it, so its gradient is complete when the chunk is released. Keys and values in host
+memory are copied in while the device computes, double-buffered; their gradients are copied back likewise.
 
 Shapes: B batch, H query heads, G key heads, N tokens, D head dimension, E value head dimension.
 """
@@ -38,12 +38,12 @@ __all__ = ["Chunks", "chunked_attention"]
 
 @dataclass(frozen=True)
 class Chunks:
-    """As a ``group``: attention on one device, chunk by chunk, with keys and values in host memory where wanted.
+    """Attention in chunks on one device, passed as ``group``; keys and values may be offloaded to host memory.
 
     Args:
-        tokens: queries and keys of a chunk.
-        offload: keep k and v in pinned host memory from the forward to the backward. Where k and v are in host
-            memory already (and q on a GPU) they stay there, and so do their gradients.
+        tokens: number of queries and of keys of a chunk.
+        offload: keep k and v in pinned host memory from the forward to the backward. If k and v already are in host
+            memory (and q on a GPU) they stay there, and so do their gradients.
 
     Example:
         >>> import torch, kernel_pytorch as kp
@@ -61,7 +61,7 @@ class Chunks:
             raise ValueError(f"tokens={self.tokens!r}: use a whole number of 1 or more")
 
     def placement(self, mask: Mask, length: int) -> Placement:
-        """The chunks, as if each were a rank; they end where blocks of the mask's tables do."""
+        """Return the chunks as a placement with one rank each; they end at block boundaries of the mask's tables."""
         unit = table_unit(mask.layout(length, length))
         step = max(unit, self.tokens // unit * unit)
         starts = range(0, length, step)
@@ -69,10 +69,10 @@ class Chunks:
         return Placement(length, ranges, "contiguous", 1.0)
 
     def peak_bytes(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, held: bool = True) -> int:
-        """The most memory on q's device at one moment of forward and backward, tensors of the call included.
+        """Return the peak memory on q's device in forward and backward, including the tensors of the call.
 
-        Linear in the length, for a length of several chunks. ``held`` counts k and v where they are offloaded
-        but the caller keeps them on the device too.
+        Linear in the length, for a length of several chunks. ``held``: whether the caller keeps offloaded k and v on
+        the device too.
         """
         batch, heads, length, dim = q.shape
         kv_heads, value_dim, narrow = k.shape[1], v.shape[3], q.element_size()
@@ -83,8 +83,8 @@ class Chunks:
         a_key = kv_heads * (dim + value_dim)
         whole = a_query + (a_key * narrow if not on_host or (held and k.device == q.device) else 0)
         gradients = heads * dim * (wide + narrow) + (a_key * narrow if k.device == q.device else 0)
-        # One chunk of keys with its gradients, in full and of one part, and what a kernel keeps of its queries.
-        buffers = min(3, -(-length // max(chunk, 1))) if on_host else 0  # in use, coming, and not yet given back
+        # One chunk of keys, its accumulated and partial gradients, and the kernel's buffers for its queries.
+        buffers = min(3, -(-length // max(chunk, 1))) if on_host else 0  # in use, in flight, and not yet freed
         keys = a_key * (2 * wide + buffers * narrow)
         queries = heads * (dim * wide + value_dim * narrow + 4 * wide)
         during = heads * dim * wide + (a_key * narrow if k.device == q.device else 0)
@@ -103,17 +103,17 @@ def chunked_attention(
     chunks: Chunks,
     policy: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out, lse) as without chunks."""
+    """Return (out, lse) like ``attention`` without chunks."""
     terms = Terms(scale, policy, lse_flows)
     specs = [TensorSpec.of(x) if isinstance(x, torch.Tensor) else x for x in (q, k, v)]
     if isinstance(q, torch.Tensor) and all(isinstance(x, torch.Tensor) and x.device.type == "cpu" for x in (k, v)):
-        # Keys in host memory are meant to be there: everything else is checked as if they were beside the queries.
+        # Keys may be in host memory: check everything else as if they were on the queries' device.
         specs = [TensorSpec.of(x.to("meta")) for x in (q, k, v)]
     values = (*specs, mask, scale, terms.wanted(q.dtype, merged=True))
     ATTENTION.check(Call("attention", "forward", tuple(zip(ATTENTION.argument_names, values, strict=True)), False))
     if q.shape[2] != k.shape[2]:
         raise ValueError(f"q has {q.shape[2]} tokens and k {k.shape[2]}: chunks take as many queries as keys")
-    if explaining():  # the first chunk, which stands for the others, ends the call here
+    if explaining():  # explain the first chunk only
         plan = [stage for stage in stages(mask, chunks.placement(mask, q.shape[2]), 0, "ring") if stage.mask]
         if plan:
             rows, ranges = plan[0].queries, _keys(plan[0])
@@ -124,13 +124,13 @@ def chunked_attention(
 
 
 class _Incoming:
-    """Chunks of keys and values in the order they are used, on the device, the next one always on its way."""
+    """Chunks of keys and values on the device, in order of use, with the next one prefetched."""
 
     def __init__(self, k: torch.Tensor, v: torch.Tensor, device: torch.device) -> None:
         self.kv, self.device = (k, v), device
         self.streamed = k.device != device
         self.copies = torch.Stream(device) if self.streamed else None
-        if self.copies is not None:  # what put the keys into host memory may still be running
+        if self.copies is not None:  # the copy to host memory may still be running
             self.copies.wait_stream(torch.accelerator.current_stream(device))
 
     def _fetch(self, ranges: Ranges) -> tuple[tuple[torch.Tensor, ...], Any]:
@@ -151,13 +151,13 @@ class _Incoming:
                 current = torch.accelerator.current_stream(self.device)
                 current.wait_event(ready)
                 for x in (k, v):
-                    x.record_stream(current)  # its memory is the copies' stream's, and in use on this one
+                    x.record_stream(current)  # allocated on the copy stream, used on this one
             ahead = self._fetch(following) if following else None
             yield k, v
 
 
 def _copied(to: torch.Tensor, source: torch.Tensor) -> None:
-    """A copy between host and device, head by head: what is not in one piece would be packed first, waiting."""
+    """Copy between host and device head by head: torch would pack a non-contiguous tensor first and synchronize."""
     for b in range(source.shape[0]):
         for h in range(source.shape[1]):
             to[b, h].copy_(source[b, h], non_blocking=True)
@@ -182,7 +182,7 @@ def _keys(stage: Stage) -> Ranges:
 
 
 def _pinned(x: torch.Tensor) -> torch.Tensor:
-    """A copy in host memory that copies may run to and from behind the compute."""
+    """Return a copy in pinned host memory, for copies that overlap with compute."""
     host = torch.empty(x.shape, dtype=x.dtype, pin_memory=x.device.type != "cpu")
     return host.copy_(x, non_blocking=True)
 
@@ -209,7 +209,7 @@ class _Chunked(torch.autograd.Function):
         if chunks.offload and k.device == q.device:
             k, v = _pinned(k), _pinned(v)
         ctx.save_for_backward(q, k, v, out, lse)
-        ctx.set_materialize_grads(False)  # the gradient of an lse that nobody asked for is no tensor of zeros
+        ctx.set_materialize_grads(False)  # no tensor of zeros for the gradient of an unused lse
         return out, lse
 
     @staticmethod
@@ -222,7 +222,7 @@ class _Chunked(torch.autograd.Function):
 
 
 class _ChunkedBackward(torch.autograd.Function):
-    """The gradients, as a function of its own: with create_graph=True it goes into the graph, and refuses there."""
+    """The backward as an autograd function, so that differentiating it (create_graph=True) raises an error."""
 
     @staticmethod
     def forward(
@@ -275,11 +275,11 @@ class _ChunkedBackward(torch.autograd.Function):
                     partial(_give_back, totals, own),
                     terms,
                 )
-            while totals:  # from the end, so that none is held longer than it is needed
+            while totals:  # from the end, to free each as early as possible
                 result = (dk, dv)[len(totals) - 1]
                 _copied(result[:, :, start:stop], totals.pop().to(result.dtype))
         if device != q.device:
-            torch.accelerator.synchronize(q.device)  # what comes next may read them from the host
+            torch.accelerator.synchronize(q.device)  # the caller may read them on the host
         return dq.to(q.dtype), dk, dv
 
     @staticmethod

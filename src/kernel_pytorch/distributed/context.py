@@ -1,4 +1,4 @@
-"""A sequence spread over the ranks of a group: who holds what, and how ranks make sure that they agree."""
+"""``Context``: a sequence sharded across the ranks of a group, and checks that all ranks make the same calls."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _numbers = itertools.count()
 
 
 def group_of(group: Any) -> dist.ProcessGroup:
-    """The process group of a group or of a mesh of one dimension."""
+    """Return the process group of a group or of a one-dimensional mesh."""
     if isinstance(group, DeviceMesh):
         if group.ndim != 1:
             raise ValueError(f"group={group}: a mesh of {group.ndim} dimensions; pass one of them, as mesh['cp']")
@@ -42,15 +42,15 @@ def group_of(group: Any) -> dist.ProcessGroup:
 
 
 def total_length(tokens: int, group: Any) -> int:
-    """The tokens of all ranks together."""
-    # Not an all-reduce, which does not say which rank has died.
+    """Return the number of tokens of all ranks."""
+    # Not an all-reduce, whose error does not name the rank that failed.
     transport = Transport(_control_group(group_of(group)), timedelta(seconds=300))
     counts = every_rank(transport, "the count of tokens", torch.tensor([tokens], dtype=torch.int64))
     return sum(int(count) for count in counts)
 
 
 def every_rank(transport: Transport, step: str, own: torch.Tensor) -> list[torch.Tensor]:
-    """A small tensor of each rank; a rank that does not answer is named in the error."""
+    """Gather a small tensor from each rank; an error names the rank that does not respond."""
     others = [r for r in range(transport.ranks) if r != transport.rank]
     incoming = {r: torch.empty_like(own) for r in others}
     transport.exchange(step, dict.fromkeys(others, own), incoming, tag=3).wait()
@@ -58,20 +58,20 @@ def every_rank(transport: Transport, step: str, own: torch.Tensor) -> list[torch
 
 
 class Context:
-    """A sequence spread over the ranks of a group.
+    """A sequence sharded across the ranks of a group.
 
-    Ranks must make the same calls in the same order, backwards included, from one thread for each group: messages
-    are told apart by nothing else.
+    Ranks must make the same calls in the same order, including backwards, from one thread per group: messages are
+    matched by order only.
 
     Args:
         group: a process group, or one dimension of a DeviceMesh.
-        length: tokens of the whole sequence; any number.
-        mask: what most of the attention attends to: tokens are placed so that each rank has the same work under
-            it. Calls may use any other mask.
-        placement: tokens placed by yourself instead; or the name of a style of ``place``.
+        length: tokens of the full sequence; any number.
+        mask: the mask of most calls: tokens are placed so that each rank has the same work under it. Calls may use
+            any other mask.
+        placement: a ``Placement`` of your own, or the name of a style of ``place``.
         schedule: ``"ring"``, ``"gather"`` or ``"heads"`` pins one; ``"auto"`` takes the predicted fastest.
-        timeout: seconds after which a rank that does not answer is an error.
-        link: how the ranks are connected, one of ``LINKS`` or your own; guessed from the group when left out.
+        timeout: seconds after which a rank that does not respond is an error.
+        link: the interconnect, one of ``LINKS`` or your own ``Link``; None to guess it from the group.
         check: whether ranks compare shapes, dtype, mask and schedule before each call, which costs a small message.
 
     Example:
@@ -124,7 +124,7 @@ class Context:
         _contexts[self.name] = self
 
     def __deepcopy__(self, memo: Any) -> Context:
-        return self  # ranks and their tokens are no state of a model that is copied
+        return self  # not part of a copied model's state
 
     def __reduce__(self) -> Any:
         raise TypeError(
@@ -137,35 +137,35 @@ class Context:
 
     @property
     def length(self) -> int:
-        """Tokens of the whole sequence."""
+        """Number of tokens of the full sequence."""
         return self.placement.length
 
     @property
     def tokens(self) -> int:
-        """Tokens on this rank."""
+        """Number of tokens on this rank."""
         return self.placement.sizes[self.rank]
 
     @property
     def traffic(self) -> Traffic:
-        """What this rank has sent."""
+        """Bytes that this rank has sent."""
         return self.transport.traffic
 
     def positions(self, device: torch.device | str = "cpu") -> torch.Tensor:
-        """The positions of this rank's tokens in the whole sequence, as rotary embeddings need them."""
+        """Return the positions of this rank's tokens in the full sequence, for rotary embeddings."""
         return torch.from_numpy(self.placement.tokens(self.rank)).to(device)
 
     def shard(self, x: torch.Tensor, dim: int = 1) -> torch.Tensor:
-        """This rank's tokens of a tensor that every rank has whole."""
+        """Return this rank's tokens of a tensor that every rank has in full."""
         if x.shape[dim] != self.length:
             raise ValueError(f"x has {x.shape[dim]} tokens in dimension {dim}: there are {self.length}")
         pieces = [x.narrow(dim, first, last - first) for first, last in self.placement.ranges[self.rank]]
         return torch.cat(pieces or [x.narrow(dim, 0, 0)], dim=dim)
 
     def unshard(self, x: torch.Tensor, dim: int = 1) -> torch.Tensor:
-        """The whole tensor, on every rank, from each rank's tokens.
+        """Gather the full tensor on every rank.
 
-        Gradients flow to this rank's tokens from this rank's use of them: as is right where every rank goes on to
-        compute the same loss.
+        The gradient of this rank's tokens comes from this rank only, which is right if every rank computes the same
+        loss from the result.
         """
         if x.shape[dim] != self.tokens:
             raise ValueError(f"x has {x.shape[dim]} tokens in dimension {dim}: this rank holds {self.tokens}")
@@ -173,7 +173,7 @@ class Context:
         return whole
 
     def agree(self, facts: Mapping[str, int], shown: Mapping[str, Any]) -> list[dict[str, int]]:
-        """Every rank's facts; an error on all ranks where one differs, apart from ``tokens`` and ``refused``."""
+        """Return every rank's facts; raise on all ranks if one differs, except ``tokens`` and ``refused``."""
         own = torch.tensor(list(facts.values()), dtype=torch.int64)
         answers = every_rank(self.control, "the agreement before a call", own)
         every = [dict(zip(facts, answer.tolist(), strict=True)) for answer in answers]
@@ -199,17 +199,17 @@ class Context:
         return every
 
 
-_PLAIN = ("batch", "q_heads", "kv_heads", "head_dim", "value_dim")  # numbers a person can read
+_PLAIN = ("batch", "q_heads", "kv_heads", "head_dim", "value_dim")  # shown in errors; other facts are fingerprints
 
 
 def bits_of(value: float) -> int:
-    """A float as the integer that ranks compare."""
+    """Return the bits of a float as an integer, which ranks compare."""
     found: int = struct.unpack("<q", struct.pack("<d", value))[0]
     return found
 
 
 def _readable(name: str, value: int, own: int) -> str:
-    """A fact of a rank for an error; fingerprints say only whether they are this rank's."""
+    """Format a rank's fact for an error; a fingerprint only as equal to this rank's or not."""
     if name == "scale":
         return str(struct.unpack("<d", struct.pack("<q", value))[0])
     if name == "gradients":
@@ -218,7 +218,7 @@ def _readable(name: str, value: int, own: int) -> str:
 
 
 def fingerprint(*values: object) -> int:
-    """A number that differs where values do, the same in every process."""
+    """Return a hash of the values that is the same in every process."""
     digest = hashlib.sha256()
     for value in values:
         digest.update(value if isinstance(value, bytes) else repr(value).encode())
@@ -251,13 +251,13 @@ class _Unshard(torch.autograd.Function):
 
 @lru_cache(maxsize=64)
 def _control_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """A group for small messages between CPUs: the group itself with Gloo, else a Gloo group of the same ranks."""
+    """Return a group for small CPU messages: the group itself if it is Gloo, else a Gloo group of the same ranks."""
     config = dist.get_backend_config(
         group
     )  # device:backend pairs; get_backend says "undefined" where there are two
     if "nccl" in config:
-        # NCCL wants every rank in a group's first operation; later exchanges are between a few. Not dist.barrier,
-        # which picks the CPU's backend where a group has both.
+        # NCCL requires every rank in a group's first operation; later exchanges involve only some. Not dist.barrier,
+        # which uses the CPU backend if a group has both.
         dist.all_reduce(torch.zeros(1, device="cuda"), group=group)
     if "cpu:gloo" in config:
         return group
@@ -268,7 +268,7 @@ def _control_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
 
 
 def _guessed_link(group: dist.ProcessGroup) -> Link:
-    """By the group's backend, the device, and whether all ranks can be on one host."""
+    """Guess the link from the group's backend, the device, and whether all ranks can be on one host."""
     import os
 
     if "nccl" not in dist.get_backend_config(group):
@@ -285,7 +285,7 @@ def _guessed_link(group: dist.ProcessGroup) -> Link:
 
 
 def context_named(name: str) -> Context:
-    """The context that a compiled graph carries by its name."""
+    """Return the context that a compiled graph refers to by name."""
     found = _contexts.get(name)
     if found is None:
         raise RuntimeError(

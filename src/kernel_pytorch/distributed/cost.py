@@ -1,12 +1,11 @@
-"""What each schedule would cost: bytes counted from the mask, seconds from a link's and a device's rates.
+"""Cost model of the schedules: bytes counted from the mask, seconds from the rates of a link and a device.
 
-Bytes are exact: each rank's count of what ``stages`` and the head exchange send. Seconds are a simulation of the
-ranks side by side. ``ring``: a rank starts a stage when its keys have come, and the next stage's keys travel
-meanwhile; in the backward so do the last stage's gradients. ``gather``: first all keys, then all compute. ``heads``:
-an exchange before and after, then compute that every rank shares evenly. Nothing is measured on the way, so that
-every rank comes to the same choice.
+Bytes are exact: what each rank sends in ``stages`` and in the head exchange. Seconds are a simulation of all ranks.
+``ring``: a rank starts a stage when its keys have arrived, while the next stage's keys are in flight; in the backward
+the last stage's gradients are too. ``gather``: first all keys, then all compute. ``heads``: an exchange before and
+after compute that all ranks share evenly. Nothing is measured, so that every rank makes the same choice.
 
-Shapes: R ranks, [r, s] what rank r needs of rank s.
+Shapes: R ranks, [r, s] what rank r needs from rank s.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ Array = np.ndarray[Any, Any]
 
 @dataclass(frozen=True)
 class Link:
-    """How ranks are connected: all alike, or with a faster link inside nodes of some neighbouring ranks.
+    """The interconnect between ranks: the same for all, or faster inside nodes of adjacent ranks.
 
     Example:
         >>> import kernel_pytorch as kp
@@ -63,13 +62,13 @@ class Link:
 
     name: str
     bandwidth: float
-    """Bytes a second that one rank sends, and receives at the same time."""
+    """Bytes per second that one rank sends, while it receives as much."""
     latency: float
     """Seconds until the first byte of a message arrives."""
     node_ranks: int = 1
-    """How many neighbouring ranks, from a multiple of that number on, share a node."""
+    """Number of adjacent ranks that share a node, starting at a multiple of it."""
     inner: Link | None = None
-    """The link inside a node; None where there is but one kind of link."""
+    """The link inside a node; None if all links are alike."""
 
     def __post_init__(self) -> None:
         if not self.bandwidth > 0 or not self.latency >= 0:
@@ -78,7 +77,7 @@ class Link:
             raise ValueError(f"node_ranks={self.node_ranks}: above 1 with an inner link, 1 without")
 
     def between_nodes(self, node_ranks: int, inner: Link) -> Link:
-        """This link between nodes of so many ranks each, and another inside them."""
+        """Return a link that is this one between nodes of ``node_ranks`` ranks, and ``inner`` inside them."""
         name = f"{self.name} between nodes of {node_ranks} on {inner.name}"
         return replace(self, name=name, node_ranks=node_ranks, inner=inner)
 
@@ -90,14 +89,14 @@ LINKS = {
         Link("nvlink5", 900e9, 5e-6),  # B200 data sheet: 1.8 TB/s, both directions together
         Link("xgmi-mi300x", 448e9, 8e-6),  # MI300X data sheet: seven links of 64 GB/s a direction
         Link("infiniband-ndr", 50e9, 10e-6),  # one 400 Gbit/s port a GPU
-        Link("gloo", 1e9, 2e-4),  # a CPU's loopback or Ethernet; measure_link() says more
+        Link("gloo", 1e9, 2e-4),  # a CPU's loopback or Ethernet; measure_link() is more accurate
     )
 }
 
 
 @dataclass(frozen=True)
 class Shape:
-    """The part of a call that costs.
+    """The sizes of a call that determine its cost.
 
     Example:
         >>> import torch
@@ -116,34 +115,34 @@ class Shape:
 
     @property
     def key_bytes(self) -> int:
-        """What one key and its value weigh."""
+        """Bytes of one key and its value."""
         return self.batch * self.kv_heads * (self.head_dim + self.value_dim) * self.dtype.itemsize
 
     @property
     def gradient_bytes(self) -> int:
-        """What the gradients of one key and its value weigh: float32 at the least."""
+        """Bytes of the gradients of one key and its value, at least float32."""
         return self.key_bytes // self.dtype.itemsize * self.wide
 
     @property
     def wide(self) -> int:
-        """Bytes of a number that is added up, or of a log-sum-exp."""
+        """Bytes of an accumulated element or a log-sum-exp."""
         return max(4, self.dtype.itemsize)
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """One schedule's cost for the busiest rank; ``refusal`` says why it cannot run."""
+    """The cost of one schedule for the busiest rank; ``refusal`` is the reason why it cannot run, or None."""
 
     schedule: Schedule
     seconds: float
     compute_seconds: float
     link_seconds: float
-    """Time on the link, hidden or not."""
+    """Communication time, overlapped or not."""
     sent_bytes: int
     memory_bytes: int = 0
-    """What the schedule keeps of other ranks' tensors at the most, over what the rank holds anyway."""
+    """Peak memory for other ranks' tensors, in addition to this rank's own."""
     fits: bool = True
-    """Whether that is less than the device's memory. If not it is never chosen, yet may be pinned."""
+    """Whether that is less than the device's memory. If not, the schedule is never chosen, but may be pinned."""
     refusal: str | None = None
 
     def __str__(self) -> str:
@@ -158,7 +157,7 @@ class Prediction:
 
 @dataclass(frozen=True)
 class ScheduleChoice:
-    """The schedule of a call across ranks, with what each would cost. ``kp.explain`` returns one."""
+    """The schedule of a call across ranks, with the predicted cost of each. ``kp.explain`` returns one."""
 
     call: str
     placement: Placement
@@ -167,7 +166,7 @@ class ScheduleChoice:
     predictions: tuple[Prediction, ...]
     reason: str
     kernels: tuple[str, ...]
-    """For each stage of this rank: its name, and the kernel that serves it."""
+    """(name, kernel) of each stage of this rank."""
 
     def __str__(self) -> str:
         sizes = sorted(set(self.placement.sizes))
@@ -186,40 +185,40 @@ class ScheduleChoice:
     __repr__ = __str__
 
 
-_EFFICIENCY = 0.5  # of the matrix units' peak, what attention kernels reach
-_STAGE_SECONDS = 3e-5  # launches of a stage and its merge, in one pass
-_DEFAULT_RATE, _DEFAULT_BANDWIDTH = 5e10, 1e10  # a core or two, where a device has no known rates
+_EFFICIENCY = 0.5  # fraction of the matrix units' peak that attention kernels reach
+_STAGE_SECONDS = 3e-5  # launch overhead of a stage and its merge, per pass
+_DEFAULT_RATE, _DEFAULT_BANDWIDTH = 5e10, 1e10  # one or two cores, for a device without known rates
 _AT_ONCE = 8  # messages of one exchange whose latencies overlap
-_AS_FAST = 1.02  # predictions are no better than this: within it, the schedule that needs less memory
-_SAMPLES = 2048  # queries of a rank that stand for all of them when pairs are counted
+_AS_FAST = 1.02  # accuracy of predictions: within it, the schedule that needs less memory wins
+_SAMPLES = 2048  # sampled queries of a rank when pairs are counted
 
 
 def _rates(device: Device, dtype: torch.dtype) -> tuple[float, float]:
-    """(FLOP/s, bytes/s), from what is known without measuring: every rank must come to the same choice."""
+    """Return (FLOP/s, bytes/s) without measuring, because every rank must make the same choice."""
     rates = device.rates if device.rates and device.rates.source == "datasheet" else None
     if rates is None:
         same = [known.rates for known in CATALOGUE.values() if known.arch == device.arch and known.rates]
-        rates = same[0] if same and device.backend != "cpu" else None  # a CPU's instruction set says nothing of it
+        rates = same[0] if same and device.backend != "cpu" else None  # CPUs of one instruction set differ
     if rates is None:
         return _DEFAULT_RATE, _DEFAULT_BANDWIDTH
-    # A format that the data sheet leaves out counts as the slowest in it.
+    # A dtype without a rate in the data sheet counts as its slowest one.
     slowest = min(rates.matmul.values(), default=_DEFAULT_RATE)
     return rates.matmul.get(str(dtype).removeprefix("torch."), slowest) * _EFFICIENCY, rates.bandwidth
 
 
 @dataclass(frozen=True, eq=False)
 class _Volumes:
-    """What each rank needs of each other, whatever the heads and the link."""
+    """Keys and pairs that each rank needs from each other, independent of the heads and the link."""
 
     keys: Array
     """(R, R) keys, exact."""
     pairs: Array
-    """(R, R) attended pairs, for one batch entry and head on average; a long sequence is sampled."""
+    """(R, R) kept pairs, averaged over batch entries and heads; long sequences are sampled."""
 
 
 @lru_cache(maxsize=16)
 def _volumes(mask: Mask, placement: Placement) -> _Volumes:
-    """Counted in O(length + ranks x ranges): ``needed_keys`` lists the ranges, at O(ranks x length)."""
+    """Count the volumes in O(length + ranks x ranges); ``needed_keys`` would list the ranges in O(ranks x length)."""
     known = mask.layout(placement.length, placement.length)
     pieces = sorted((one, rank) for rank, own in enumerate(placement.ranges) for one in own)
     edges = np.array([0, *(last for (_, last), _ in pieces)], dtype=np.int64)
@@ -246,11 +245,11 @@ def _volumes(mask: Mask, placement: Placement) -> _Volumes:
 
 
 _Lists = list[tuple[Array, Array, float]]
-"""Intervals of keys, and how many queries each of them counts for."""
+"""Intervals of keys, with the number of queries that each stands for."""
 
 
 def _by_query(known: Layout, placement: Placement) -> Iterator[_Lists]:
-    """For each rank its queries' intervals, a list for each batch entry and slot: there they mostly rise."""
+    """Yield the intervals of each rank's queries, as a list per batch entry and slot, where they mostly ascend."""
     for own in placement.ranges:
         ends = [
             np.concatenate([part[:, :, a:b] for a, b in own], axis=2) if own else part[:, :, :0]
@@ -261,7 +260,7 @@ def _by_query(known: Layout, placement: Placement) -> Iterator[_Lists]:
 
 
 def _tiled(known: Layout, placement: Placement) -> Iterator[_Lists]:
-    """For each rank its tiles' intervals where the mask has tables; a partial tile counts half."""
+    """Yield the intervals of each rank's tiles for a mask with tables; a partial tile counts half."""
     tile = known.finest_block
     walk = known.walk(tile, tile)
     rows = -(-known.q_len // tile)
@@ -286,7 +285,7 @@ def _tiled(known: Layout, placement: Placement) -> Iterator[_Lists]:
 
 
 def _until(first: Array, last: Array, edges: Array) -> Array:
-    """For each edge, how many keys of the intervals are before it, together."""
+    """Return the total number of keys of the intervals before each edge."""
 
     def total(ends: Array) -> Array:
         ends = np.sort(ends, kind="stable").astype(np.int64)
@@ -299,7 +298,7 @@ def _until(first: Array, last: Array, edges: Array) -> Array:
 
 @lru_cache(maxsize=256)
 def predict(mask: Mask, placement: Placement, shape: Shape, device: Device, link: Link) -> tuple[Prediction, ...]:
-    """The cost of each schedule for the busiest rank, forward, and backward where the shape trains.
+    """Return the cost of each schedule for the busiest rank, forward and, if the shape trains, backward.
 
     Example:
         >>> import torch, kernel_pytorch as kp
@@ -330,16 +329,16 @@ def predict(mask: Mask, placement: Placement, shape: Shape, device: Device, link
             on_link = sum(_exchange_seconds(link, one) for one in exchanges)
             copied = sum(max(one.sum(0).max(), one.sum(1).max()) for one in exchanges) * 4 / call.bandwidth
             seconds = compute + on_link + copied + call.passes * _STAGE_SECONDS
-        fits = device.memory_bytes == 0 or memory < device.memory_bytes  # 0 where nobody knows
+        fits = device.memory_bytes == 0 or memory < device.memory_bytes  # 0: unknown
         sent = max(sent_bytes(mask, placement, shape, schedule))
         found.append(Prediction(schedule, float(seconds), float(compute), float(on_link), sent, int(memory), fits))
     return tuple(found)
 
 
 def sent_bytes(mask: Mask, placement: Placement, shape: Shape, schedule: Schedule) -> tuple[int, ...]:
-    """What each rank sends in a call, and in its backward where the shape trains.
+    """Return the bytes that each rank sends in a call, including its backward if the shape trains.
 
-    Exact for calls whose loss uses no log-sum-exp and pins no kernel: those may send a little more or less.
+    Exact, unless the loss uses the log-sum-exp or a kernel is pinned, which may change it a little.
 
     Example:
         >>> import torch, kernel_pytorch as kp
@@ -359,7 +358,7 @@ def sent_bytes(mask: Mask, placement: Placement, shape: Shape, schedule: Schedul
 
 
 class _Call:
-    """A call with its placement, device and link, as arrays over ranks."""
+    """The costs of a call with its placement, device and link, as arrays over ranks."""
 
     def __init__(
         self, placement: Placement, volumes: _Volumes, shape: Shape, device: Device | None, link: Link | None
@@ -373,14 +372,14 @@ class _Call:
             self.link = link
             self.rate, self.bandwidth = _rates(device, shape.dtype)
             flops = self.pairs * shape.batch * shape.heads * 2.0
-            # Products with K and V forward; backward both again, and one for each of dq, dk and dv.
+            # Forward: GEMMs with K and V. Backward: both again, and one each for dq, dk and dv.
             self.forward = flops * (shape.head_dim + shape.value_dim) / self.rate
             self.backward = flops * (3 * shape.head_dim + 2 * shape.value_dim) / self.rate
             self.compute = self.forward + self.backward if shape.training else self.forward
 
 
 def _gather_exchanges(call: _Call) -> list[Array]:
-    """[r, s]: bytes from rank s to rank r in each exchange. The ring sends the same, in more exchanges."""
+    """Return bytes [r, s] from rank s to rank r in each exchange. The ring sends the same in more exchanges."""
     keys = call.others * call.shape.key_bytes
     return [keys, keys, call.others.T * call.shape.gradient_bytes] if call.shape.training else [keys]
 
@@ -398,7 +397,7 @@ def _heads_exchanges(call: _Call) -> list[Array]:
         to_tokens * heads * shape.wide,
     ]
     if shape.training:
-        # Gradients of a head that several ranks share are added up, and travel in float32.
+        # Gradients of a head that several ranks share are summed, and sent in float32.
         gradients = kv_heads * both * (narrow if shape.kv_heads >= ranks else shape.wide)
         found += [
             from_tokens * (heads * (shape.head_dim + 2 * shape.value_dim) + kv_heads * both) * narrow,
@@ -410,7 +409,7 @@ def _heads_exchanges(call: _Call) -> list[Array]:
 
 
 def _exchange_seconds(link: Link, given: Array) -> float:
-    """All messages of an exchange at once; a node's inner link and the link between nodes work side by side."""
+    """Return the time of an exchange; a node's inner link and the link between nodes work in parallel."""
     node = np.arange(len(given)) // link.node_ranks
     inside = (node[:, None] == node[None, :]) if link.inner else np.zeros(given.shape, dtype=bool)
     slowest = 0.0
@@ -425,7 +424,7 @@ def _exchange_seconds(link: Link, given: Array) -> float:
 
 
 def _ring(call: _Call) -> tuple[float, float]:
-    """(seconds, seconds on the link) of the slowest rank, forward and backward after one another."""
+    """Return (seconds, seconds of communication) of the slowest rank, for forward plus backward."""
     seconds, on_link = _ring_pass(call, call.forward, backward=False)
     if call.shape.training:
         again = _ring_pass(call, call.backward, backward=True)
@@ -434,14 +433,15 @@ def _ring(call: _Call) -> tuple[float, float]:
 
 
 def _ring_pass(call: _Call, compute: Array, *, backward: bool) -> tuple[Array, Array]:
-    """(seconds, seconds on the link) of each rank.
+    """Return (seconds, seconds of communication) of each rank.
 
-    A rank posts a stage's keys when it starts the stage before, starts when they have come and its own have gone,
-    and posts a stage's gradients when it ends; it waits for those one stage later. On the link they queue up.
+    A rank posts a stage's keys when it starts the previous stage, starts the stage when they have arrived and its own
+    have been sent, and posts the gradients at its end; it waits for those one stage later. Messages queue on the
+    link.
     """
     shape, link, ranks = call.shape, call.link, np.arange(call.ranks)
     node = ranks // link.node_ranks
-    # Merging reads two partial results and writes one, in float32, or adds up dq; gradients of keys are added too.
+    # Merging reads two partial results and writes one in float32, or accumulates dq and the gradients of keys.
     width = shape.head_dim if backward else shape.value_dim
     merge = 3 * shape.wide * shape.batch * shape.heads * width * call.sizes / call.bandwidth
     a_key = (4 * shape.key_bytes + (7 * shape.gradient_bytes if backward else 0)) / call.bandwidth  # and packing
@@ -449,7 +449,7 @@ def _ring_pass(call: _Call, compute: Array, *, backward: bool) -> tuple[Array, A
     link_free, owed, on_link = (np.zeros(call.ranks) for _ in range(3))
 
     def sent(amount: Array, ready: Array, source: Array, back: Array) -> tuple[Array, Array]:
-        """(end, seconds) of the message into each rank; ``back`` is the rank that each rank's own goes to."""
+        """Return (end, seconds) of the message into each rank; ``back`` is the rank that each rank sends to."""
         inside = node == node[source] if link.inner else False
         bandwidth = np.where(inside, (link.inner or link).bandwidth, link.bandwidth)
         latency = np.where(inside, (link.inner or link).latency, link.latency)
@@ -460,7 +460,7 @@ def _ring_pass(call: _Call, compute: Array, *, backward: bool) -> tuple[Array, A
         return np.maximum(end, end[back]), np.maximum(takes, takes[back])
 
     def finish(held: tuple[Array, Array, Array, Array, Array]) -> None:
-        """Gradients go on the link once the next stage's keys, posted before them, are through."""
+        """Send gradients after the next stage's keys, which were posted before them."""
         nonlocal link_free, owed, on_link
         amount, ended, source, target, active = held
         end, takes = sent(amount[target], ended, target, source)
@@ -490,27 +490,27 @@ def _ring_pass(call: _Call, compute: Array, *, backward: bool) -> tuple[Array, A
 
 
 def _ring_memory(call: _Call) -> int:
-    """Two stages' keys, coming and in use, and as many gradients that go and that come."""
+    """Return the memory of two stages' keys, in flight and in use, and of gradients sent and received."""
     largest = int(call.others.max(initial=0))
     return largest * (2 * call.shape.key_bytes + (4 * call.shape.gradient_bytes if call.shape.training else 0))
 
 
 def _gather_memory(call: _Call) -> int:
-    """All keys as they come and in order; their gradients, and those packed to go."""
+    """Return the memory of all keys as received and in order, their gradients, and the packed gradients."""
     keys = int(call.keys.sum(1).max()) if int(call.others.sum()) else 0
     return 2 * keys * (call.shape.key_bytes + (call.shape.gradient_bytes if call.shape.training else 0))
 
 
 def _heads_memory(call: _Call) -> int:
-    """The largest exchange as it comes and in order, and what is computed from it."""
+    """Return the memory of the largest exchange as received and in order, and of the results."""
     largest = [int(one.sum(1).max()) for one in _heads_exchanges(call)]
     return 2 * largest[0] + largest[1] if not call.shape.training else 2 * largest[3] + 2 * sum(largest[5:])
 
 
 def choose(predictions: tuple[Prediction, ...], pinned: Schedule | None) -> tuple[Schedule, str]:
-    """The pinned schedule, or the one predicted fastest; a pinned one that cannot run is an error.
+    """Return the pinned schedule, or the one predicted fastest; raise an error if the pinned one cannot run.
 
-    Where predictions are too close to tell apart, the schedule that needs the least memory.
+    Among predictions that are too close to tell apart, the schedule that needs the least memory wins.
 
     Example:
         >>> from kernel_pytorch.distributed.cost import Prediction, choose
@@ -543,14 +543,14 @@ def measure_link(
     repeats: int = 7,
     timeout: float = 300.0,
 ) -> Link:
-    """The link of a group, measured: every rank calls it, and every rank gets the same, that of the slowest.
+    """Measure the link of a group. Every rank must call it, and all get the slowest rank's result.
 
     Args:
         group: a process group, or one dimension of a DeviceMesh.
-        node_ranks: how many neighbouring ranks share a node: links inside and between nodes are told apart.
-        sizes: bytes of the messages, rising; chosen for the group's device when left out.
-        repeats: how often each size is sent; medians count.
-        timeout: seconds after which a rank that does not answer is an error.
+        node_ranks: number of adjacent ranks that share a node, to measure links inside and between nodes.
+        sizes: bytes of the messages, ascending; None to choose them for the group's device.
+        repeats: number of times that each size is sent; the medians are used.
+        timeout: seconds after which a rank that does not respond is an error.
 
     Example:
         >>> import torch.distributed as dist, kernel_pytorch as kp
@@ -576,7 +576,7 @@ def measure_link(
     sizes = sizes or ((1 << 12, 1 << 20, 1 << 24) if on_cpu else (1 << 12, 1 << 24, 1 << 28))
 
     def timed(target: int, source: int) -> tuple[float, float]:
-        """(bytes a second, seconds of latency) with every rank sending and receiving at once."""
+        """Return (bytes per second, seconds of latency) while every rank sends and receives."""
         medians = []
         for size in sizes:
             outgoing, incoming = (torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(2))
@@ -589,8 +589,8 @@ def measure_link(
                 if not on_cpu:
                     torch.accelerator.synchronize(device)
                 times.append(time.perf_counter() - started)
-            medians.append(statistics.median(times[1:]))  # the first connects, and finds its memory
-        # Whole times: differences of times on a busy machine can be anything, and latency is little of a long one.
+            medians.append(statistics.median(times[1:]))  # the first one connects and allocates
+        # Use the whole time of the longest message: differences of times are unreliable on a busy machine.
         return max(size / took for size, took in zip(sizes, medians, strict=True)), min(medians)
 
     rank, nodes = transport.rank, node_ranks or 1

@@ -1,4 +1,4 @@
-"""What Hugging Face models need besides: no masks of their own making, and a loss over the labels of all ranks."""
+"""Adapt Hugging Face models for ``parallelize``: no masks of their own, and a loss over the labels of all ranks."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _local = _Local()
 
 @contextlib.contextmanager
 def labels(whole: Any, context: Context) -> Iterator[None]:
-    """The labels of the whole sequence, for the loss of the model inside."""
+    """Set the labels of the full sequence for the loss of models inside the block."""
     before = _local.whole, _local.context
     _local.whole, _local.context = whole if isinstance(whole, torch.Tensor) else None, context
     try:
@@ -46,7 +46,7 @@ def labels(whole: Any, context: Context) -> Iterator[None]:
 
 
 class _Loss:
-    """The model's loss: the mean over the labels of all ranks, each token's next one found in the whole sequence."""
+    """The model's loss: the mean over the labels of all ranks, with next-token labels from the full sequence."""
 
     def __init__(self, kind: str, mean: Mean) -> None:
         self.kind, self.mean = kind, mean
@@ -88,16 +88,16 @@ class _Loss:
 
 @dataclass(frozen=True)
 class Prepared:
-    """What ``prepare`` changed in a model, to be undone for a while, and what it found there."""
+    """The changes that ``prepare`` made to a model, which can be undone temporarily, and the model's rotary limit."""
 
     changed: tuple[tuple[Any, str, Any, Any], ...] = ()
     """(module, attn_implementation before, loss function before or None, loss function now)."""
     longest: int | None = None
-    """Tokens beyond which a rotary embedding of the model depends on the longest position."""
+    """The number of tokens beyond which a rotary embedding of the model depends on the longest position."""
 
     @contextlib.contextmanager
     def undone(self, *, attention: bool) -> Iterator[None]:
-        """The model's own loss inside, and its own attention where asked for."""
+        """Restore the model's own loss, and with ``attention`` its own attention, inside the block."""
         for module, implementation, loss, _ in self.changed:
             if attention:
                 module.config._attn_implementation = implementation
@@ -111,7 +111,7 @@ class Prepared:
 
 
 def prepare(model: nn.Module, mean: Mean) -> Prepared:
-    """Give a Hugging Face model attention that builds no mask, and a loss of all ranks; others are left alone."""
+    """Set attention that builds no mask and a loss over all ranks on a Hugging Face model; ignore other models."""
     transformers = sys.modules.get("transformers")
     if transformers is None or not any(
         isinstance(module, transformers.PreTrainedModel) for module in model.modules()
@@ -141,20 +141,20 @@ def prepare(model: nn.Module, mean: Mean) -> Prepared:
     for module in model.modules():
         if isinstance(module, transformers.PreTrainedModel):
             before, loss = module.config._attn_implementation, module.loss_function
-            # With "sdpa", the model would take a jump in this rank's positions for the start of another document,
-            # and build a dense mask of tokens by tokens.
+            # With "sdpa" the model takes a jump in this rank's positions for the start of another document, and
+            # builds a dense (tokens, tokens) mask.
             module.config._attn_implementation = _IMPLEMENTATION
             module.loss_function = _Loss(getattr(module, "loss_type", None) or "", mean)
             changed.append((module, before, loss, module.loss_function))
             limit = _rotary_limit(module.config)
             longest = limit if longest is None else longest if limit is None else min(longest, limit)
-    # Several modules share one config, whose own implementation is what the first of them had.
+    # Several modules share one config: its original implementation is that of the first of them.
     own = {id(module.config): before for module, before, _, _ in reversed(changed)}
     return Prepared(tuple((m, own[id(m.config)], loss, now) for m, _, loss, now in changed), longest)
 
 
 def _rotary_limit(config: Any) -> int | None:
-    """The length up to which a rotary embedding that depends on the longest position is constant, or None."""
+    """Return the length beyond which the rotary embedding depends on the longest position, or None."""
     scaling = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     every = [scaling, *(value for value in scaling.values() if isinstance(value, dict))]
     for one in every:
@@ -167,7 +167,7 @@ def _rotary_limit(config: Any) -> int | None:
 
 
 def window() -> int | None:
-    """The sliding window of the layer that is attending, where its model gives it one."""
+    """Return the sliding window of the attending layer, or None."""
     return _local.window
 
 

@@ -1,8 +1,8 @@
-"""A whole model made context-parallel: ``parallelize``.
+"""Context parallelism for a whole model: ``parallelize``.
 
-The model's forward is wrapped so that it shards its inputs, and ``scaled_dot_product_attention`` inside it becomes
-``kp.attention`` over all ranks, through a TorchFunctionMode. Every module that could call attention is wrapped as
-well: activation checkpointing runs modules again in the backward, where the model's own forward is long over.
+The model's forward is wrapped so that it shards its inputs, and a TorchFunctionMode replaces
+``scaled_dot_product_attention`` inside it by ``kp.attention`` across ranks. Every module that could call attention is
+wrapped as well, because activation checkpointing recomputes modules in the backward, outside the model's forward.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from kernel_pytorch.ops.attention import attention, spreading
 
 __all__ = ["parallelize"]
 
-_STORAGES = 4096  # remembered before those that are gone are first dropped
+_STORAGES = 4096  # entries before those of freed storages are first dropped
 _SDPA = "use torch.nn.functional.scaled_dot_product_attention, which becomes kp.attention over all ranks"
 _REFUSED: dict[Any, str] = {
     functional.multi_head_attention_forward: "nn.MultiheadAttention hides its attention: project q, k and v with "
@@ -55,25 +55,25 @@ for _name in dir(torch.ops.aten):
 
 @dataclass(eq=False)
 class _Pass:
-    """One forward of the model; what a module that runs again in the backward must be given once more."""
+    """The state of one forward of the model, also needed by modules that are recomputed in the backward."""
 
     context: Context
     masks: dict[str, Mask] = field(default_factory=dict)
-    """By module, as they were found in the forward."""
+    """Masks by module name, from the forward."""
     calls: int = 0
 
 
 class _Local(threading.local):
-    """Where this thread is; the backward of a GPU runs modules again in a thread of its own."""
+    """Thread-local state: autograd recomputes modules of a GPU in a thread of its own."""
 
     current: _Pass | None = None
     inside: bool = False
     names: tuple[tuple[str, bool], ...] = ()
-    """The modules around this point, innermost last, and whether gradients were on when each began."""
+    """The enclosing modules, innermost last, and whether gradients were enabled when each started."""
 
 
 class _Parallel:
-    """What the wrapped modules of one model share."""
+    """State that the wrapped modules of one model share."""
 
     def __init__(
         self,
@@ -86,10 +86,10 @@ class _Parallel:
     ) -> None:
         self.mask, self.make = mask, make
         self.unsharded = unsharded
-        """Verifies the first calls against the model without sharding; None where that is not wanted."""
+        """Compares the first calls with the unsharded model; None with verify=False."""
         self.gather_output, self.positions, self.inputs = gather_output, positions, inputs
         self.longest: int | None = None
-        """Tokens beyond which the model's rotary embedding depends on the longest position."""
+        """The number of tokens beyond which the model's rotary embedding depends on the longest position."""
         self.contexts: dict[int, Context] = {}
         self.local = _Local()
         self.storages: dict[int, tuple[StorageWeakRef, _Pass | None]] = {}
@@ -113,7 +113,7 @@ class _Parallel:
             found.masks[name] = mask
         return found.masks[name]
 
-    # Which pass a module belongs to that runs again: told by the memory of its inputs, which checkpointing keeps.
+    # The pass of a recomputed module is identified by the storages of its inputs, which checkpointing keeps.
 
     def remember(self, found: _Pass, arguments: Any) -> None:
         for storage in _storages(arguments):
@@ -125,7 +125,7 @@ class _Parallel:
                     self.most_storages = max(_STORAGES, 2 * len(self.storages))
                 self.storages[key] = StorageWeakRef(storage), found
             elif known[1] is not None and known[1] is not found:
-                # What several passes share tells nothing, as long as it lives.
+                # A storage that several passes share identifies none.
                 self.storages[key] = known[0], None
 
     def recall(self, arguments: Any) -> _Pass | None:
@@ -135,7 +135,7 @@ class _Parallel:
             return passes.pop()
         if passes:
             return None
-        # Inputs that were moved away meanwhile, to the host for instance: where one context alone can be meant.
+        # The inputs were moved, for example to the host: use the pass if there is only one context.
         if len(self.contexts) == 1 and known:
             return _Pass(next(iter(self.contexts.values())))
         return None
@@ -144,12 +144,12 @@ class _Parallel:
 def _storages(arguments: Any) -> Iterator[torch.UntypedStorage]:
     for leaf in pytree.tree_leaves(arguments):
         if isinstance(leaf, torch.Tensor) and not isinstance(leaf, nn.Parameter):
-            with contextlib.suppress(NotImplementedError, RuntimeError):  # a subclass without memory of its own
+            with contextlib.suppress(NotImplementedError, RuntimeError):  # a subclass without storage
                 yield leaf.untyped_storage()
 
 
 class _Spread(TorchFunctionMode):
-    """scaled_dot_product_attention as kp.attention over all ranks, and an error for attention of another kind."""
+    """Replaces scaled_dot_product_attention by kp.attention across ranks; other attention raises an error."""
 
     def __init__(self, parallel: _Parallel, found: _Pass | None) -> None:
         super().__init__()
@@ -176,7 +176,7 @@ class _Spread(TorchFunctionMode):
         return self.parallel.local.names[-1][0] or "the model"
 
     def pass_of(self, query: torch.Tensor, key: torch.Tensor) -> _Pass:
-        """The forward that an attention belongs to; one that cannot be spread is an error."""
+        """Return the forward that an attention call belongs to; raise an error if it cannot be sharded."""
         name, found = self.name(), self.found
         if found is None:
             raise RuntimeError(
@@ -202,7 +202,7 @@ class _Spread(TorchFunctionMode):
     def ours(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask | None = None, **keywords: Any
     ) -> Any:
-        """kp.attention without a group, under its own mask."""
+        """Serve a kp.attention call without a group, with its own mask."""
         found = self.pass_of(q, k)
         found.calls += 1
         return attention(q, k, v, mask, **{**keywords, "group": found.context})
@@ -231,7 +231,7 @@ class _Spread(TorchFunctionMode):
         found = self.pass_of(query, key)
         if not enable_gqa and query.ndim == 4 and key.shape[1] not in (1, query.shape[1]):
             raise ValueError(f"{name}: {query.shape[1]} query and {key.shape[1]} key heads: pass enable_gqa=True")
-        if torch.is_autocast_enabled(query.device.type):  # as autocast does for the function that is replaced
+        if torch.is_autocast_enabled(query.device.type):  # autocast casts the inputs of the replaced function too
             dtype = torch.get_autocast_dtype(query.device.type)
             query, key, value = (x if x.dtype == torch.float64 else x.to(dtype) for x in (query, key, value))
         mask = self.parallel.mask_of(found, self.parallel.local.names[-1][0])
@@ -248,7 +248,7 @@ class _Spread(TorchFunctionMode):
             return _attend(query, key, value, mask, scale, found.context).squeeze(1)
         return _attend(query, key, value, mask, scale, found.context)
 
-    # A break in a compiled model's graph: which pass this is, and what its masks are, is not for a graph to keep.
+    # A graph break in compiled models: a graph must not capture the pass and its masks.
     attend = torch.compiler.disable(spread)
 
 
@@ -261,12 +261,12 @@ def _attend(
 
 
 def _eager(function: Callable[..., Any], *args: Any) -> Any:
-    """A call that torch.compile leaves alone, with all that it calls."""
+    """Call a function outside of torch.compile, including everything that it calls."""
     return torch.compiler.disable(function)(*args)
 
 
 class _Forward:
-    """A module's forward inside a parallelized model. An object, so that a copied model has copies of its own."""
+    """The forward of a module in a parallelized model. An object, so that copying the model copies it."""
 
     def __init__(self, parallel: _Parallel, name: str, original: Callable[..., Any]) -> None:
         functools.update_wrapper(self, original, updated=())
@@ -275,7 +275,7 @@ class _Forward:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         local = self.parallel.local
         if not local.inside:
-            # Where torch.compile traces, it goes on with what is called from there, not with this.
+            # A graph break: torch.compile continues with the functions called from here.
             return torch.compiler.disable(self.enter, recursive=False)(args, kwargs)
         if local.current is not None and not torch.compiler.is_compiling():
             self.parallel.remember(local.current, (args, kwargs))
@@ -287,7 +287,7 @@ class _Forward:
             local.names = outer
 
     def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Outside the model's forward: it is run again for a backward, or called by itself."""
+        """Run the module outside the model's forward: recomputed in a backward, or called directly."""
         found = _eager(self.recalled, args, kwargs)
         return torch.compiler.disable(self.run, recursive=False)(found, args, kwargs)
 
@@ -310,7 +310,7 @@ class _Forward:
 
 
 class _Root(_Forward):
-    """The model's own forward: whole inputs in, whole outputs out."""
+    """The model's forward: full inputs in, full outputs out."""
 
     def __init__(self, parallel: _Parallel, original: Callable[..., Any]) -> None:
         super().__init__(parallel, "", original)
@@ -322,8 +322,7 @@ class _Root(_Forward):
         return self.sharded(args, kwargs, self.parallel.gather_output)
 
     def verify(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Compare the sharded model with the unsharded one on the first tokens of a call, once for each set of
-        arguments."""
+        """Compare the sharded and the unsharded model on the first tokens of a call, once per set of arguments."""
         unsharded = self.parallel.unsharded
         assert unsharded is not None
         bound = self.signature.bind_partial(*args, **kwargs)
@@ -332,7 +331,7 @@ class _Root(_Forward):
             return
         unsharded.verified.add(given)
         length = self.length(bound)
-        context = self.parallel.context(length)  # what is wrong with the call itself is said first
+        context = self.parallel.context(length)  # raises errors about the call itself first
         self.defaults(self.signature.bind_partial(*args, **kwargs), context)
         if context.ranks == 1:
             return
@@ -348,7 +347,7 @@ class _Root(_Forward):
         unsharded.compare(found, expected, self.parallel.context(short))
 
     def whole(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The model's own forward over all tokens, on this rank alone."""
+        """Run the model's own forward over all tokens, on this rank only."""
         bound = self.signature.bind_partial(*args, **kwargs)
         self.without_masks(bound)
         local, parallel = self.parallel.local, self.parallel
@@ -377,8 +376,8 @@ class _Root(_Forward):
     def spread(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[inspect.BoundArguments, torch.Tensor | None, Context]:
-        """This rank's part of the arguments, the labels of the whole sequence, and the context."""
-        bound = self.signature.bind_partial(*args, **kwargs)  # positions may be filled in
+        """Return this rank's shard of the arguments, the labels of the full sequence, and the context."""
+        bound = self.signature.bind_partial(*args, **kwargs)  # ``defaults`` may add positions
         context = self.parallel.context(self.length(bound))
         self.defaults(bound, context)
         labels = argument_of(bound, "labels")
@@ -386,7 +385,7 @@ class _Root(_Forward):
         return bound, labels, context
 
     def length(self, bound: inspect.BoundArguments) -> int:
-        """Tokens of the whole sequence, by the first input that has a second dimension."""
+        """Return the length of the full sequence, from the first input with a second dimension."""
         for name, value in named_of(bound):
             if self.parallel.inputs is None or name in self.parallel.inputs:
                 for leaf in pytree.tree_leaves(value):
@@ -423,13 +422,13 @@ class _Root(_Forward):
             device = next(
                 (x.device for x in pytree.tree_leaves(bound.arguments) if isinstance(x, torch.Tensor)), "cpu"
             )
-            # Whole, as if the user had given them: they are sharded with everything else.
+            # Full positions, as if the caller had passed them: they are sharded with the other inputs.
             set_argument(self.signature, bound, positions, torch.arange(context.length, device=device).unsqueeze(0))
         elif given.ndim == 1 and len(given) == context.length:
             set_argument(self.signature, bound, positions, given.unsqueeze(0))
 
     def without_masks(self, bound: inspect.BoundArguments) -> None:
-        """Drop masks of ones, which tokenizers always give; any other mask is an error."""
+        """Drop masks of ones, which tokenizers return; raise an error for any other mask."""
         for name, value in named_of(bound):
             if not name.endswith("attention_mask") or value is None:
                 continue
@@ -460,7 +459,7 @@ class _Root(_Forward):
             dtype=torch.int64,
         )
         if len(set(context.placement.sizes)) > 1:
-            # A dimension may be as long as this rank's tokens by chance, but not on every rank.
+            # A dimension may by chance be as long as this rank's tokens, but not on every rank.
             others = [r for r in range(context.ranks) if r != context.rank]
             incoming = {r: torch.empty_like(own) for r in others}
             context.control.exchange("the outputs' shapes", dict.fromkeys(others, own), incoming, tag=5).wait()
@@ -492,34 +491,34 @@ def parallelize(
     check: bool = True,
     verify: bool = True,
 ) -> nn.Module:
-    """Spread the sequences of a transformer over the ranks of a group: the model itself, changed in place.
+    """Shard the sequences of a transformer across the ranks of a group. Changes the model in place.
 
-    Its forward then takes the same whole inputs on every rank, gives each rank its tokens, and attends over those of
-    all ranks. What is not attention must treat every token alone, as norms, projections and feed-forwards do.
+    The forward then takes the same full inputs on every rank, shards them, and attends over the tokens of all ranks.
+    Everything except attention must process each token on its own, as norms, projections and feed-forwards do.
 
-    Gradients are made to be *averaged* over the group's ranks, which DDP and FSDP2 do: whether the loss is computed
-    from gathered outputs by every rank alike, from this rank's tokens with ``token_mean``, or by a Hugging Face model
-    from ``labels``. Call it before ``fully_shard`` or DDP.
+    Gradients must be *averaged* over the group's ranks, which DDP and FSDP2 do. That holds whether every rank
+    computes the loss from gathered outputs, each rank from its own tokens with ``token_mean``, or a Hugging Face
+    model from ``labels``. Call it before ``fully_shard`` or DDP.
 
     Args:
         model: calls ``scaled_dot_product_attention`` for its attention; Hugging Face models with
             ``attn_implementation="sdpa"`` do. Its parameters keep their names, and checkpointing of modules
-            (``gradient_checkpointing_enable``, ``torch.utils.checkpoint``) works. ``torch.compile`` works on what
-            is between two attentions: each is a break in the graph.
+            (``gradient_checkpointing_enable``, ``torch.utils.checkpoint``) works. ``torch.compile`` works with a
+            graph break at each attention.
         group: a process group, or one dimension of a DeviceMesh.
-        mask: what the whole sequence attends to. It stands in for what the model would use: ``is_causal`` of a call
-            inside is not read. Where layers differ, a function of the name of the module that attends.
-        place_for: the mask that tokens are placed for; needed where ``mask`` is a function.
-        gather_output: give outputs of shape (batch, this rank's tokens, ...) back whole, the same on every rank;
-            with False, this rank's tokens alone.
-        positions: the forward's argument that takes the positions of tokens, of shape (1, tokens); filled in where a
-            call has none. None for a model that needs no positions.
-        inputs: the forward's arguments that hold the sequence in dimension 1; when left out, all tensors whose
-            dimension 1 is as long as the first one's.
-        schedule, timeout, link, check: as of ``Context``, of which one is made for each length.
-        verify: on the first call with a set of arguments, compare the sharded model with the model as it was, on the
-            first tokens of the input and without gradients; where they differ, the call is an error that says in
-            which output. It finds losses and positions that a model computes from its own rank's tokens alone.
+        mask: the mask of the full sequence, instead of the model's: ``is_causal`` of the replaced calls is ignored.
+            If layers differ, a function from the name of the attending module to its mask.
+        place_for: the mask to place tokens for; required if ``mask`` is a function.
+        gather_output: gather outputs of shape (batch, this rank's tokens, ...) on every rank; False to return this
+            rank's tokens only.
+        positions: the forward's argument for the positions of tokens, of shape (1, tokens); added if a call does not
+            pass it. None for a model without positions.
+        inputs: the forward's arguments with the sequence in dimension 1. None for all tensors whose dimension 1 is as
+            long as the first one's.
+        schedule, timeout, link, check: as in ``Context``; one is made for each length.
+        verify: on the first call with a set of arguments, compare the sharded model with the unsharded one on the
+            first tokens of the input, without gradients, and raise an error that names the first output that differs.
+            It finds losses and positions that a model computes from its own rank's tokens only.
 
     Example:
         >>> import torch, torch.distributed as dist, kernel_pytorch as kp

@@ -1,10 +1,10 @@
-"""Attention over keys that come in parts, merged in float32: what every schedule computes.
+"""Attention over blocks of keys, with partial results merged in float32: the computation of every schedule.
 
-A part is some keys and what the mask says about them. Its result is (out, lse); two results over different keys
-become one by their log-sum-exp, exactly. Gradients of a part follow from the lse of all keys, so parts of dq add
-up, and so do the parts of dk and dv at whoever holds the keys.
+A ``Part`` is a block of keys with its sub-mask. Its partial result is (out, lse); partial results over different keys
+are merged exactly by their log-sum-exp. The gradients of a block follow from the lse over all keys, so partial dq are
+summed, and partial dk and dv are summed on the rank that owns the keys.
 
-Shapes: B batch, H query heads, G key heads, Q queries here, K keys of a part, D head dimension, E value head
+Shapes: B batch, H query heads, G key heads, Q queries of this rank, K keys of a block, D head dimension, E value head
 dimension.
 """
 
@@ -32,34 +32,34 @@ NO_SECOND_DERIVATIVE = (
 
 @dataclass(frozen=True)
 class Part:
-    """Some keys, and the queries here that attend to any of them."""
+    """A block of keys, and the rows of this rank's queries that attend to any of them."""
 
     k: torch.Tensor
     """(B, G, K, D)"""
     v: torch.Tensor
     """(B, G, K, E)"""
     mask: Mask
-    """For these queries and keys."""
+    """The sub-mask of these queries and keys."""
     queries: slice
-    """The rows of q that take part; all others attend to none of these keys."""
+    """The rows of q that attend to any of these keys."""
 
 
 @dataclass(frozen=True)
 class Terms:
-    """What does not change from part to part."""
+    """The arguments that all blocks of a call share."""
 
     scale: float
     policy: str = ""
-    """The policy in force at the forward, as text: the backward may run outside of its ``with`` block."""
+    """The encoded policy of the forward: the backward may run outside of its ``with`` block."""
     lse_flows: bool = False
 
     @property
     def kernel(self) -> str | None:
-        """A pinned kernel may round its parts to q's dtype; without one, parts are float32."""
+        """The pinned kernel, which may round partial results to q's dtype; without one they are float32."""
         return Policy.decode(self.policy).kernel
 
     def wanted(self, dtype: torch.dtype, *, merged: bool) -> str:
-        """What to ask of a kernel whose results are merged with other parts', or are the whole result."""
+        """Return the kernel's ``wanted`` argument for partial results that are merged, or for the final result."""
         if merged and self.kernel is None and dtype != lse_dtype(dtype):
             return "parts"
         return "lse" if self.lse_flows else "grad"
@@ -68,7 +68,7 @@ class Terms:
 def attend(
     q: torch.Tensor, parts: Iterable[Part], value_dim: int, terms: Terms, *, merged: bool = True
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out in q's dtype, lse) of q over all parts; where there is but one part, ``merged`` may be False."""
+    """Return (out in q's dtype, lse) of q over all blocks; ``merged`` may be False if there is only one."""
     wide, wanted = lse_dtype(q.dtype), terms.wanted(q.dtype, merged=merged)
     out: torch.Tensor | None = None
     lse = torch.full(q.shape[:3], -math.inf, dtype=wide, device=q.device)
@@ -83,7 +83,7 @@ def attend(
                 continue
             out = torch.zeros((*q.shape[:3], value_dim), dtype=wide, device=q.device)
         total = lse[:, :, rows]
-        # exp(part_lse) / (exp(part_lse) + exp(total)); where neither has a key the part is zero, and stays it.
+        # exp(part_lse) / (exp(part_lse) + exp(total)); if neither has a key, the result stays zero.
         share = torch.sigmoid(part_lse - total).nan_to_num_(0.0)
         out[:, :, rows].lerp_(part_out.to(wide), share.unsqueeze(-1))
         total.copy_(torch.logaddexp(total, part_lse))
@@ -103,7 +103,7 @@ def attend_backward(
     give_back: Callable[[torch.Tensor, torch.Tensor], None],
     terms: Terms,
 ) -> None:
-    """Adds to dq, which is in float32; ``give_back`` gets dk and dv of each part, in the order of the parts."""
+    """Accumulate into dq (float32), and call ``give_back`` with dk and dv of each block, in order."""
     wanted = terms.wanted(q.dtype, merged=True)
     function = function_of(ATTENTION)
     none = torch.zeros((), dtype=lse.dtype, device=lse.device).expand(lse.shape) if dlse is None else dlse
@@ -125,14 +125,14 @@ def attend_backward(
 
 
 def joined_ranges(x: torch.Tensor, ranges: Ranges) -> torch.Tensor:
-    """Some tokens of a tensor of shape (B, heads, tokens, ...); a view where they are one range."""
+    """Return some tokens of a tensor of shape (B, heads, tokens, ...); a view if they are one range."""
     if len(ranges) == 1:
         return x[:, :, ranges[0][0] : ranges[0][1]]
     return torch.cat([x[:, :, a:b] for a, b in ranges] or [x[:, :, :0]], dim=2)
 
 
 def add_to_ranges(total: torch.Tensor, ranges: Ranges, part: torch.Tensor) -> None:
-    """Adds what belongs to some tokens, one after another in ``part``, to their places in ``total``."""
+    """Add the concatenated tokens of ``part`` to their ranges in ``total``."""
     at = 0
     for first, last in ranges:
         total[:, :, first:last] += part[:, :, at : at + last - first]

@@ -1,8 +1,8 @@
-"""Which rank holds which tokens, and which keys each rank needs of each other.
+"""Placement of tokens on ranks, and the keys that each rank needs from each other.
 
-Ranks hold ranges of tokens, in order, as many tokens each as the length allows. Three placements, from the most
-local to the most even: one range each (windows, where every token has the same work), a low and a high range each
-(causal: *zigzag*), and tiles dealt out by their number of attended pairs (anything else).
+Ranks hold ascending ranges of tokens, with equal numbers of tokens as far as the length allows. There are three
+styles, from the most local to the most balanced: one range per rank (windows, where every token has the same work), a
+low and a high range per rank (causal: *zigzag*), and tiles assigned by their number of kept pairs (anything else).
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from kernel_pytorch.masks.part import Ranges, checked_ranges, indices, size
 __all__ = ["NO_INTERVALS", "Placement", "joined_intervals", "needed_keys", "place", "table_unit", "work_of_queries"]
 
 Style = Literal["auto", "contiguous", "zigzag", "balanced"]
-_EVEN_ENOUGH = 1.05  # the busiest rank over the mean: a more local placement is kept up to here
-_TILES_A_RANK = 32  # what is dealt out in the balanced placement, at the most fine
+_EVEN_ENOUGH = 1.05  # largest accepted work of the busiest rank over the mean, for a more local style
+_TILES_A_RANK = 32  # tiles per rank of the balanced style, at most
 
 Array = np.ndarray[Any, Any]
 NO_INTERVALS = np.zeros(0, dtype=np.int64)
@@ -42,17 +42,17 @@ class Placement:
 
     length: int
     ranges: tuple[Ranges, ...]
-    """For each rank its [first, last) ranges of tokens, rising."""
+    """For each rank, its ascending [first, last) ranges of tokens."""
     style: str
     imbalance: float
-    """The work of the busiest rank over the mean of all, for the mask it was made for."""
+    """The work of the busiest rank over the mean, for the mask that it was made for."""
 
     def __post_init__(self) -> None:
         own = tuple(
             checked_ranges("ranges", tuple((first, last) for first, last in ranges), self.length)
             for ranges in self.ranges
         )
-        object.__setattr__(self, "ranges", own)  # neighbours joined, none empty
+        object.__setattr__(self, "ranges", own)  # adjacent ranges joined, empty ones dropped
         every = sorted(one for ranges in self.ranges for one in ranges)
         ends = [0, *(last for _, last in every)]
         if [first for first, _ in every] != ends[:-1] or ends[-1] != self.length:
@@ -60,7 +60,7 @@ class Placement:
 
     @cached_property
     def _hash(self) -> int:
-        return hash((self.length, self.ranges))  # once: every call across ranks looks plans up by it
+        return hash((self.length, self.ranges))  # cached: every call across ranks looks up plans by it
 
     def __hash__(self) -> int:
         return self._hash
@@ -71,15 +71,15 @@ class Placement:
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:
-        """How many tokens each rank holds."""
+        """Number of tokens of each rank."""
         return tuple(size(ranges) for ranges in self.ranges)
 
     def tokens(self, rank: int) -> Array:
-        """The positions of a rank's tokens in the whole sequence."""
+        """Return the positions of a rank's tokens in the full sequence."""
         return indices(self.ranges[rank])
 
     def local(self, rank: int, ranges: Ranges) -> Ranges:
-        """Ranges of the whole sequence, all on this rank, as positions among its tokens."""
+        """Convert ranges of the full sequence, all on this rank, to positions among its tokens."""
         found, before = [], 0
         for own_first, own_last in self.ranges[rank]:
             for first, last in ranges:
@@ -91,7 +91,7 @@ class Placement:
 
 
 def work_of_queries(mask: Mask, length: int, tile: int) -> Array:
-    """The attended pairs of each tile of queries, over all heads and the batch; half of an edge tile counts."""
+    """Return the kept pairs of each tile of queries, over all heads and the batch; a partial tile counts half."""
     known = mask.layout(length, length)
     starts = np.arange(0, max(length, 1), tile)
     if length == 0:
@@ -109,17 +109,17 @@ def work_of_queries(mask: Mask, length: int, tile: int) -> Array:
 
 
 def table_unit(known: Layout) -> int:
-    """What ranges must be a multiple of: the blocks of the mask's tables."""
+    """Return the number that ranges must be a multiple of: the block size of the mask's tables."""
     return math.lcm(1, *(table.numbers[4] for table in known.tables))
 
 
 @lru_cache(maxsize=256)
 def place(mask: Mask, length: int, ranks: int, style: Style = "auto") -> Placement:
-    """Spread ``length`` tokens over ranks so that each has the same number and the same work under the mask.
+    """Place ``length`` tokens on ranks so that each has the same number of tokens and the same work under the mask.
 
     Args:
-        style: ``"auto"`` takes the most local placement whose busiest rank is within 5 % of the mean, else the
-            most even; ``"contiguous"``, ``"zigzag"`` and ``"balanced"`` pin one.
+        style: ``"auto"`` takes the most local style whose busiest rank is within 5 % of the mean, else the most
+            balanced; ``"contiguous"``, ``"zigzag"`` and ``"balanced"`` pin one.
 
     Example:
         >>> import kernel_pytorch as kp
@@ -152,9 +152,9 @@ def place(mask: Mask, length: int, ranks: int, style: Style = "auto") -> Placeme
 
 
 def _pieces(length: int, ranks: int, unit: int, *, zigzag: bool) -> tuple[Ranges, ...]:
-    """Each rank's share in one piece; in zigzag half of it, and the other half in the opposite order."""
+    """Return one range per rank; in zigzag two halves, the second in the opposite order."""
     units = -(-length // unit)
-    # The end may cut the last unit short: whoever holds it is among those with one more.
+    # The last unit may be shorter: give it to a rank with one more unit.
     shares = [units // ranks + ((r if zigzag else ranks - 1 - r) < units % ranks) for r in range(ranks)]
     low = [share // 2 if zigzag else share for share in shares]
     order = [*range(ranks), *reversed(range(ranks))]
@@ -166,12 +166,12 @@ def _pieces(length: int, ranks: int, unit: int, *, zigzag: bool) -> tuple[Ranges
 
 
 def _dealt(work: Array, tile: int, length: int, ranks: int) -> tuple[Ranges, ...]:
-    """Tiles in falling order of work, each to the least busy rank that has room: as even as tiles allow."""
+    """Assign tiles in descending order of work, each to the least busy rank that has room."""
     room = [len(work) // ranks + (r < len(work) % ranks) for r in range(ranks)]
     busy = [0.0] * ranks
     own: list[list[int]] = [[] for _ in range(ranks)]
     falling, last = np.argsort(-work, kind="stable").tolist(), len(work) - 1
-    # The last one, which the end may cut short, before all others: rank 0 takes it, among those with one more.
+    # Assign the last tile first, which may be shorter: to rank 0, which has one more tile.
     for t in (last, *(t for t in falling if t != last)):
         rank = min((r for r in range(ranks) if len(own[r]) < room[r]), key=lambda r: (busy[r], r))
         own[rank].append(t)
@@ -196,7 +196,7 @@ def _imbalance(ranges: tuple[Ranges, ...], work: Array, tile: int) -> float:
 
 
 def joined_intervals(first: Array, last: Array) -> tuple[Array, Array]:
-    """The union of intervals, as intervals that rise and do not touch."""
+    """Return the union of intervals as ascending, disjoint intervals."""
     some = last > first
     if not some.all():
         first, last = first[some], last[some]
@@ -212,9 +212,9 @@ def joined_intervals(first: Array, last: Array) -> tuple[Array, Array]:
 
 @lru_cache(maxsize=64)
 def needed_keys(mask: Mask, placement: Placement) -> tuple[tuple[Ranges, ...], ...]:
-    """``[r][s]``: the keys on rank s, as ranges of the whole sequence, that rank r's queries attend to.
+    """Return ``[r][s]``: the keys on rank s that rank r's queries attend to, as ranges of the full sequence.
 
-    To the token; to the block where the mask has tables.
+    Exact to the token, or to the block if the mask has tables.
     """
     known = mask.layout(placement.length, placement.length)
     found = []
@@ -226,7 +226,7 @@ def needed_keys(mask: Mask, placement: Placement) -> tuple[tuple[Ranges, ...], .
 
 
 def _common(a: Ranges, b: Ranges) -> Ranges:
-    """What two rising lists of ranges share."""
+    """Return the intersection of two ascending lists of ranges."""
     found, i, j = [], 0, 0
     while i < len(a) and j < len(b):
         low, high = max(a[i][0], b[j][0]), min(a[i][1], b[j][1])
@@ -240,7 +240,7 @@ def _common(a: Ranges, b: Ranges) -> Ranges:
 
 
 def _attended_keys(known: Layout, queries: Ranges) -> tuple[Array, Array]:
-    """The keys that any of these queries attends to, as intervals."""
+    """Return the keys that any of these queries attends to, as intervals."""
     if known.tables:
         tile = known.finest_block
         walk = known.walk(tile, tile)
@@ -254,14 +254,14 @@ def _attended_keys(known: Layout, queries: Ranges) -> tuple[Array, Array]:
                 tiles[partial[partial_offsets[a] : partial_offsets[b]]] = True
                 for low, high in span[a:b]:
                     tiles[low:high] = True
-        # Whole blocks: a part cannot cut one.
+        # Whole blocks: a sub-mask cannot cut one.
         a_unit = table_unit(known) // tile
         units = np.pad(tiles, (0, -len(tiles) % a_unit)).reshape(-1, a_unit).any(axis=1)
         edges = np.flatnonzero(np.diff(np.concatenate([[0], units.view(np.int8), [0]]))) * table_unit(known)
         return edges[::2], edges[1::2].clip(max=known.kv_len)
     if not queries:
         return NO_INTERVALS, NO_INTERVALS
-    # Slot by slot, where intervals mostly rise: then there is nothing to sort.
+    # Slot by slot, where intervals mostly ascend and need no sort.
     ends = [np.concatenate([part[:, :, a:b] for a, b in queries], axis=2) for part in (known.first, known.last)]
     slots = zip(*(part.reshape(-1, part.shape[2]) for part in ends), strict=True)
     parts = [joined_intervals(first, last) for first, last in slots]

@@ -1,9 +1,9 @@
-"""In which order keys travel and meet queries: *ring* and *gather* as stages of one exchange each, and *heads*.
+"""Context-parallel schedules: *ring* and *gather* as stages with one exchange each, and *heads* (all-to-all).
 
-A stage is the keys of some ranks, sent as far as this rank's queries attend to them, then attended to in one call.
-The ring has a stage for each distance, its own keys first; the gather has one stage for all. While a stage
-computes, the next one's keys are on the way; in the backward, so are the last one's gradients. The head exchange
-instead gives every rank the whole sequence for some of the heads.
+A stage receives the keys of some ranks that this rank's queries attend to, and computes attention over them in one
+call. The ring has one stage per distance between ranks, starting with its own keys; the gather has one stage for all.
+While a stage computes, the next one's keys are in flight; in the backward, the last one's gradients are too. The head
+exchange instead gives every rank the full sequence for some of the heads.
 """
 
 from __future__ import annotations
@@ -27,38 +27,38 @@ __all__ = ["SCHEDULES", "Schedule", "Stage", "head_mask", "heads_refusal", "run_
 
 Schedule = Literal["ring", "gather", "heads"]
 SCHEDULES: tuple[Schedule, ...] = ("ring", "gather", "heads")
-_KEYS, _GRADIENTS = 1, 2  # tags, so that what overtakes does not mix
+_KEYS, _GRADIENTS = 1, 2  # message tags
 
 
 @dataclass(frozen=True)
 class Stage:
-    """What one rank does in one stage."""
+    """The sends, receives and attention call of one rank in one stage."""
 
     name: str
     sends: tuple[tuple[int, Ranges], ...]
     """(rank, ranges among this rank's own tokens) of the keys that others need."""
     pieces: tuple[tuple[int, int, int], ...]
-    """The keys attended to, in the order of the sequence: (their rank, first, last), as whole positions."""
+    """The keys attended to, in sequence order: (their rank, first, last), as positions in the full sequence."""
     mask: Mask | None
-    """None where no query here attends to any of them."""
+    """The sub-mask; None if no query of this rank attends to any of the keys."""
     queries: slice
 
     def received(self, rank: int) -> int:
-        """How many keys come from a rank."""
+        """Return the number of keys received from a rank."""
         return sum(last - first for owner, first, last in self.pieces if owner == rank)
 
 
 @lru_cache(maxsize=256)
 def stages(mask: Mask, placement: Placement, rank: int, schedule: Schedule) -> tuple[Stage, ...]:
-    """The stages of one rank: as many on each, also where one neither attends nor sends.
+    """Return the stages of one rank: the same number on each, also if one neither attends nor sends.
 
-    What a rank posts is in the same order on all ranks then, which backends without tags (NCCL) match messages by.
+    So all ranks post messages in the same order, by which backends without tags (NCCL) match them.
     """
     needed, ranks = needed_keys(mask, placement), placement.ranks
     if schedule == "gather":
         groups = [("gather", list(range(ranks)), list(range(ranks)))]
     else:
-        # At distance d keys come from d ranks before, and go to d ranks after.
+        # At distance d, receive keys from rank - d and send keys to rank + d.
         groups = [
             (f"ring step {d} of {ranks - 1}", [(rank - d) % ranks], [(rank + d) % ranks]) for d in range(ranks)
         ]
@@ -74,7 +74,7 @@ def stages(mask: Mask, placement: Placement, rank: int, schedule: Schedule) -> t
 
 
 def _part(mask: Mask, placement: Placement, rank: int, keys: Ranges) -> tuple[Mask | None, slice]:
-    """The mask of these keys for the queries of a rank from the first to the last that attends to any."""
+    """Return the sub-mask of these keys, and the rows of a rank's queries from the first to the last that attends."""
     own, length = placement.ranges[rank], placement.length
     joined = checked_ranges("keys", keys, length)
     if not joined or not own:
@@ -91,7 +91,7 @@ def _part(mask: Mask, placement: Placement, rank: int, keys: Ranges) -> tuple[Ma
 
 
 def _within(ranges: Ranges, rows: slice) -> Ranges:
-    """The rows of concatenated ranges, as ranges again."""
+    """Return the ranges of some rows of concatenated ranges."""
     found, before = [], 0
     for first, last in ranges:
         low, high = max(rows.start - before, 0), min(rows.stop - before, last - first)
@@ -102,7 +102,7 @@ def _within(ranges: Ranges, rows: slice) -> Ranges:
 
 
 def _packed(tensors: tuple[torch.Tensor, ...], ranges: Ranges) -> torch.Tensor:
-    """Some tokens of tensors of shape (B, G, tokens, numbers), as one message."""
+    """Pack some tokens of tensors of shape (B, G, tokens, dim) into one message."""
     return torch.cat([joined_ranges(x, ranges).reshape(-1) for x in tensors])
 
 
@@ -113,7 +113,7 @@ def _unpacked(message: torch.Tensor, tensors: tuple[torch.Tensor, ...], tokens: 
 
 
 class _Keys:
-    """The keys and values of a stage on their way here."""
+    """The keys and values of a stage, being received."""
 
     def __init__(self, stage: Stage, transport: Transport, kv: tuple[torch.Tensor, torch.Tensor]) -> None:
         self.stage, self.kv, self.transport = stage, kv, transport
@@ -126,7 +126,7 @@ class _Keys:
         self.pending: Pending = transport.exchange(stage.name, outgoing, self.incoming, _KEYS)
 
     def part(self, placement: Placement) -> Part | None:
-        """Wait for them; None where this rank only sends."""
+        """Wait for the keys; return None if this rank only sends."""
         self.pending.wait()
         if self.stage.mask is None:
             return None
@@ -157,7 +157,7 @@ def _of(stage: Stage, rank: int) -> Ranges:
 
 
 class _Gradients:
-    """The gradients of a stage's keys on their way back to the ranks that hold them."""
+    """The gradients of a stage's keys, being sent to the ranks that own the keys."""
 
     def __init__(
         self,
@@ -265,7 +265,7 @@ def run_backward(
 
 
 def heads_refusal(ranks: int, heads: int, kv_heads: int) -> str | None:
-    """Why heads cannot be dealt out to ranks, or None."""
+    """Return why heads cannot be distributed to ranks, or None."""
     if heads % ranks:
         return f"{heads} query heads do not divide among {ranks} ranks"
     if kv_heads % ranks and ranks % kv_heads:
@@ -274,12 +274,12 @@ def heads_refusal(ranks: int, heads: int, kv_heads: int) -> str | None:
 
 
 def _head_ranges(heads: int, ranks: int) -> list[slice]:
-    """The heads of each rank; where there are fewer heads than ranks, several ranks share one."""
+    """Return the heads of each rank; with fewer heads than ranks, several ranks share one."""
     return [slice(r * heads // ranks, max((r + 1) * heads // ranks, r * heads // ranks + 1)) for r in range(ranks)]
 
 
 class _ByHeads:
-    """Tensors of shape (B, heads, tokens, ...) between some tokens of all heads and all tokens of some heads."""
+    """All-to-all of tensors (B, heads, tokens, ...) between some tokens of all heads and all tokens of some heads."""
 
     def __init__(self, transport: Transport, placement: Placement) -> None:
         self.transport, self.placement = transport, placement
@@ -318,7 +318,7 @@ class _ByHeads:
         return found
 
     def spread(self, step: str, tensors: list[torch.Tensor], heads: list[int]) -> list[torch.Tensor]:
-        """Back to this rank's tokens of all heads; what several ranks computed for one head is added up."""
+        """Return this rank's tokens of all heads; results of several ranks for one head are summed."""
         rank, ranks, sizes = self.transport.rank, self.transport.ranks, self.placement.sizes
         shares = [_head_ranges(count, ranks) for count in heads]
 
@@ -351,7 +351,7 @@ class _ByHeads:
 
 
 def head_mask(mask: Mask, transport: Transport, length: int, heads: int) -> Mask:
-    """The whole mask, or its tables for this rank's heads where they differ by head."""
+    """Return the mask, restricted to this rank's heads if its tables differ by head."""
     if mask.layout(length, length).heads == 1:
         return mask
     own = _head_ranges(heads, transport.ranks)[transport.rank]
@@ -407,7 +407,7 @@ def _heads_backward(
         lambda dk, dv: given.extend((dk, dv)),
         terms,
     )
-    # Complete where no head is shared: then nothing is added up on the way, and the tensors' dtype will do.
+    # Without shared heads nothing is summed after the exchange, so the tensors' dtype is enough.
     narrow = [dq.to(q.dtype), *given] if k.shape[1] < transport.ranks else [x.to(q.dtype) for x in (dq, *given)]
     (own_dq,) = by_heads.spread("head exchange, dq", narrow[:1], [q.shape[1]])
     own_dk, own_dv = by_heads.spread("head exchange, dk and dv", narrow[1:], [k.shape[1], v.shape[1]])

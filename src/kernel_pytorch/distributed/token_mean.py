@@ -14,16 +14,15 @@ __all__ = ["Scaled", "token_mean", "token_mean_over"]
 
 
 def token_mean(values: torch.Tensor, group: Any) -> torch.Tensor:
-    """The mean over the tokens of all ranks of what this rank has for each of its own, such as their losses.
+    """Return the mean of per-token values, such as losses, over the tokens of all ranks.
 
-    Its value is the same on every rank. Its gradient is made for gradients that are *averaged* over the ranks of the
-    group, as DDP and FSDP2 do: their average is then exactly the gradient of the mean over all tokens. Each rank's
-    gradient is scaled by the number of ranks for that; a mean of each rank's own mean would be wrong where ranks
-    hold different numbers of tokens.
+    The result is the same on every rank. Gradients must be *averaged* over the ranks of the group, as DDP and FSDP2
+    do: each rank's gradient is scaled by the number of ranks, so that the average is exactly the gradient of the mean
+    over all tokens. A mean of each rank's mean would be wrong if ranks have different numbers of tokens.
 
     Args:
-        values: one number for each token of this rank that counts, of any shape; ranks may have different numbers
-            of them, or none. Leave out those that do not count, as in ``losses[labels != -100]``.
+        values: one value per token of this rank, of any shape; ranks may have different numbers of values, or none.
+            Leave out ignored tokens, as in ``losses[labels != -100]``.
         group: a ``Context``, a process group, or one dimension of a DeviceMesh.
 
     Example:
@@ -41,10 +40,10 @@ def token_mean(values: torch.Tensor, group: Any) -> torch.Tensor:
 
 
 def token_mean_over(values: torch.Tensor, group: dist.ProcessGroup, count: Any) -> torch.Tensor:
-    """The sum over all ranks, divided by ``count`` or else by the number of values of all ranks."""
+    """Return the sum over all ranks, divided by ``count``, or by the number of values of all ranks if it is None."""
     if not isinstance(values, torch.Tensor) or not values.is_floating_point():
         raise TypeError(f"values={values!r}: expected a tensor of floating-point numbers, one for each token")
-    # Not compiled: a collective inside an autograd function is nothing that torch.compile can trace.
+    # Not compiled: torch.compile cannot trace a collective inside an autograd function.
     mean: torch.Tensor = torch.compiler.disable(_Mean.apply)(values, group, count)
     return mean
 
@@ -52,7 +51,7 @@ def token_mean_over(values: torch.Tensor, group: dist.ProcessGroup, count: Any) 
 class _Mean(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, values: torch.Tensor, group: dist.ProcessGroup, count: Any) -> torch.Tensor:
-        # In float64, in which a count is exact and the order of the ranks' sums does not show.
+        # In float64, where counts are exact and the order of the ranks does not matter after rounding.
         sums = torch.stack(
             [values.sum(dtype=torch.float64), values.new_tensor(values.numel(), dtype=torch.float64)]
         )
@@ -68,7 +67,7 @@ class _Mean(torch.autograd.Function):
 
 
 class Scaled(torch.autograd.Function):
-    """The tensor itself, with its gradient times a number."""
+    """Identity that multiplies the gradient by a factor."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, factor: float) -> torch.Tensor:

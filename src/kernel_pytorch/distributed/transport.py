@@ -1,7 +1,7 @@
-"""Moving tensors between the ranks of a group: one primitive, an exchange with any peers, with faults that are named.
+"""Point-to-point exchanges between the ranks of a group, with errors that name the failed rank.
 
-Every schedule is made of exchanges. Sends and receives are posted at once and waited for later, so that compute
-runs meanwhile; what is sent is counted.
+Every schedule consists of exchanges. Sends and receives are posted together and waited for later, to overlap with
+compute. Sent bytes are counted.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["Pending", "RankError", "Traffic", "Transport"]
 
 
 class RankError(RuntimeError):
-    """A rank that does not answer, or that disagrees with this one.
+    """A rank does not respond, or disagrees with this one.
 
     Example:
         >>> import kernel_pytorch as kp
@@ -31,7 +31,7 @@ class RankError(RuntimeError):
 
 @dataclass
 class Traffic:
-    """What this rank has sent since the counter was made.
+    """Bytes that this rank has sent.
 
     Example:
         >>> from kernel_pytorch.distributed.transport import Traffic
@@ -45,13 +45,13 @@ class Traffic:
 
 @dataclass
 class Pending:
-    """Sends and receives that are under way."""
+    """Sends and receives in flight."""
 
     transport: Transport
     step: str
     works: list[tuple[int, Any]] = field(default_factory=list)
     kept: list[torch.Tensor] = field(default_factory=list)
-    """What is being sent, so that it lives until then."""
+    """The sent tensors, kept alive until the exchange completes."""
 
     def wait(self) -> None:
         deadline = time.monotonic() + self.transport.timeout.total_seconds()
@@ -66,7 +66,7 @@ class Pending:
 
 
 class Transport:
-    """A process group, as exchanges between its ranks."""
+    """Exchanges between the ranks of a process group."""
 
     def __init__(self, group: dist.ProcessGroup, timeout: timedelta) -> None:
         self.group, self.timeout = group, timeout
@@ -76,7 +76,7 @@ class Transport:
     def exchange(
         self, step: str, sends: Mapping[int, torch.Tensor], receives: Mapping[int, torch.Tensor], tag: int = 0
     ) -> Pending:
-        """Post every send and receive, by rank of the group; ``step`` is what an error will call it."""
+        """Post every send and receive, by rank of the group. ``step`` names the exchange in errors."""
         pending = Pending(self, step)
         operations, peers = [], []
         for rank, tensor in receives.items():
@@ -93,14 +93,14 @@ class Transport:
                 self.traffic.messages += 1
         if operations:
             works = self._posted(step, operations, peers)
-            # One work for each operation, or one for them all where the backend groups them.
+            # One work per operation, or one for all if the backend groups them.
             named = peers if len(works) == len(peers) else [peers[0]] * len(works)
             pending.works = list(zip(named, works, strict=True))
         return pending
 
     def _posted(self, step: str, operations: list[dist.P2POp], peers: list[int]) -> list[Any]:
         if "nccl" not in dist.get_backend_config(self.group):
-            # One by one, so that an error names the rank it came from.
+            # One by one, so that an error can be attributed to a rank.
             works = []
             for operation, rank in zip(operations, peers, strict=True):
                 try:
@@ -114,10 +114,10 @@ class Transport:
             self.fail(peers[0] if len(set(peers)) == 1 else None, step, error)
 
     def fail(self, rank: int | None, step: str, error: Exception) -> NoReturn:
-        """Raise, naming the rank that failed first where another rank has found it already."""
+        """Raise an error that names the rank that failed first, if another rank has already reported it."""
         seen = f"rank {rank}" if rank is not None else "a rank"
         own, first = f"{seen} in {step}", ""
-        with contextlib.suppress(Exception):  # the store is gone where the rank that holds it is
+        with contextlib.suppress(Exception):  # the store is unavailable if its rank has failed
             store = dist.distributed_c10d._get_default_store()
             first = store.compare_set(f"kernel_pytorch/failed/{self.group.group_name}", "", own).decode()
         why = f", after the group lost {first}" if first not in ("", own) else ""

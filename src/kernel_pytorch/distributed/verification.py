@@ -1,4 +1,4 @@
-"""Comparing a sharded model with the same model over all tokens, on a short input, before it is trusted."""
+"""Compare a sharded model with the unsharded one on a short input, for ``parallelize(verify=True)``."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from kernel_pytorch.ops.attention import attention
 
 __all__ = ["Unsharded"]
 
-_SHORT = 32  # tokens for each rank
+_SHORT = 32  # tokens per rank
 _LONGEST = 4096
 
 
 class Unsharded:
-    """A model without sharding: its outputs on a short input, for comparison with the sharded one."""
+    """The unsharded model, whose outputs on a short input are compared with the sharded one's."""
 
     def __init__(self, model: nn.Module, mask: Any, place_for: Mask, prepared: Prepared) -> None:
         self.model, self.mask, self.place_for, self.prepared = model, mask, place_for, prepared
@@ -33,7 +33,7 @@ class Unsharded:
         """The sets of arguments that were compared."""
 
     def short_length(self, length: int, ranks: int) -> int | None:
-        """How many tokens are compared: some for each rank, all where the mask fits one length alone."""
+        """Return the number of tokens to compare: a few per rank, or all if the mask is valid for one length only."""
         short = min(length, _SHORT * ranks)
         try:
             self.place_for.layout(short, short)
@@ -55,7 +55,7 @@ class Unsharded:
 
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Without gradients and dropout; modules are as they were after it."""
+        """Disable gradients and dropout inside the block."""
         training = [module for module in self.model.modules() if module.training]
         self.model.eval()
         try:
@@ -66,7 +66,7 @@ class Unsharded:
                 module.training = True
 
     def outputs(self, run: Callable[[], Any]) -> Any:
-        """What the model returns over all tokens; None, with a warning, where it does not run on a short input."""
+        """Return the model's outputs over all tokens; None, with a warning, if it does not run on a short input."""
         try:
             with self.evaluating(), self.prepared.undone(attention=self._own_attention):
                 return run()
@@ -80,7 +80,7 @@ class Unsharded:
 
     @property
     def _own_attention(self) -> bool:
-        """Whether the model's own attention says what ``mask`` says, if the mask is right."""
+        """Return whether the model's own attention implies its mask, so that it can verify ``mask``."""
         return (
             bool(self.prepared.changed)
             and isinstance(self.mask, Mask)
@@ -88,11 +88,11 @@ class Unsharded:
         )
 
     def attending(self, mask: Callable[[], Mask]) -> contextlib.AbstractContextManager[Any]:
-        """Attention over all tokens: the model's own, or that under ``mask`` where the model has another."""
+        """Return a context for attention over all tokens: the model's own, or with ``mask`` if it differs."""
         return contextlib.nullcontext() if self._own_attention else _Whole(mask)
 
     def compare(self, found: Any, expected: Any, context: Context) -> None:
-        """Raise on every rank where an output differs on one."""
+        """Raise an error on every rank if an output differs on any."""
         differs = _difference(found, expected)
         if context.check:
             context.agree({"refused": int(differs is not None)}, {})
@@ -107,7 +107,7 @@ class Unsharded:
 
 
 class _Whole(TorchFunctionMode):
-    """scaled_dot_product_attention under a mask of ``kp.masks``, on this rank alone."""
+    """Runs scaled_dot_product_attention with a mask of ``kp.masks``, on this rank only."""
 
     def __init__(self, mask: Callable[[], Mask]) -> None:
         super().__init__()
@@ -136,7 +136,7 @@ class _Whole(TorchFunctionMode):
 
 
 def _difference(found: Any, expected: Any) -> str | None:
-    """The name of the first output that differs, or None."""
+    """Return the name of the first output that differs, or None."""
     named = [dict(pytree.tree_flatten_with_path(outputs)[0]) for outputs in (found, expected)]
     for path, known in named[1].items():
         own, name = named[0].get(path), pytree.keystr(path) or "output"
@@ -149,7 +149,7 @@ def _difference(found: Any, expected: Any) -> str | None:
             continue
         error = float((own.double() - known.double()).abs().nan_to_num(nan=torch.inf).max())
         largest = float(known.double().abs().nan_to_num().max())
-        # Half the digits: ranks add up in another order, and layers carry that along.
+        # Half of the dtype's digits: ranks accumulate in another order, and layers amplify the difference.
         if error > torch.finfo(known.dtype).eps ** 0.5 * max(largest, 1e-30):
             return f"output{name} (by {error:.3g}, where its largest element is {largest:.3g})"
     return None

@@ -1,4 +1,4 @@
-"""Documentation that is generated from the table of ops and kernels and from recorded evidence."""
+"""Documentation that is generated from the op registry and from records."""
 
 from kernel_pytorch.documentation.support import Status, Support, support_table
 

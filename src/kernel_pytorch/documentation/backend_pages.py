@@ -1,6 +1,6 @@
-"""The pages of a backend: the same set with the same sections for every backend, made from its records.
+"""Generate a backend's pages from its records: the same pages with the same sections for every backend.
 
-What the records cannot say, a person writes into the backend's notes, one ``##`` section for each of ``NOTES``.
+Hand-written text comes from the backend's notes file, with one ``##`` section for each of ``NOTES``.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ PAGE_SET = {
     "guides/guides": "guides/{name}-guides.md",
     "guides/performance": "guides/{name}-performance.md",
 }
-"""Template to the page it becomes; ``op-support.csv`` comes beside them."""
+"""Template to page; ``op-support.csv`` is written with them."""
 NOTES = (
     "Overview",
     "Features",
@@ -64,12 +64,12 @@ NOTES = (
     "Guide",
 )
 _ONCE = ("build the mask",)
-"""How cases begin that time work which is done once for many calls."""
+"""Prefixes of cases that time one-time work."""
 _NO_PTE = "No `.pte` path for this target yet: the kernels run in eager and compiled PyTorch, not in ExecuTorch."
 
 
 def read_notes(path: Path | None) -> dict[str, str]:
-    """A notes file by its sections; one that no page has is an error."""
+    """Return a notes file by section; raise an error for a section that no page has."""
     if path is None:
         return {}
     if not path.is_file():
@@ -83,15 +83,15 @@ def read_notes(path: Path | None) -> dict[str, str]:
 
 
 def render(record: Backend, folder: Path | None = None) -> dict[str, str]:
-    """A backend's pages by their path in its folder.
+    """Return a backend's pages by their path in its folder.
 
     Args:
         record: any backend; it need not be registered.
-        folder: where they will be; tutorials and guides that are there already get into the indexes.
+        folder: the destination; its existing tutorials and guides are listed in the indexes.
     """
     facts = _facts(record)
     pages: dict[str, str] = {}
-    # Indexes last: they list what is beside them.
+    # Indexes last, because they list the other pages.
     for template in sorted(PAGE_SET, key=lambda name: name in ("tutorials/tutorials", "guides/guides")):
         path = PAGE_SET[template].format(name=record.name)
         depth = path.count("/")
@@ -104,7 +104,7 @@ def render(record: Backend, folder: Path | None = None) -> dict[str, str]:
 
 
 def write_backend_pages(record: Backend, folder: Path) -> list[Path]:
-    """Write the pages that are out of date; other files in the folder are left alone."""
+    """Write the pages that are out of date; other files in the folder are not touched."""
     written = []
     for name, text in render(record, folder).items():
         path = folder / name
@@ -116,7 +116,7 @@ def write_backend_pages(record: Backend, folder: Path) -> list[Path]:
 
 
 def index_page(records: tuple[Backend, ...]) -> str:
-    """The page that lists the backends."""
+    """Return the page that lists the backends."""
     rows = [
         [
             f"[{record.name}]({record.name}/{record.name}-overview.md)",
@@ -150,7 +150,7 @@ def _templates() -> jinja2.Environment:
 
 
 def _tidy(text: str) -> str:
-    """One empty line where conditions left several; code keeps its own."""
+    """Collapse repeated empty lines outside of code blocks."""
     pieces = re.split(r"(^```.*?^```$)", text.strip(), flags=re.MULTILINE | re.DOTALL)
     tidied = [piece if piece.startswith("```") else re.sub(r"\n{3,}", "\n\n", piece) for piece in pieces]
     return "".join(tidied).strip() + "\n"
@@ -346,7 +346,7 @@ def _measured(record: Backend) -> Iterator[list[str]]:
         if not isinstance(found, Benchmark) or found.device.backend != record.name:
             continue
         ratios = []
-        # The others are about memory, and about work that is done once and not in a call.
+        # Skip rows about memory and about one-time work.
         timed = [row for row in found.measurements if row.peak_bytes is None and not row.case.startswith(_ONCE)]
         groups = {(row.case, row.format, row.phase) for row in timed}
         for group in groups:

@@ -1,9 +1,9 @@
-"""Does a folder of backend documentation keep to the standard page set? For ours and for anybody's.
+"""Check a folder of backend documentation against ExecuTorch's standard set of pages.
 
 The layout: ``NAME-overview`` is required; ``NAME-quantization``, ``NAME-partitioner`` and ``op-support.csv`` are
 recommended; ``NAME-troubleshooting``, ``NAME-op-support``, ``NAME-arch-internals``, ``tutorials/NAME-tutorials`` and
-``guides/NAME-guides`` are optional. Pages are Markdown or reStructuredText. A backend
-that is documented by its overview alone may have the recommended and optional pages as sections of it.
+``guides/NAME-guides`` are optional. Pages are Markdown or reStructuredText. A backend with only an overview may have
+the recommended and optional pages as sections of it.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Role:
     name: str
     level: Literal["required", "recommended", "optional"]
     words: tuple[str, ...]
-    """What the name of a page contains that was renamed."""
+    """Words in the name of a renamed page."""
     folder: str = ""
 
 
@@ -56,7 +56,7 @@ ROLES = (
     Role("tutorials", "optional", ("tutorial",), "tutorials"),
     Role("guides", "optional", ("guide",), "guides"),
 )
-# Section of the overview to names that others have given it.
+# Section of the overview to alternative names.
 SECTIONS = {
     "Features": ("highlights", "capabilities", "what is supported"),
     "Target Requirements": (
@@ -91,7 +91,7 @@ _MARKERS = re.compile(
     r"under construction",
     re.IGNORECASE,
 )
-# How a template speaks to the author of a page instead of to its reader.
+# Phrases of templates that address the author instead of the reader.
 _INSTRUCTION = re.compile(
     r"^(provide|list|describe|include|document|explain|consider|add|make sure|use this|fill|replace|"
     r"this (section|page) (is intended|describes the steps|should|will))\b",
@@ -103,7 +103,7 @@ _ROW_PLACEHOLDER = re.compile(r"^(operator|dtype|quantization|constraints?)\s?\d
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that is not as it should be."""
+    """One violation."""
 
     severity: Severity
     page: str
@@ -114,7 +114,7 @@ class Finding:
 
 @dataclass
 class Conformance:
-    """What a folder has of the standard set, and what is wrong with it."""
+    """The pages and sections of a folder, and the findings."""
 
     backend: str
     pages: list[dict[str, str]] = field(default_factory=list)
@@ -138,20 +138,20 @@ class Conformance:
 
 
 def check_folder(folder: Path) -> Conformance:
-    """Check a backend's documentation: a folder, or the one page of a backend that has no folder.
+    """Check a backend's documentation: a folder, or the single page of a backend without a folder.
 
-    A file that cannot be read is a finding like any other.
+    A file that cannot be read is a finding.
 
     Raises:
         FileNotFoundError: for a path that does not exist.
-        ValueError: for a file that is no page.
+        ValueError: for a file that is not a page.
 
     Example:
         >>> import tempfile
         >>> [finding.code for finding in check_folder(Path(tempfile.mkdtemp())).findings][:1]
         ['missing-page']
     """
-    path = folder.resolve()  # links are looked up in the folders above, which a relative path does not have
+    path = folder.resolve()  # absolute, because links are resolved in parent folders too
     if not path.exists():
         raise FileNotFoundError(f"folder={str(folder)!r}: no such folder")
     if not path.is_dir() and path.suffix not in _PAGES:
@@ -173,16 +173,16 @@ class _Check:
         self.tables = sorted(one for one in folder.rglob("*.csv") if one.is_file()) if self.only is None else []
         self.result.backend = self._name()
         around = (folder, *folder.parents)
-        # A copy of the folder without the documentation that it is a part of.
+        # Whether this is a copy of the folder without the rest of its documentation.
         self.alone = not any((above / sign).exists() for above in around for sign in ("conf.py", ".git"))
         self.generated = _generated_folders(around)
 
     def _page(self, path: Path) -> Page | None:
-        """The page at a path, read once; None, and a finding, where it cannot be read."""
+        """Return the page at a path, cached; None, with a finding, if it cannot be read."""
         if path not in self.read:
             try:
                 self.read[path] = read_page(path)
-            except Exception as error:  # whatever is wrong with one file, the others are checked
+            except Exception as error:  # continue with the other files
                 self.read[path] = None
                 self._say("error", path, 0, "unreadable-page", _reason(error))
         return self.read[path]
@@ -207,7 +207,7 @@ class _Check:
         self.result.findings.append(Finding(severity, page, line, code, message))
 
     def _name(self) -> str:
-        """The backend's name: what stands before the names of the pages, or the folder's."""
+        """Return the backend's name: the prefix of the pages' names, or the folder's name."""
         if self.only is not None:
             return re.sub(r"^backends?-|-overview$", "", self.only.stem)
         names = [
@@ -251,7 +251,7 @@ class _Check:
             self._say("warning", shown, 0, "template-name", "has the template's name: put your backend's in front")
 
     def _as_section(self, role: Role) -> bool:
-        """Whether a backend of one page has in a section what others have on a page of this role."""
+        """Return whether a single-page backend has a section for this role."""
         if len(self.pages) != 1 or role.level == "required":
             return False
         (page,) = self.pages.values()
@@ -349,7 +349,7 @@ class _Check:
                 self._say("error", page.path, line, "python-syntax", message)
                 continue
             count["parse"] += 1
-            known |= defined | missing  # each missing name is told once
+            known |= defined | missing  # report each missing name once
             if missing:
                 come = "comes" if len(missing) == 1 else "come"
                 message = f"not self-contained: {', '.join(sorted(missing))} {come} from nowhere on this page"
@@ -382,7 +382,7 @@ class _Check:
                     self._say("error", page.path, link.line, "dead-link", message)
 
     def _elsewhere(self, page: Path, target: str) -> bool:
-        """Whether a link leads to what a copy of the folder alone does not have."""
+        """Return whether a link leads outside of a copied folder."""
         if not self.alone:
             return False
         if target.startswith("/"):
@@ -392,14 +392,14 @@ class _Check:
     def _resolved(self, page: Path, target: str, kind: str) -> Path | None:
         if len(target) > 1024 or "\0" in target:  # no file system has such a name
             return None
-        # A path from the documentation's root may start in any folder above.
+        # A path from the documentation's root may start in any parent folder.
         starts = list(page.parents)[:8] if target.startswith("/") else [page.parent]
-        # MyST finds a page without its ending, by a role, in a toctree and by a plain link; files have their names.
+        # MyST resolves pages without extension in roles, toctrees and plain links; other files need their full name.
         endings = ("",) if kind == "file" else ("", ".md", ".rst")
         plain = target.lstrip("/")
         names = [plain + ending for ending in endings]
         if target.startswith("/") and self.alone:
-            # The root is not known: what the folder's own pages say of each other is looked up in it.
+            # The root is unknown: resolve links between the folder's own pages in the folder.
             parts = plain.split("/")
             names += ["/".join(parts[start:]) + ending for start in range(1, len(parts)) for ending in endings]
         if plain.endswith(".html"):
@@ -442,7 +442,7 @@ class _Check:
 
 
 def _generated_folders(around: tuple[Path, ...]) -> tuple[str, ...]:
-    """The folders, as paths from the documentation's root, that Sphinx-Gallery fills according to ``conf.py``."""
+    """Return the folders that Sphinx-Gallery fills according to ``conf.py``, relative to the documentation's root."""
     settings = next((above / "conf.py" for above in around if (above / "conf.py").is_file()), None)
     if settings is None:
         return ()
@@ -459,7 +459,7 @@ def _reason(error: BaseException) -> str:
 
 
 def _find(wanted: str, others: tuple[str, ...], titles: list[Section]) -> tuple[Section | None, bool]:
-    """The section of this name, or the one that took its place."""
+    """Return the section of this name, or under an alternative name."""
     plain = {section.line: re.sub(r"[*_`]|\(.*\)", "", section.title).strip() for section in titles}
 
     def first(test: Any) -> Section | None:
@@ -482,7 +482,7 @@ def _find(wanted: str, others: tuple[str, ...], titles: list[Section]) -> tuple[
 
 
 def _is_placeholder(text: str) -> bool:
-    """Whether a text still speaks to its author: a marker, or mostly questions and instructions."""
+    """Return whether a text is a placeholder: a marker, or mostly questions and instructions to the author."""
     prose = re.sub(r"^```.*?^```|^(?: {4}|\t).*$", "", text, flags=re.MULTILINE | re.DOTALL)
     prose = re.sub(r"`[^`]*`", "", prose)
     if _MARKERS.search(prose):

@@ -12,7 +12,7 @@ __all__ = ["declared_fields"]
 
 
 def declared_fields(cls: type) -> list[tuple[str, str, str, str]]:
-    """A dataclass's fields as its source has them: name, type, default, and the docstring under the field."""
+    """Return name, type, default and docstring of each field of a dataclass, from its source."""
     tree = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0]
     assert isinstance(tree, ast.ClassDef)
     found: dict[str, tuple[str, str, str, str]] = {}
@@ -25,7 +25,7 @@ def declared_fields(cls: type) -> list[tuple[str, str, str, str]]:
 
 
 def _plain(default: str) -> str:
-    """A default as a reader would write it: the factory of a field, without the machinery around it."""
+    """Return a default in short form: the factory's name for ``field(default_factory=...)``."""
     found = re.fullmatch(r"field\(default_factory=(\w+).*\)", default)
     return f"{found[1]}()" if found else default
 

@@ -19,7 +19,7 @@ _M, _K, _N = 512, 512, 512
 
 
 def architecture_rows(record: Backend) -> list[list[str]]:
-    """Each architecture of a backend's catalogue: its devices, and what kernels ask for."""
+    """Return a row per architecture of a backend's catalogue: its devices, and the facts that kernels check."""
     return [
         [
             f"`{device.arch}`",
@@ -33,7 +33,7 @@ def architecture_rows(record: Backend) -> list[list[str]]:
 
 
 def matrix_rows(record: Backend) -> list[list[str]]:
-    """Each architecture of a backend's catalogue: its matrix units and what they multiply."""
+    """Return a row per architecture of a backend's catalogue: its matrix units and their formats."""
     return [
         [
             f"`{device.arch}`",
@@ -46,12 +46,12 @@ def matrix_rows(record: Backend) -> list[list[str]]:
 
 
 def _one_of_each(record: Backend) -> list[Device]:
-    """The first device of each architecture, in the catalogue's order."""
+    """Return the first device of each architecture, in the catalogue's order."""
     return list({device.arch: device for device in reversed(record.catalogue)}.values())[::-1]
 
 
 def recipe_rows() -> list[list[str]]:
-    """Each FP8 training recipe: granularities, formats, where scales come from, what stays in the layer's dtype."""
+    """Return a row per FP8 recipe: granularities, formats, source of scales, and GEMMs in the layer's dtype."""
     return [
         [
             f"`{recipe.name}`",
@@ -66,7 +66,7 @@ def recipe_rows() -> list[list[str]]:
 
 
 def matmul_rows(record: Backend) -> list[list[str]]:
-    """For each architecture, the 8-bit formats and which kernel multiplies each granularity, with the reason."""
+    """Return a row per architecture: FP8 formats, and the matmul kernel for each granularity, with the reason."""
     if not any(kernel.op == "fp8_matmul" for kernel in record.kernels):
         return []
     return [

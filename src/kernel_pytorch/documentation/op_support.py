@@ -1,6 +1,6 @@
-"""Which operators a backend runs: found out by lowering and running each, in each format and with each recipe.
+"""Probe which operators a backend supports, by lowering and running each in each dtype and with each recipe.
 
-``kernel-pytorch backend docs NAME --probe`` makes the record; the pages and ``op-support.csv`` are read from it.
+``kernel-pytorch backend docs NAME --probe`` writes the record, from which the pages and ``op-support.csv`` are made.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ __all__ = ["COLUMNS", "OperatorRow", "csv_text", "operator_rows", "probe_backend
 
 COLUMNS = ("Operator", "Compute DType", "Quantization", "Constraints")
 FORMATS = ("float32", "float16", "bfloat16")
-# How near a program must be to eager in the same format, in decibels; quantized ones, to the quantized model.
+# Smallest accepted SQNR in dB against eager in the same dtype; for quantized programs, against the quantized model.
 _LEAST = {"float32": 60.0, "float16": 45.0, "bfloat16": 30.0}
 _LEAST_QUANTIZED = 25.0
 
@@ -36,12 +36,12 @@ _LEAST_QUANTIZED = 25.0
 def probe_backend(
     record: Backend, *, only: Iterable[str] | None = None, tell: Callable[[str], None] | None = None
 ) -> OpSupport:
-    """Lower and run every operator of a backend's probes; a wrong number is an error, a refusal a result.
+    """Lower and run every operator of a backend's probes. Wrong results raise an error; refusals are recorded.
 
     Args:
-        record: a backend that lowers.
-        only: these operators alone.
-        tell: gets a line for each operator: the whole takes seconds an operator.
+        record: a backend with a ``Lowering``.
+        only: probe only these operators; empty for all.
+        tell: called with a line of progress per operator, each of which takes seconds.
     """
     from kernel_pytorch.lowering.target import lowering_of
 
@@ -105,7 +105,7 @@ def _probed(name: str, one: Any, number_format: str, *, recipe: str = "", dynami
             return _lowered(target, exported, eager, inputs, refused, facts, one.operator, number_format)
         except EvidenceError:
             raise
-        except Exception as error:  # other people's passes may fail in any way; that is a result too
+        except Exception as error:  # third-party passes may fail in any way; record the failure
             return refused(f"lowering fails: {_first_line(error)}")
 
 
@@ -154,19 +154,19 @@ def _operators(exported: Any) -> set[str]:
 
 
 def _why(left: Iterable[Any]) -> str:
-    """The reasons; those of nodes that other passes put beside a refused one say nothing."""
+    """Return the reasons, without those of nodes that passes have inserted around a refused one."""
     told = [f"{one.operator}: {one.reason}" for one in left if "after partitioning" not in one.reason]
     return "; ".join(dict.fromkeys(told)) or "another pass left something of it to portable kernels"
 
 
 def _first_line(error: Exception) -> str:
-    """An error in one short line without a machine's paths."""
+    """Return an error as one short line without paths of this machine."""
     text = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
     return re.sub(r"/\S+/", "", text)[:120]
 
 
 def lowering_sources(record: Backend) -> dict[str, Path]:
-    """What decides a backend's operators, by name: the modules that its lowering imports, and the C++."""
+    """Return the sources that a backend's operators depend on: modules that its lowering imports, and C++ files."""
     if record.lowering is None:
         raise ValueError(f"backend {record.name!r} has no lowering")
     from kernel_pytorch.lowering.target import lowering_from
@@ -186,7 +186,7 @@ def lowering_sources(record: Backend) -> dict[str, Path]:
 
 
 def lowering_digest(record: Backend) -> str:
-    """The digest of what decides a backend's operators."""
+    """Return the digest of ``lowering_sources``."""
     digest = hashlib.sha256()
     for name, path in lowering_sources(record).items():
         digest.update(name.encode() + b"\0" + path.read_bytes())
@@ -194,7 +194,7 @@ def lowering_digest(record: Backend) -> str:
 
 
 def _imported(path: Path, package: str) -> list[str]:
-    """The modules of a package that a file imports, wherever in it."""
+    """Return the modules of a package that a file imports, also inside functions."""
     found = []
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.ImportFrom) and node.module:
@@ -205,7 +205,7 @@ def _imported(path: Path, package: str) -> list[str]:
 
 
 def recorded(record: Backend, evidence: Path | None = None) -> OpSupport | None:
-    """The backend's record of its operators, from its own folder or another."""
+    """Return the backend's operator record, from its own folder or another, or None."""
     for found in load_evidence(evidence or record.evidence):
         if isinstance(found, OpSupport) and found.backend == record.name:
             return found
@@ -213,7 +213,7 @@ def recorded(record: Backend, evidence: Path | None = None) -> OpSupport | None:
 
 
 def write_support(record: Backend, support: OpSupport) -> Path:
-    """Keep the record in the backend's folder of evidence."""
+    """Write the record to the backend's folder of records."""
     if record.evidence is None:
         raise EvidenceError(f"backend {record.name!r} names no folder for evidence: give its record one")
     path = record.evidence / f"op-support.{record.name}.json"
@@ -223,18 +223,18 @@ def write_support(record: Backend, support: OpSupport) -> Path:
 
 @dataclass(frozen=True)
 class OperatorRow:
-    """One operator as the table shows it."""
+    """One row of the table of operators."""
 
     operator: str
     formats: tuple[str, ...]
-    """In which it is taken whole and right; empty where it is not taken at all."""
+    """The dtypes in which it is lowered whole with correct results; empty if in none."""
     recipes: tuple[str, ...]
     constraints: tuple[str, ...]
-    """What holds of it: who else than the backend's own delegate runs it, and what is refused and why."""
+    """Other delegates that run it, and refused variants with the reasons."""
 
 
 def operator_rows(record: Backend, evidence: Path | None = None) -> tuple[OperatorRow, ...]:
-    """The rows of a backend: by probing where it lowers, else by asking its kernels."""
+    """Return the rows of a backend: from its probe record, or without a ``Lowering`` from its kernels."""
     if record.lowering is None:
         return tuple(_asked(record))
     found = recorded(record, evidence)
@@ -281,7 +281,7 @@ def _row(name: str, results: list[Probed], own: str) -> OperatorRow:
 
 
 def _asked(record: Backend) -> Iterable[OperatorRow]:
-    """What the kernels answer for their op's first case on the first device of the catalogue that takes it."""
+    """Return rows from the kernels' ``supports`` for each op's first case, on the first catalogue device it fits."""
     for name in dict.fromkeys(kernel.op for kernel in record.kernels):
         op = registered_op(name)
         case = next(one for one in op.cases if not one.benchmark)
@@ -302,7 +302,7 @@ def _asked(record: Backend) -> Iterable[OperatorRow]:
 
 
 def csv_text(rows: Iterable[OperatorRow]) -> str:
-    """``op-support.csv``: the operators that are taken."""
+    """Return ``op-support.csv``: the supported operators."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(COLUMNS)

@@ -1,7 +1,7 @@
-"""``kernel-pytorch backend new``: the project in ``kit`` under another name.
+"""``kernel-pytorch backend new``: copy the project in ``kit`` under another name.
 
-The kit is a project that works as it stands, for a vendor called Acme: what is tested is what is copied. A new
-project is the kit with that one word replaced, in texts and in file names.
+The kit is a working, tested project for a vendor called Acme. A new project is the kit with that word replaced in
+file contents and file names.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ _RENDER = (
 
 
 def create_project(name: str, folder: Path | None = None) -> Path:
-    """Make a project for a new backend; nothing that exists is touched.
+    """Create a project for a new backend. Existing files are not touched.
 
     Args:
         name: the backend's name: one lower-case word, such as ``"acme"`` or ``"my_npu"``.
-        folder: where; ``NAME-backend`` in the current folder when left out. It must not exist.
+        folder: the destination, which must not exist; None for ``NAME-backend`` in the current folder.
     """
     _check_name(name)
     folder = Path(f"{name}-backend") if folder is None else folder
@@ -44,7 +44,7 @@ def create_project(name: str, folder: Path | None = None) -> Path:
             f"out={str(folder)!r} exists already: name a folder that does not, nothing is replaced"
         )
     folder.parent.mkdir(parents=True, exist_ok=True)
-    # Made beside its place and moved there whole: an error leaves nothing behind.
+    # Created in a temporary folder and moved, so that an error leaves nothing behind.
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".new-backend-") as scratch:
         made = Path(scratch) / "project"
         for source in sorted(KIT.rglob("*")):
@@ -83,7 +83,7 @@ def _renamed(text: str, name: str) -> str:
 
 
 def _render_pages(name: str, project: Path) -> None:
-    """In a process of its own: the new package is not installed yet, and this process stays as it is."""
+    """Render the pages in a new process, because the new package is not installed."""
     environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}
     command = [sys.executable, "-c", _RENDER.format(name=name)]
     done = subprocess.run(command, cwd=project, env=environment, capture_output=True, text=True, check=False)

@@ -1,8 +1,8 @@
-"""What is known about each op on each backend: derived from evidence, never typed by hand.
+"""Test status of each kernel on each backend, derived from records.
 
-*measured*: timed on hardware, its results inside their budget, alone or as a kernel of a larger benchmark.
-*tested*: its cases pass on hardware. *compiled*: built for the vendor's architectures. *interpreted*: its cases pass
-in Triton's interpreter. *no record*: none of these for the present code; a record of other code does not count.
+*measured*: timed on hardware with results within their error budget, alone or as a kernel of a larger benchmark.
+*tested*: its cases pass on hardware. *compiled*: compiles for the vendor's architectures. *interpreted*: its cases
+pass in Triton's interpreter. *no record*: none of these for the present source.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ class Support:
     backend: str
     status: Status
     detail: str
-    """Where that is known from: devices, architectures or cases."""
+    """The devices, architectures or cases of the records."""
 
 
 def support_table(shown: tuple[Backend, ...] | None = None) -> tuple[Support, ...]:
-    """Every op, kernel and backend with its status; of all backends that load, or of those given.
+    """Return every op and kernel of every backend, or of those given, with its status.
 
     Example:
         >>> {row.backend for row in support_table()} >= {"cpu", "nvidia", "amd", "intel"}
@@ -89,7 +89,7 @@ def _status(kernel: Kernel, backend: Backend, evidence: tuple[Record, ...]) -> t
 
 
 def _times(record: Benchmark, kernel: Kernel, backend: Backend) -> bool:
-    """Whether a benchmark timed the kernel: by itself, or as the one that a larger subject calls, the op's first."""
+    """Return whether a benchmark timed the kernel, alone or as the op's preferred kernel inside a larger subject."""
     if record.op != kernel.op:
         return kernel is next(known for known in backend.kernels if known.op == kernel.op)
     return any(row.subject == f"kernel:{kernel.name}" for row in record.measurements)

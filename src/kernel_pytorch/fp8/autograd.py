@@ -77,22 +77,22 @@ def fp8_linear(
 ) -> torch.Tensor:
     """``torch.nn.functional.linear`` with its three GEMMs in FP8; ``Recipe`` has the equations.
 
-    What is not finite in x, in the weight or in a gradient is NaN in every number that it is part of.
+    A NaN or infinite element of x, weight or a gradient makes every element of the results that depends on it NaN.
 
     Args:
         x: (..., K), float32, float16 or bfloat16, any strides, may be empty.
         weight: (N, K), in any of these formats.
         bias: (N), or None.
         recipe: one of ``RECIPES`` by name, or a ``Recipe``.
-        counts: int64 of shape ``COUNTS_SHAPE`` on x's device, or None. What the casts of this call lost is added
-            to it: forward and backward, on the device and without waiting for it, so it may be read at any time
-            later. What activation checkpointing computes twice is counted twice.
-        state: float32 of shape ``STATE_SHAPE`` on x's device, zeros before the first call: what a delayed recipe
-            remembers. It is brought up to date by this call and its backward.
-        quantized_weight: the weight as ``quantize_layer_weight`` gives it, where it was cast before.
+        counts: int64 of shape ``COUNTS_SHAPE`` on x's device, or None. The forward and the backward add their
+            saturated, underflowed and non-finite counts to it on the device, without synchronizing. A forward that
+            activation checkpointing recomputes is counted twice.
+        state: float32 of shape ``STATE_SHAPE`` on x's device, zeros before the first call: the amax histories of a
+            delayed recipe, updated in place by the forward and the backward.
+        quantized_weight: the result of ``quantize_layer_weight``, to reuse it; None to quantize the weight.
 
     Returns:
-        (..., N) in x's format, or in that of ``torch.autocast``. Gradients flow to x, weight and bias.
+        (..., N) in x's dtype, or in that of ``torch.autocast``. Gradients flow to x, weight and bias.
 
     Example:
         >>> import torch
@@ -107,7 +107,7 @@ def fp8_linear(
     if torch.compiler.is_compiling():
         refuse_compiled_transforms()
     else:
-        refuse_transforms(x, weight, bias)  # first, for torch.jit.trace has errors of its own for shapes
+        refuse_transforms(x, weight, bias)  # before check_linear, whose shape checks fail under torch.jit.trace
     check_linear(x, weight, bias)
     _check_memory(x, chosen, counts, state)
     buffers = Buffers()
@@ -119,9 +119,9 @@ def fp8_linear(
 
 
 class Buffers(NamedTuple):
-    """Counts and amax histories that a layer's calls update: two by the forward, two by the backward.
+    """Counts and amax histories that a layer's calls update in place: two in the forward, two in the backward.
 
-    A compiler that finds one tensor changed by both copies it, twice a step.
+    They are separate tensors because torch.compile copies a tensor that both graphs mutate, twice a step.
     """
 
     counts: torch.Tensor | None = None
@@ -133,7 +133,7 @@ class Buffers(NamedTuple):
 
 
 class GemmSpec(NamedTuple):
-    """How the three GEMMs of a layer are computed, and which: the same for all calls of one kind."""
+    """Dtypes, formats and granularities of a layer's three GEMMs, and which of them run, for calls of one kind."""
 
     dtype: str
     forward_format: str
@@ -224,7 +224,7 @@ def checked_linear(
 
         gathered = (None, None) if quantized_weight is None else (quantized_weight.data, quantized_weight.inverse)
         y = linear_in_graph(revision(), x, weight, *gathered, *buffers, *gemms)
-        # Not inside the function: torch 2.11 loses every gradient of one that adds to its result in place.
+        # Outside linear_in_graph: torch 2.11 loses all gradients of a function that adds to its result in place.
         return y if bias is None else (y + bias).to(y.dtype)
     x_MK = x if x.ndim == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
     x_quantized = None
@@ -291,7 +291,7 @@ def _check_memory(x: torch.Tensor, recipe: Recipe, counts: torch.Tensor | None, 
 
 @constant_in_graph
 def formats_on(kind: str, index: int | None, gradient_family: str) -> tuple[str, str]:
-    """Return the format of x and weight, and that of the gradient, on a device."""
+    """Return the names of the FP8 formats of forward tensors and of gradients on a device."""
     device = torch.device(kind) if index is None else torch.device(kind, index)
     pair = FormatPair(E4M3FN, E5M2) if kind == "meta" else for_device(device_of(device))
     return pair.e4m3.name, (pair.e4m3 if gradient_family == "e4m3" else pair.e5m2).name
@@ -308,7 +308,7 @@ def quantize_input(
     transposed: bool,
     buffers: Buffers,
 ) -> ScaledTensor:
-    """Quantize the input of a layer, or return its quantized data if another layer or an RMSNorm has made it."""
+    """Quantize the input of a layer, or return the quantized data that another layer or an RMSNorm has put on it."""
     key = None
     if shareable(x):
         key = input_key(x, recipe, transposed)
@@ -325,7 +325,7 @@ def quantize_input(
 
 
 def shareable(x: torch.Tensor) -> bool:
-    """Return whether quantized data may be kept on the tensor: on results of autograd, which nobody writes to."""
+    """Return whether quantized data may be cached on the tensor: only on non-leaf tensors."""
     return x.grad_fn is not None and type(x) is torch.Tensor
 
 
@@ -344,7 +344,7 @@ def quantize_layer_weight(
 
 def compute_dtype(x: torch.Tensor) -> torch.dtype:
     """Return the dtype of the output: the input's, or that of ``torch.autocast``."""
-    kind = "cuda" if x.is_cuda else x.device.type  # the former is asked for in less time
+    kind = "cuda" if x.is_cuda else x.device.type  # is_cuda takes less host time than device.type
     mixed = kind != "meta" and torch.is_autocast_enabled(kind)
     return torch.get_autocast_dtype(kind) if mixed else x.dtype
 
@@ -405,7 +405,7 @@ def backward_gemms(
     if dw_fp8:
         if gemms.y_fp8:
             x_t, x_inverse_t = left
-        else:  # the forward had no cast to save
+        else:  # the forward did not quantize x
             x = fp8_cast(
                 left[0], gemms.forward_format, gemms.input_granularity, transposed=True,
                 power_of_two=gemms.power_of_two,
@@ -424,7 +424,7 @@ def backward_gemms(
 
 
 _NO_GRADIENTS = (None,) * 6
-"""Of what ``_Linear`` takes after x, weight and bias."""
+"""Number of arguments of ``_Linear`` after x, weight and bias: they have no gradients."""
 
 
 class _Linear(torch.autograd.Function):
@@ -509,13 +509,13 @@ def traced_linear(
         if gathered is None and (gemms.y_fp8 or gemms.weight_spec.transposed):
             gathered = traced_quantize(weight.detach(), gemms.weight_spec, buffers.counts, WEIGHT)
         y = _Linear.apply(x_MK, weight, None, gemms, buffers, cast, gathered, True)  # type: ignore[no-untyped-call]
-    if x.grad_fn is not None and cast is not None:  # nobody else writes to what a graph has computed
+    if x.grad_fn is not None and cast is not None:  # not on graph inputs, which the caller may write to
         x._fp8_cast = (key, cast)  # type: ignore[attr-defined]
     return y if x.ndim == 2 else y.view(*x.shape[:-1], weight.shape[0])
 
 
 def quantize_of(traced: bool) -> Callable[..., ScaledTensor]:
-    """Return ``quantize``, or that of ``operators`` while torch.compile traces."""
+    """Return ``quantize``, or ``operators.traced_quantize`` while torch.compile traces."""
     if not traced:
         return quantize
     from kernel_pytorch.fp8.operators import traced_quantize

@@ -1,13 +1,13 @@
 """Recipe auto: choose which of a layer's three GEMMs run in FP8 by measuring them for the layer's own shapes.
 
-Every choice of GEMMs is timed as it would run: forward and backward of the layer, queued without synchronising, so
-host time counts where the device waits for it. A choice must be clearly faster than the layer in its own dtype, so a
-converted layer is never slower than before.
+Every set of GEMMs is timed as it would run: forward and backward of the layer, queued without synchronizing, so host
+time counts where the device waits for it. A set is chosen only if it is faster than the layer's dtype by a margin, so
+a converted layer is never slower than before.
 
-In a loop of equal calls the host is quicker than in a training step with other code in between. Inside a model the
-other layers hide that; a layer that is converted alone must be faster even with ``ALONE`` times the host time of such
-a call. A layer under torch.compile cannot be timed as it will run: inside a model it takes less host time than an
-eager call, alone up to ``COMPILED`` times as much.
+A timing loop takes less host time per call than a training step with other code in between. Inside a model the other
+layers hide the difference. A layer that is converted alone must be faster even with ``ALONE`` times the measured host
+time. A layer under torch.compile cannot be timed as it will run: inside a model it takes less host time than an eager
+call, alone up to ``COMPILED`` times as much.
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ __all__ = [
 ]
 
 CLEARLY = 0.98
-"""A choice must take at most this fraction of the time in the layer's dtype."""
+"""A set of FP8 GEMMs must take at most this fraction of the time in the layer's dtype."""
 ALONE = 1.3
-"""Host time of a layer's call in a step over that in a loop."""
+"""Host time of a layer's call in a training step, divided by that in a timing loop."""
 COMPILED = 1.5
-"""Host time of a call of one compiled layer over that of an eager call, at most."""
+"""Upper bound of the host time of a call of one compiled layer, divided by that of an eager call."""
 _ROUNDS, _SECONDS_A_ROUND = 5, 0.004
 _OWN = "own"
-"""The name of the choice of no GEMM in FP8."""
+"""The name of the empty set: no GEMM in FP8."""
 
 
 @dataclass(frozen=True)
@@ -65,11 +65,11 @@ class Measured:
 
     rows: int
     seconds: tuple[tuple[tuple[str, ...], float], ...]
-    """(products in 8 bits, seconds for forward and backward), the layer as it was among them as ()."""
+    """(GEMMs in FP8, seconds for forward and backward); () is the layer in its dtype."""
 
     @property
     def best(self) -> tuple[str, ...]:
-        """The products to compute in 8 bits."""
+        """The GEMMs to compute in FP8."""
         products, seconds = min(self.seconds, key=lambda entry: entry[1])
         return products if seconds <= CLEARLY * self.plain else ()
 
@@ -98,18 +98,17 @@ def call_of(
     needs_dx: bool,
     needs_dw: bool,
 ) -> tuple[Recipe, tuple[Any, ...]] | None:
-    """How a layer computes calls of one kind: recipe and ``GemmSpec``, None for plain arithmetic.
+    """Return the recipe and the values of the ``GemmSpec`` for calls of one kind; None if no GEMM is in FP8.
 
-    A constant to torch.compile, which takes no objects as arguments of such a function, and compares nothing of its
-    result before the next call.
+    torch.compile treats the result as a constant, without guards. Such a function takes plain values only.
 
     Args:
-        text: that of the layer's recipe.
-        training: whether the layer trains.
-        rows: what to measure the three products for, as ``rounded``, or 0: all that the recipe says are in 8 bits.
-        alone: whether nothing else of the model is computed in 8 bits.
-        compiled: whether the call is being compiled.
-        dtype: what the layer computes in.
+        text: ``Recipe.text`` of the layer's recipe.
+        training: whether the layer is in training mode.
+        rows: the number of rows to measure the GEMMs for, from ``rounded``; 0 to run in FP8 whatever the recipe says.
+        alone: whether the layer is the only converted one of its model.
+        compiled: whether torch.compile traces the call.
+        dtype: of the output.
     """
     recipe = recipe_of(text)
     if rows:
@@ -120,17 +119,17 @@ def call_of(
         recipe = replace(recipe, high_precision=tuple(product for product in PRODUCTS if product not in low))
     if len(recipe.high_precision) == len(PRODUCTS):
         return None
-    # What is compiled, and what torch.jit traces (with sizes that are tensors), is asked about each time.
+    # Eager calls check again in ``Float8Linear._call_for``; compiled ones and torch.jit.trace only here.
     refuse_transforms()
-    if recipe.delayed and not training:  # what is only looked at must not change what training remembers
+    if recipe.delayed and not training:  # evaluation must not update the amax histories of training
         recipe = replace(recipe, delayed=False)
     return recipe, tuple(gemm_spec_for(kind, index, dtype, needs_dx, needs_dw, recipe))
 
 
 def rounded(rows: int) -> int:
-    """Rows as they are measured: up to two significant bits, so that batches of all sizes need few measurements.
+    """Round rows up to two significant bits, so that batches of all sizes need few measurements.
 
-    By comparisons alone: with dynamic shapes, torch.compile then has a number, and a range of rows that it is for.
+    Uses comparisons only: with dynamic shapes, torch.compile then gets an int, with guards for the range of rows.
     """
     size = 1
     while size < rows:
@@ -139,26 +138,26 @@ def rounded(rows: int) -> int:
 
 
 def may_gain(kind: str) -> bool:
-    """Whether a kind of device may have matrix units for 8 bits; where none are, the exact arithmetic is slow."""
+    """Return whether this kind of device may have FP8 matrix units; without them FP8 GEMMs run in float32."""
     return kind in ("cuda", "xpu")
 
 
 def can_measure(kind: str) -> bool:
-    """Whether calls on such a device run as they are made: neither for a graph nor on tensors without memory."""
+    """Return whether calls can be timed: not while a CUDA graph is captured or under ``FakeTensorMode``."""
     if kind == "cuda" and torch.cuda.is_current_stream_capturing():
         return False
     return not fake_mode_active()
 
 
 def _measured_products(kind: str, index: int | None, *call: Any) -> tuple[str, ...]:
-    """Those of ``PRODUCTS`` that gain by 8 bits."""
+    """Return those of ``PRODUCTS`` that are faster in FP8."""
     if not can_measure(kind):
         return ()
     return measured_choice(LayerCall(torch.device(kind, 0 if index is None else index), *call)).best
 
 
 class LayerCall(NamedTuple):
-    """What a measurement is of."""
+    """The kind of call that a measurement is for."""
 
     device: torch.device
     rows: int
@@ -171,14 +170,14 @@ class LayerCall(NamedTuple):
     needs_dx: bool = True
     needs_dw: bool = True
     waits: float = 0.0
-    """How often the host time of an FP8 call must fit into the time of the layer in its dtype."""
+    """Multiple of an FP8 call's host time that must be shorter than the call in the layer's dtype."""
 
 
 _kept: dict[LayerCall, Measured] = {}
 
 
 def measured_for(weight: torch.Tensor, bias: bool, recipe: Recipe, needs_dx: bool) -> tuple[Measured, ...]:
-    """Every measurement of layers of this shape in training, in the order of their rows."""
+    """Return every measurement in training of layers with such a weight, by ascending rows."""
     same = (weight.device, tuple(weight.shape), weight.dtype, bias, recipe, needs_dx, True)
     found = [
         kept
@@ -189,9 +188,9 @@ def measured_for(weight: torch.Tensor, bias: bool, recipe: Recipe, needs_dx: boo
 
 
 def measured_choice(call: LayerCall) -> Measured:
-    """Return the measurement of one kind of call, kept by this process or in the user's cache directory, or made now.
+    """Return the measurement of one kind of call: from this process, from the user's cache directory, or made now.
 
-    So a resumed run computes as before.
+    The cache makes a resumed run choose the same GEMMs.
     """
     found = _kept.get(call)
     if found is None:
@@ -217,7 +216,7 @@ def _name_of(call: LayerCall) -> str:
 
 
 def _measure(call: LayerCall) -> Measured:
-    """Time every choice of GEMMs for one kind of call, each several times in turn; the medians count."""
+    """Time every set of GEMMs for one kind of call in alternating rounds, and return the medians."""
     device, rows, weight_shape, dtype, weight_dtype, bias, recipe, needs_dx, needs_dw, waits = call
     refuse_transforms()
     n, k = weight_shape
@@ -242,7 +241,7 @@ def _measure(call: LayerCall) -> Measured:
         def step(products: tuple[str, ...]) -> None:
             if products:
                 chosen, how = calls[products]
-                fresh = x.detach().requires_grad_(needs_dx)  # a cast that is kept on the tensor would be reused
+                fresh = x.detach().requires_grad_(needs_dx)  # x could carry cached quantized data
                 y = checked_linear(fresh, weight, shift, chosen, how, memory, None)
             else:
                 y = torch.nn.functional.linear(x, weight.to(dtype), None if shift is None else shift.to(dtype))
@@ -252,9 +251,9 @@ def _measure(call: LayerCall) -> Measured:
 
         useful = [p for p in PRODUCTS if p == "y" or (p == "dx" and needs_dx) or (p == "dW" and needs_dw)]
         choices = [c for size in range(len(useful) + 1) for c in itertools.combinations(useful, size)]
-        # The products that are in high precision already stay there.
+        # GEMMs that the recipe keeps in high precision stay there.
         choices = [c for c in choices if not set(c) & set(recipe.high_precision)]
-        calls = {}  # as a layer keeps them
+        calls = {}  # as a layer caches them
         for choice in choices:
             chosen = replace(recipe, high_precision=tuple(p for p in PRODUCTS if p not in choice))
             calls[choice] = (chosen, gemm_spec_of(x, weight, chosen))
@@ -286,7 +285,7 @@ def _seconds(run: Callable[[], None], repeats: int, device: torch.device) -> flo
 
 
 def _issuing(run: Callable[[], None], device: torch.device) -> float:
-    """The CPU's part: few enough calls for the device's queue to take them all."""
+    """Return the host time of a call: 10 calls fit into the device's queue, so the host never waits."""
     module = torch.get_device_module(device.type)
     module.synchronize(device)
     started = time.perf_counter()

@@ -25,7 +25,7 @@ from kernel_pytorch.fp8.recipe import RECIPES, Recipe, recipe_named
 __all__ = ["Uncovered", "by_reason", "check_module", "convert", "group_names", "revert", "uncovered"]
 
 AUTO = "delayed"
-"""The recipe whose GEMMs ``auto`` measures: the one with the fewest passes over memory."""
+"""The recipe whose GEMMs ``auto`` measures. It makes the fewest passes over memory."""
 _IGNORED_BY_DDP = "_ddp_params_and_buffers_to_ignore"
 _NOT_SELECTED = "not selected by layers="
 
@@ -49,17 +49,17 @@ def convert(
     reason; a warning does where they hold more than half of the model's matmul parameters.
 
     Args:
-        recipe: a name from ``RECIPES``, a ``Recipe``, or ``auto``. ``auto`` measures each layer with the ``delayed``
-            recipe when it first sees an input of a size, and computes those of its three GEMMs in FP8 that are
-            faster. On a device without FP8 matrix units nothing changes.
-        layers: called with the name and each module that can be converted; return False to leave it as it is. The
-            logits of a language model are sensitive, so its last layer is often left out:
+        recipe: a name from ``RECIPES``, a ``Recipe``, or ``auto``. ``auto`` times each layer with the ``delayed``
+            recipe at the first input of each size, and runs those of its three GEMMs in FP8 that are faster. On a
+            device without FP8 matrix units nothing changes.
+        layers: called with the name of each module that can be converted and the module; return False to skip it.
+            The logits of a language model are sensitive, so its last layer is often skipped:
             ``lambda name, _: name != "lm_head"``.
-        fuse_swiglu: compute ``down(silu(gate(x)) * up(x))`` as one function in modules that are found to do so. The
-            activation is then quantized as it is computed, in the forward and the backward.
-        fuse_norm: let an RMSNorm write its output also in FP8 for the layers that follow. Needs a recipe with
+        fuse_swiglu: run modules that compute ``down(silu(gate(x)) * up(x))`` as one function, which quantizes the
+            activation as it is computed, in the forward and the backward.
+        fuse_norm: let an RMSNorm also write its output in FP8 for the layers that follow. Needs a recipe with
             tensorwise scaling.
-        monitor: evaluate the quantization statistics every so many training steps; None for never.
+        monitor: the number of training steps between evaluations of the quantization statistics; None for none.
         fsdp_all_gather: let FSDP2 all-gather the weights in FP8, half the bytes of bfloat16. Needs a recipe with
             tensorwise weight scaling, and ``fully_shard`` afterwards; the weights become new Parameters.
 
@@ -100,7 +100,7 @@ def convert(
         fuse_swiglus(model)
     if fuse_norm:
         fuse_norms(model, chosen, auto)
-    # Every rank keeps its own counters and histories.
+    # DDP must not broadcast counters and histories: every rank has its own.
     ignored = list(getattr(model, _IGNORED_BY_DDP, []))
     own = [f"{name}.{buffer}".lstrip(".") for name in selected for buffer in BUFFERS]
     setattr(model, _IGNORED_BY_DDP, ignored + [name for name in own if name not in ignored])
@@ -165,7 +165,7 @@ def _is_linear(module: nn.Module) -> bool:
 
 
 def _warn_about_coverage(model: nn.Module, selected: dict[str, Any]) -> None:
-    """Warn where nothing, or less than half of what layers= did not leave out, is converted."""
+    """Warn if less than half of the matmul parameters that layers= did not skip are converted."""
     others = {name: each for name, each in uncovered(model).items() if each.reason != _NOT_SELECTED}
     covered = sum(linear.weight.numel() for linear in selected.values())
     total = covered + sum(each.parameters for each in others.values())
@@ -199,7 +199,7 @@ def uncovered(model: nn.Module) -> dict[str, Uncovered]:
 
     Covers subclasses of ``nn.Linear``, quantized weights, ``nn.MultiheadAttention``, recurrent layers, copies of
     ``Conv1D``, and modules with parameters of their own such as experts (3-D) and routers. Embeddings, norms and
-    convolutions are no linear layers and are left out.
+    convolutions are not listed.
     """
     found: dict[str, Uncovered] = {}
     inside: set[nn.Module] = set()
@@ -225,7 +225,7 @@ def _subclass_weight(linear: Any) -> str | None:
 
 
 def _sharded_already(model: nn.Module) -> dict[str, str]:
-    """Return the layers that ``fully_shard`` has given a class of its own before they were converted."""
+    """Return the layers that ``fully_shard`` was applied to before the conversion, which gave them a new class."""
     return {
         name: "sharded already: kp.fp8.convert comes before fully_shard"
         for name, module in model.named_modules()
@@ -247,7 +247,7 @@ def by_reason(reasons: dict[str, str], most: int | None = None) -> list[str]:
 
 
 def group_names(names: Iterable[str]) -> list[str]:
-    """Abbreviate names that differ in layer indices alone.
+    """Abbreviate names that differ only in layer indices.
 
     Example:
         >>> group_names(["h.0.up", "h.1.up", "h.2.up", "head"])
@@ -283,19 +283,19 @@ def _range(numbers: list[int]) -> str:
 
 
 def _class(module: nn.Module) -> type:
-    """The class of a module, without the one that ``fully_shard`` derives from it."""
+    """Return the class of a module before ``fully_shard``, which derives a class from it."""
     kind = type(module)
     return kind.__bases__[-1] if kind.__module__.startswith("torch.distributed.") else kind
 
 
 def _weight_elements(module: nn.Module) -> int:
-    """Elements of the weights with two dimensions and more; lazy ones have no shape yet."""
+    """Return the number of elements of a module's weights with at least two dimensions, without lazy ones."""
     own = module.parameters(recurse=isinstance(module, nn.MultiheadAttention) or is_parametrized(module))
     return sum(p.numel() for p in own if not nn.parameter.is_lazy(p) and p.dim() > 1)
 
 
 def _reason(module: nn.Module) -> str | None:
-    """Why a module that multiplies by a weight is not converted; None for all other modules."""
+    """Return why a module that multiplies by a weight is not converted; None for all other modules."""
     kind = _class(module)
     name = kind.__name__
     if isinstance(module, Float8Linear):

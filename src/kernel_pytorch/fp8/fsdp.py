@@ -29,7 +29,7 @@ _KEEP_SHARDED = {
     _aten.as_strided.default, _aten.slice.Tensor, _aten.split.Tensor, _aten.new_zeros.default,
     _aten._pin_memory.default,
 }  # fmt: skip
-"""Operators that FSDP2 shards, pads and moves parameters with; all others see and return plain tensors."""
+"""Operators with which FSDP2 shards, pads and moves parameters. All others take and return plain tensors."""
 _KEEP_GATHERED = {_aten.detach.default, _aten.alias.default}
 _SHAPE_ONLY = {
     _aten.empty_like.default, _aten.zeros_like.default, _aten.ones_like.default, _aten.new_empty.default,
@@ -93,7 +93,7 @@ class ShardedWeight(torch.Tensor):
                 f"with tensorwise weight scaling"
             )
         shard = self.tensor.detach().to(mp_policy.param_dtype or self.dtype)
-        # Every rank takes part in every call: whether a weight has changed is not known alike on all of them.
+        # The amax is reduced in every call: a rank cannot tell whether the weight has changed on all of them.
         amax = amax_of_part(shard)
         if mesh.size() > 1:
             dist.all_reduce(amax, dist.ReduceOp.MAX, mesh.get_group())
@@ -104,7 +104,7 @@ class ShardedWeight(torch.Tensor):
         if shard.shape[1] == outer_size[1]:  # FSDP2 pads shards of rows to the size of the first
             missing = -(-outer_size[0] // mesh.size()) - shard.shape[0]
             sent = nn.functional.pad(sent, (0, 0, 0, missing)) if missing else sent
-        # All ranks have computed the same scale: it need not be gathered.
+        # All ranks have computed the same scale, so it is not gathered.
         return (sent,), (inverses_from(amax.reshape(1), number_format, power_of_two)[0], number_format, outer_size)
 
     @torch.no_grad()
@@ -117,7 +117,7 @@ class ShardedWeight(torch.Tensor):
         out: Any = None,
     ) -> tuple[torch.Tensor, list[torch.Tensor]] | None:
         inverse, number_format, (n, k) = metadata
-        if out is not None:  # its data is the memory that has just been gathered into
+        if out is not None:  # its data is the buffer that was just gathered into
             with preserve_version(out.inverse_scale):  # as FSDP2 does for the data
                 out.inverse_scale.copy_(inverse)
             return None
@@ -126,13 +126,13 @@ class ShardedWeight(torch.Tensor):
 
 
 class GatheredWeight(torch.Tensor):
-    """(N, K), the unsharded weight of a layer while FSDP2 has it gathered: FP8 data and its inverse scale.
+    """(N, K), the unsharded weight of a layer between all-gather and reshard: FP8 data and its inverse scale.
 
-    To autograd it is a leaf with the weight's shape and dtype. Other operators than the layer's raise an error.
+    To autograd it is a leaf with the weight's shape and dtype. Operators other than the layer's raise an error.
     """
 
     data_fp8: torch.Tensor
-    """(N, K) in an FP8 dtype: memory of FSDP2, freed and filled again by it."""
+    """(N, K) in an FP8 dtype. FSDP2 owns the memory, frees it and fills it again."""
     inverse_scale: torch.Tensor
     """float32 scalar."""
 
@@ -145,8 +145,8 @@ class GatheredWeight(torch.Tensor):
         return made
 
     def cast(self) -> ScaledTensor:
-        """Return the quantized weight. The data stands in for its transpose, which the backward makes itself:
-        FSDP2 frees the data between forward and backward."""
+        """Return the quantized weight, with the data in place of its transpose: FSDP2 frees the data between forward
+        and backward, so the backward transposes it."""
         return ScaledTensor(self.data_fp8, self.data_fp8, self.inverse_scale, self.inverse_scale)
 
     def dequantize(self) -> torch.Tensor:
@@ -164,7 +164,7 @@ class GatheredWeight(torch.Tensor):
         return GatheredWeight(inner["data_fp8"], inner["inverse_scale"], dtype)
 
     def _stable_hash_for_caching(self) -> str:
-        # The key of torch.compile's cache.
+        # Part of the key of torch.compile's cache.
         inner = [(each.dtype, [*each.shape], each.stride()) for each in (self.data_fp8, self.inverse_scale)]
         return f"GatheredWeight {self.device} {self.dtype} {self.requires_grad} {inner}"
 
@@ -234,7 +234,7 @@ def unwrap(layer: Any) -> None:
 
 
 def restore(layer: Any) -> None:
-    """Wrap a sharded weight again that loading with assign=True, or ``_apply``, has replaced by a plain tensor."""
+    """Wrap a sharded weight again after loading with assign=True or ``_apply`` replaced it by a plain tensor."""
     if layer.fp8_gather is not True:
         return
     weight = layer._parameters.get("weight")
@@ -246,7 +246,7 @@ def restore(layer: Any) -> None:
 
 
 def plain_weight(weight: Any) -> Any:
-    """Return a weight of a state dict without the wrapper; it shares the memory."""
+    """Return a weight of a state dict without the wrapper, sharing its memory."""
     if isinstance(weight, ShardedWeight):
         return weight.tensor
     local = getattr(weight, "_local_tensor", None)

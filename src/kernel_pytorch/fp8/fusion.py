@@ -1,8 +1,8 @@
 """Find the SwiGLU and RMSNorm modules of a converted model, and run them fused with quantization.
 
-A module is matched by what it computes, not by its name: it must agree with the formula on small random inputs. A
-SwiGLU has three converted layers and no other parameters; an RMSNorm has a weight or none. If another attribute of a
-fused module changes later, its own forward runs.
+A module is matched by its results, not by its name: they must equal the formula's on small random inputs. A SwiGLU
+has three converted layers and no other parameters. An RMSNorm has a weight or no parameters. If another attribute of
+a fused module changes later, its own forward runs.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from kernel_pytorch.ops.rms_norm.definition import RMS_NORM
 __all__ = ["fuse_norms", "fuse_swiglus", "fused_in", "norms_in", "unfuse_norms", "unfuse_swiglus"]
 
 _MARK = "_fp8_swiglu"
-"""The attribute of a fused SwiGLU: the names of its gate, up and down layers."""
+"""The attribute of a fused SwiGLU with the names of its gate, up and down layers."""
 _CASTER = "_fp8_norm"
-"""The attribute of a fused norm, a ``CastingNorm``."""
+"""The attribute of a fused norm with its ``CastingNorm``."""
 _TENSORS = (torch.Tensor, nn.Parameter)
 
 
@@ -38,15 +38,14 @@ _TENSORS = (torch.Tensor, nn.Parameter)
 
 
 _SETTINGS = "_fp8_settings"
-"""The attribute of a module that is fused."""
+"""The attribute of a fused module with its settings when it was matched, see ``_module_settings``."""
 _PLAIN = (bool, int, float, str, type(None))
 
 
 def _module_settings(module: nn.Module, *apart: str) -> list[tuple[nn.Module, str, Any]]:
-    """Numbers, texts, flags and children of a module and of its parts, but for its linear layers.
+    """Return (module, name, value) of the plain attributes and children of a module and its submodules.
 
-    Args:
-        apart: attributes that whoever runs the module reads himself.
+    Linear layers, ``training`` and the names in ``apart``, which the fused forward reads itself, are left out.
     """
     found: list[tuple[nn.Module, str, Any]] = []
     for part in module.modules():
@@ -59,7 +58,7 @@ def _module_settings(module: nn.Module, *apart: str) -> list[tuple[nn.Module, st
 
 
 def _unchanged(settings: list[tuple[nn.Module, str, Any]]) -> bool:
-    """Whether all of them are what they were. Read so that torch.compile looks at them before each call."""
+    """Return whether no setting has changed. Uses getattr, so that torch.compile guards on each."""
     for part, name, value in settings:
         now = getattr(part, name, settings)
         if now is not value and (isinstance(value, nn.Module) or now != value):
@@ -71,7 +70,7 @@ def _unchanged(settings: list[tuple[nn.Module, str, Any]]) -> bool:
 
 
 def fuse_swiglus(model: nn.Module) -> list[str]:
-    """Give every module that computes a SwiGLU of three converted layers the fused forward; their names."""
+    """Set the fused forward on every module that computes a SwiGLU of three converted layers; return their names."""
     found = []
     for name, module in model.named_modules():
         roles = _roles(module)
@@ -84,7 +83,7 @@ def fuse_swiglus(model: nn.Module) -> list[str]:
 
 
 def unfuse_swiglus(model: nn.Module) -> None:
-    """Give the modules their own forward back."""
+    """Undo ``fuse_swiglus``."""
     for module in model.modules():
         if hasattr(module, _MARK):
             delattr(module, _MARK)
@@ -93,7 +92,7 @@ def unfuse_swiglus(model: nn.Module) -> None:
 
 
 def fused_in(model: nn.Module) -> dict[str, str]:
-    """The names of the layers inside modules that run fused, each with the name of its module."""
+    """Map the names of the layers inside fused SwiGLU modules to the names of the modules."""
     return {
         f"{name}.{role}".lstrip("."): name
         for name, module in model.named_modules()
@@ -103,7 +102,7 @@ def fused_in(model: nn.Module) -> dict[str, str]:
 
 
 def _roles(module: nn.Module) -> tuple[str, str, str] | None:
-    """The names of the gate, up and down layers of a module that computes a SwiGLU; None for any other module."""
+    """Return the names of the gate, up and down layers if the module computes a SwiGLU, else None."""
     linears = {name: child for name, child in module.named_children() if isinstance(child, Float8Linear)}
     learnt = [name for name, _ in module.named_parameters()]
     if sorted(learnt) != sorted(f"{name}.weight" for name in linears) or len(linears) != 3:
@@ -120,7 +119,7 @@ def _roles(module: nn.Module) -> tuple[str, str, str] | None:
 
 
 def _computes_swiglu(module: nn.Module, gate: str, up: str, down: str) -> bool:
-    """Whether the module gives the formula's result, in training and outside, for small and for large elements."""
+    """Return whether the module equals the formula in training and eval mode, for small and large elements."""
     modes = {child: child.training for child in module.modules()}
     layers: list[Any] = [getattr(module, name) for name in (gate, up, down)]
     before = [layer.fp8_fallback for layer in layers]
@@ -132,7 +131,7 @@ def _computes_swiglu(module: nn.Module, gate: str, up: str, down: str) -> bool:
             for training in (True, False)
             for size, rows in ((1.0, 3), (300.0, 3), (1.0, 300))
         )
-    except Exception:  # whatever it needs that is not there, it is no SwiGLU
+    except Exception:  # a forward that cannot run on these inputs is not a SwiGLU
         return False
     finally:
         for layer, reason in zip(layers, before, strict=True):
@@ -156,7 +155,7 @@ def _agrees_swiglu(module: nn.Module, gate: str, up: str, down: str, size: float
 
 
 def _run_swiglu(module: Any, *others: Any, **named: Any) -> Any:
-    """The forward of a fused module: the fused function where the three layers agree on how, else its own."""
+    """Run the fused function if the three layers use the same recipe for this call, else the module's own forward."""
     given = (*others, *named.values())
     x = given[0] if len(given) == 1 else None
     if isinstance(x, torch.Tensor):
@@ -173,8 +172,8 @@ def _run_swiglu(module: Any, *others: Any, **named: Any) -> Any:
 
 def _common_recipe(layers: list[Any], x: torch.Tensor) -> Recipe | None:
     if x.dtype not in NAMES or not all(isinstance(layer, Float8Linear) for layer in layers):
-        return None  # the layers have an error for a format that cannot be cast
-    # A hook on a layer (of FSDP2, or a user's) wants the layer to be called.
+        return None  # the layers raise the error for a dtype that cannot be quantized
+    # Hooks on a layer (FSDP2's or a user's) run only if the layer itself is called.
     hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
     if any(getattr(layer, kind) for layer in layers for kind in hooks):
         return None
@@ -183,7 +182,7 @@ def _common_recipe(layers: list[Any], x: torch.Tensor) -> Recipe | None:
         return None
     if first.high_precision or second.high_precision or third.high_precision:
         return None
-    # Compared by their texts, for torch 2.11 cannot compile the comparison of two recipes.
+    # Compare the texts: torch 2.11 cannot compile the comparison of two dataclasses.
     gate, up, down = layers
     same = gate.fp8_text == up.fp8_text == down.fp8_text and first.delayed == second.delayed == third.delayed
     whole = first.input == first.weight == first.gradient == "tensor"
@@ -194,7 +193,7 @@ def _common_recipe(layers: list[Any], x: torch.Tensor) -> Recipe | None:
 
 
 def fuse_norms(model: nn.Module, recipe: Recipe, auto: bool) -> list[str]:
-    """Give every RMSNorm that may stand before a converted layer the fused forward; their names."""
+    """Set the fused forward on every RMSNorm that may feed a converted layer; return their names."""
     if recipe.input != "tensor" or "y" in recipe.high_precision:
         return []
     widths = {layer.in_features for layer in model.modules() if isinstance(layer, Float8Linear)}
@@ -202,7 +201,7 @@ def fuse_norms(model: nn.Module, recipe: Recipe, auto: bool) -> list[str]:
     for name, module in model.named_modules():
         if "forward" in module.__dict__:
             continue
-        # Only a history has a scale before all of a norm is there, and auto leaves norms as they are at first.
+        # Only delayed scaling has a scale before the whole output is computed, and auto starts with unfused norms.
         caster = _caster(module, auto, recipe.delayed and not auto)
         if caster is not None and caster.width in widths:
             setattr(module, _SETTINGS, _module_settings(module, caster.eps))
@@ -213,7 +212,7 @@ def fuse_norms(model: nn.Module, recipe: Recipe, auto: bool) -> list[str]:
 
 
 def unfuse_norms(model: nn.Module) -> None:
-    """Give the modules their own forward back."""
+    """Undo ``fuse_norms``."""
     for module in model.modules():
         if hasattr(module, _CASTER):
             delattr(module, _CASTER)
@@ -222,14 +221,14 @@ def unfuse_norms(model: nn.Module) -> None:
 
 
 def norms_in(model: nn.Module) -> dict[str, nn.Module | None]:
-    """The names of the fused norms, each with the layer that it casts for, or None."""
+    """Map the names of the fused norms to the layer that each quantizes for, or None."""
     return {
         name: getattr(module, _CASTER).layer() for name, module in model.named_modules() if hasattr(module, _CASTER)
     }
 
 
 def _caster(module: nn.Module, auto: bool, traced: bool) -> CastingNorm | None:
-    """How a module computes that is an RMSNorm; None for any other."""
+    """Return the ``CastingNorm`` of a module that computes an RMSNorm, None for any other module."""
     if type(module) is nn.RMSNorm:
         one = len(module.normalized_shape) == 1
         return CastingNorm(module.normalized_shape[0], "eps", True, auto, traced) if one else None
@@ -246,13 +245,13 @@ def _caster(module: nn.Module, auto: bool, traced: bool) -> CastingNorm | None:
 
 
 def _computes_norm(module: nn.Module, width: int, eps: float) -> bool:
-    """Whether the module gives the formula's result, in training and outside, for elements of all magnitudes."""
+    """Return whether the module equals the formula in training and eval mode, for elements of all magnitudes."""
     training = module.training
     try:
-        # Of the size of sqrt(eps), every other eps gives something else.
+        # Elements near sqrt(eps) tell a different eps apart.
         sizes = (1.0, 300.0, math.sqrt(eps))
         return all(_agrees_norm(module.train(mode), width, eps, size) for mode in (True, False) for size in sizes)
-    except Exception:  # whatever it needs that is not there, it is no RMSNorm
+    except Exception:  # a forward that cannot run on these inputs is not an RMSNorm
         return False
     finally:
         module.train(training)
@@ -271,7 +270,7 @@ def _agrees_norm(module: nn.Module, width: int, eps: float, size: float) -> bool
 
 @lru_cache
 def _default_eps(dtype: torch.dtype) -> float:
-    """The eps of an ``nn.RMSNorm`` that has none: of the dtype, or of the float32 that it computes in."""
+    """Return the eps of an ``nn.RMSNorm`` with eps=None: of the input dtype or of float32, depending on torch."""
     x = torch.full((1, 1), 2.0**-12, dtype=dtype)
     found = float(nn.functional.rms_norm(x, (1,)))
     known = {torch.finfo(kind).eps: 0.0 for kind in (torch.float32, dtype)}
@@ -280,12 +279,12 @@ def _default_eps(dtype: torch.dtype) -> float:
 
 @constant_in_graph
 def _constant_default_eps(dtype: torch.dtype) -> float:
-    """The same, which a compiler does not look into."""
+    """``_default_eps`` as a constant of torch.compile's graph."""
     return _default_eps(dtype)
 
 
 def _run_norm(module: Any, *others: Any, **named: Any) -> Any:
-    """The forward of a fused norm: by our op where that is the same function, else its own."""
+    """Run ``fp8_rms_norm`` if it computes the same function, else the module's own forward."""
     if torch.compiler.is_compiling():
         return _traced_norm(module, *others, **named)
     caster: CastingNorm = getattr(module, _CASTER)
@@ -318,7 +317,7 @@ def _run_norm(module: Any, *others: Any, **named: Any) -> Any:
 
 
 def _traced_norm(module: Any, *others: Any, **named: Any) -> Any:
-    """Inside torch.compile: ``traced_norm``, where it is the same function and the layers behind it could gain."""
+    """Run ``traced_rms_norm`` under torch.compile if it computes the same function and FP8 may be faster."""
     caster: CastingNorm = getattr(module, _CASTER)
     given, weight = (*others, *named.values()), module.weight
     known = len(given) == 1 and caster.traced and _unchanged(getattr(module, _SETTINGS))
@@ -331,15 +330,15 @@ def _traced_norm(module: Any, *others: Any, **named: Any) -> Any:
 
 
 def _takes(caster: CastingNorm, x: Any, weight: torch.Tensor | None) -> bool:
-    """Whether our op computes what the module would."""
+    """Return whether ``fp8_rms_norm`` computes the module's result for this call."""
     if not _is_the_norm_of(caster, x, weight):
         return False
-    # What transforms functions must see torch's own operators.
+    # torch.func transforms need torch's own operators.
     return not transform_active() and not forward_ad_active()
 
 
 def _is_the_norm_of(caster: CastingNorm, x: Any, weight: torch.Tensor | None) -> bool:
-    """Whether the module computes what the formula gives in x's dtype."""
+    """Return whether the module computes the formula's result in x's dtype."""
     if type(x) not in _TENSORS or x.dtype not in NAMES or x.ndim == 0 or x.shape[-1] != caster.width or x.is_meta:
         return False
     if weight is not None:
@@ -348,5 +347,5 @@ def _is_the_norm_of(caster: CastingNorm, x: Any, weight: torch.Tensor | None) ->
         rounds = caster.rounds_to_input and weight.dtype == torch.float32
         if weight.dtype != x.dtype and not rounds:
             return False
-    # Autocast may let a norm of 16 bits give 32.
+    # Under autocast a norm of a 16-bit input may return float32.
     return bool(x.dtype == torch.float32 or not torch.is_autocast_enabled(x.device.type))

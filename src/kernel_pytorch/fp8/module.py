@@ -58,7 +58,7 @@ _CACHES: Mapping[str, Callable[[], Any]] = {
 }
 """Per-instance caches and their initial values. Dropped by copy and pickle."""
 _SET = ("fp8_text", "fp8_auto", "fp8_alone", "fp8_fallback", "fp8_gather")
-"""Attributes that ``made_from`` sets besides."""
+"""Further attributes that ``made_from`` sets."""
 
 
 def _new_buffers(device: torch.device) -> dict[str, torch.Tensor]:
@@ -111,7 +111,7 @@ class WeightCache:
 
 
 class _CallKind(NamedTuple):
-    """What decides how a call is computed."""
+    """The key of ``_calls``: everything that decides how a call is computed."""
 
     own: bool
     """Whether x is the layer's own input, not that of the SwiGLU around it."""
@@ -148,11 +148,11 @@ class Float8Linear(nn.Linear):
     weight_cache: WeightCache | None
     """Set inside ``kp.fp8.accumulate``."""
     _plain_numel: dict[Any, int]
-    """Inputs of at most so many elements do not gain by FP8, by ``_kind``."""
+    """By ``_kind``: inputs of at most this many elements are not faster in FP8."""
     _plain_up_to: int
-    """The same for calls that need every gradient, if the weight is 16-bit: one comparison."""
+    """``_plain_numel`` for calls that need every gradient, if the weight is 16-bit: read without a dict lookup."""
     _narrow: bool
-    """Whether the weight is 16-bit, so that autocast makes little difference to what was measured."""
+    """Whether the weight is 16-bit, so that a measurement holds with and without autocast."""
     _calls: dict[_CallKind, tuple[Recipe, GemmSpec] | None]
 
     _plain: Callable[..., torch.Tensor] = staticmethod(functional.linear)
@@ -248,13 +248,13 @@ class Float8Linear(nn.Linear):
                 self._calls.clear()
             found = self._new_call_for(x, own)
             if self.fp8_auto and (jit_tracing() or not can_measure(kind)):
-                return found  # sizes are no numbers, or nothing is known of their calls
+                return found  # sizes are symbolic, or the call could not be measured: do not cache
             if self._narrow != (weight.itemsize < 4):
                 self._clear_caches()
             self._calls[key] = found
             recording = weight.requires_grad and is_grad_enabled()
             if found is None and self.fp8_auto and own and recording and kind != "meta":
-                # Fewer rows gain even less.
+                # Fewer rows are not faster in FP8 either.
                 same = self._kind(x)
                 self._plain_numel[same] = max(self._plain_numel.get(same, -1), x.numel())
                 if self._narrow:
@@ -282,41 +282,41 @@ class Float8Linear(nn.Linear):
         return recipe, GemmSpec(*gemms)
 
     def fp8_gains_nothing(self, x: torch.Tensor) -> bool:
-        """Return whether auto is known to leave such a call in the layer's dtype."""
+        """Return whether ``auto`` has measured that such a call is not faster in FP8."""
         numel = x.numel()
         return numel <= self._plain_up_to or numel <= self._plain_for(x)
 
     def _plain_for(self, x: torch.Tensor) -> int:
-        """Return up to how many elements inputs such as x are known not to gain; -1 if unknown."""
+        """Return the largest number of elements for which inputs such as x are not faster in FP8; -1 if unknown."""
         known = self._plain_numel
         return known.get(self._kind(x), -1) if known else -1
 
     def _kind(self, x: torch.Tensor) -> Any:
-        """Return what decides whether a call gains, besides its rows."""
+        """Return the key of ``_plain_numel``: all that decides whether FP8 is faster, except the rows."""
         recorded = x.requires_grad or not is_grad_enabled()
         return recorded if self._narrow else (compute_dtype(x), recorded)
 
     def fp8_last_call(self) -> tuple[torch.Size | None, tuple[Recipe, GemmSpec] | None]:
-        """Return the input shape of the last new kind of eager call, and how it is computed."""
+        """Return the input shape, recipe and spec of the last new kind of eager call."""
         return next(((key.shape, call) for key, call in reversed(self._calls.items()) if key.own), (None, None))
 
     def fp8_measured(self) -> tuple[Measured, ...]:
-        """Return what auto has measured for this layer in training, in the order of rows."""
+        """Return the measurements of ``auto`` for this layer in training, by ascending rows."""
         recording = {key.x_requires_grad for key in self._calls if key.grad_enabled}
         needs_dx = (True, False) if len(recording) != 1 else (*recording,)
         found = (measured_for(self.matrix(), self.bias is not None, self.fp8_recipe, each) for each in needs_dx)
         return next(filter(None, found), ())
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if not is_dynamo_compiling():  # a graph must not depend on what follows
-            # ``fp8_gains_nothing`` inlined, and past nn.Module.__getattr__, which takes longer than the check: a
-            # layer that auto leaves alone must not be slower than nn.Linear. Symbolic sizes are not compared.
+        if not is_dynamo_compiling():  # a graph must not depend on measurements of eager calls
+            # ``fp8_gains_nothing`` inlined, and without nn.Module.__getattr__, which takes longer than the check: a
+            # layer that auto leaves in bf16 must not be slower than nn.Linear. Symbolic sizes are not compared.
             numel = x.numel()
             if type(numel) is int and (numel <= self._plain_up_to or numel <= self._plain_for(x)):
                 own: Any = self._parameters
                 try:
                     weight, bias = own["weight"], own["bias"]
-                except KeyError:  # one that torch works out of others
+                except KeyError:  # a parametrized weight
                     weight, bias = self.weight, self.bias
                 return self._plain(x, weight, bias)
         call = self._call_for(x, True)
@@ -377,7 +377,7 @@ class Float8Linear(nn.Linear):
             before = kept[name]
             assert before is not None
             self._buffers[name] = fresh if before.is_meta or device.type == "meta" else before.to(device)
-        self._clear_caches()  # on another device, or in another format, other calls gain
+        self._clear_caches()  # measurements of another device or dtype do not apply
         return self
 
     def __getstate__(self) -> dict[str, Any]:
@@ -387,7 +387,7 @@ class Float8Linear(nn.Linear):
         super().__setstate__({name: nothing() for name, nothing in _CACHES.items()} | state)  # type: ignore[no-untyped-call]
 
     def __prepare_scriptable__(self) -> NoReturn:
-        # What torch.jit.script asks a module first.
+        # torch.jit.script calls this first.
         refuse("torch.jit.script", "use torch.compile")
 
     # Checkpoints.
@@ -401,7 +401,7 @@ class Float8Linear(nn.Linear):
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
         super()._load_from_state_dict(state_dict, prefix, *rest)
         restore(self)
-        self._clear_caches()  # the weight may be another, of another format
+        self._clear_caches()  # the weight may have another dtype
         if self.fp8_history.is_meta and not self.weight.is_meta:  # assigned to a model without buffers
             self._buffers.update(_new_buffers(self.weight.device))
         if prefix + "weight" in state_dict:  # the histories of another weight do not apply
@@ -410,12 +410,12 @@ class Float8Linear(nn.Linear):
     def extra_repr(self) -> str:
         gemms = "auto" if self.fp8_auto else ", ".join(self.fp8_recipe.low_precision)
         if self.fp8_fallback is not None:
-            gemms = "fell back to its own precision"
+            gemms = f"fell back to {str(self.weight.dtype).removeprefix('torch.')}"
         return f"{super().extra_repr()}, fp8={self.fp8_recipe} ({gemms})"
 
 
 def _conv1d(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-    """What ``Conv1D`` computes; weight is (K, N)."""
+    """Compute a ``Conv1D``; weight is (K, N)."""
     return torch.addmm(bias, x.reshape(-1, x.shape[-1]), weight).view(*x.shape[:-1], weight.shape[1])
 
 

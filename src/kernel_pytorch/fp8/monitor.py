@@ -168,7 +168,7 @@ _hook: Any = None
 def watch(model: nn.Module, interval: int) -> Monitor:
     """Monitor a model until it is reverted or deleted."""
     global _hook
-    weakref.finalize(model, _release)  # before the dictionary's own reference: callbacks run last to first
+    weakref.finalize(model, _release)  # before _monitors' own weak reference: callbacks run last to first
     monitor = _monitors[model] = Monitor(model, interval)
     if _hook is None:
         _hook = register_optimizer_step_post_hook(_after_optimizer_step)

@@ -63,7 +63,7 @@ __all__ = [
     "traced_quantize",
 ]
 
-# Functions that Dynamo puts into its graph. It takes tensors, texts and numbers as arguments, and no records.
+# Functions that Dynamo puts into its graph. Arguments are tensors, strings and numbers; NamedTuples are flattened.
 
 
 @constant_in_graph
@@ -83,10 +83,10 @@ def _revision() -> str:
 
 
 def skip_version_check(*mutated: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-    """Let torch.compile save tensors that an operator mutates: the backward reads them as they are then.
+    """Let torch.compile save tensors that an operator mutates; the backward reads their values at that time.
 
-    AOTAutograd does so for tensors that a traced ``autograd.Function`` keeps on its context, and otherwise takes
-    saved tensors to be unchanged.
+    AOTAutograd allows this for tensors that are attributes of a traced ``autograd.Function``'s context. It assumes
+    that all other saved tensors do not change.
     """
     for tensor in mutated:
         for proxy in () if tensor is None else proxies_of(tensor):
@@ -95,7 +95,7 @@ def skip_version_check(*mutated: torch.Tensor | None) -> tuple[torch.Tensor | No
 
 
 def unflatten(values: tuple[Any, ...], *records: Any) -> list[Any]:
-    """Rebuild NamedTuples from their values in a row."""
+    """Rebuild NamedTuples from their concatenated values."""
     found = []
     for record in records:
         count = len(record._fields)
@@ -116,9 +116,9 @@ def linear_in_graph(
     """Compute a linear layer without its bias.
 
     Args:
-        gathered_data: the weight as FSDP2 has gathered it in FP8, or None.
+        gathered_data: the FP8 data of the weight if FSDP2 has gathered it, or None.
         gathered_inverse: its inverse scale, or None.
-        values: those of ``Buffers`` and ``GemmSpec``.
+        values: the fields of ``Buffers``, then those of ``GemmSpec``.
     """
     return traced_linear(
         x, weight, _gathered(gathered_data, gathered_inverse), *unflatten(values, Buffers, GemmSpec)
@@ -131,7 +131,7 @@ def _gathered(data: torch.Tensor | None, inverse: torch.Tensor | None) -> Scaled
 
 @torch.compiler.allow_in_graph  # type: ignore[untyped-decorator]
 def rms_norm_in_graph(_: str, x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
-    """RMSNorm over the last dimension, from which a layer behind may quantize its input."""
+    """RMSNorm over the last dimension, tagged with its inputs so that the next layer can quantize from them."""
     return traced_rms_norm(x, weight, eps)
 
 
@@ -141,8 +141,8 @@ def swiglu_in_graph(_: str, x: torch.Tensor, *values: Any) -> torch.Tensor:
 
     Args:
         x: (..., K).
-        values: the weights of gate, up and down; their data and inverse scales where FSDP2 has gathered them in FP8,
-            else None; then the values of three ``Buffers``, of ``MLPSpec`` and of ``Needs``.
+        values: the weights of gate, up and down; their FP8 data and inverse scales if FSDP2 has gathered them, else
+            None; then the fields of three ``Buffers``, of ``MLPSpec`` and of ``Needs``.
     """
     weights, gathered, rest = values[:3], values[3:9], values[9:]
     *buffers, spec, needs = unflatten(rest, Buffers, Buffers, Buffers, MLPSpec, Needs)
@@ -150,7 +150,7 @@ def swiglu_in_graph(_: str, x: torch.Tensor, *values: Any) -> torch.Tensor:
     return traced_swiglu(x, weights, quantized, MLPBuffers(*buffers), spec, needs)
 
 
-# Custom operators. A schema has no records: a spec is its text in JSON.
+# Custom operators. A schema has no NamedTuples, so a spec is passed as JSON.
 
 
 Spec = TypeVar("Spec", QuantizeSpec, GemmSpec, MLPSpec)
@@ -182,7 +182,7 @@ def _quantize(
     x_RC: torch.Tensor, spec: str, counts: torch.Tensor | None, row: int, history: torch.Tensor | None
 ) -> tuple[torch.Tensor, ...]:
     found = quantize(x_RC, _decoded(spec, QuantizeSpec), counts, row, history)
-    # Results of an operator must not share memory.
+    # The results of a custom operator must not alias.
     inverse_t = found.inverse.new_empty(0) if found.inverse_t is found.inverse else found.inverse_t
     return found.data, found.data_t, found.inverse, inverse_t
 
@@ -211,7 +211,7 @@ def traced_quantize(
     row: int,
     history: torch.Tensor | None = None,
 ) -> ScaledTensor:
-    """``quantize`` as one operator of the graph, whose counts and history the backward may read later."""
+    """``quantize`` as one operator of the graph; the backward may read its counts and history later."""
     skip_version_check(counts, history)
     data, data_t, inverse, inverse_t = _quantize_op(x_RC, _encoded(spec), counts, row, history)
     shared = spec.transposed and spec.granularity == "tensor"
@@ -229,12 +229,12 @@ def linear_forward(
     """Quantize both operands and multiply them, as one operator.
 
     Args:
-        x: the quantized x, if another layer has made it.
-        norm: what x is the RMSNorm of, to quantize from.
+        x: the quantized x, if another layer has quantized it.
+        norm: the inputs of the RMSNorm that computed x, to quantize from.
 
     Returns:
-        y, the tensors that ``linear_backward`` reads, and what this call has made of x: data, inverse, data_t and,
-        unless scaling is tensorwise, inverse_t.
+        y, the tensors that ``linear_backward`` reads, and the quantized x: data, inverse, data_t and, unless scaling
+        is tensorwise, inverse_t.
     """
     spec = _encoded(gemms)
     if x is not None:
@@ -337,7 +337,7 @@ def _linear_backward(
     counts: torch.Tensor | None,
     history: torch.Tensor | None,
 ) -> tuple[torch.Tensor, ...]:
-    """Return dx and dweight, in dy's dtype."""
+    """Return dx and dweight in dy's dtype."""
     gemms, name = _decoded(spec, GemmSpec), NAMES[dy_MN.dtype]
     dy = quantize(dy_MN, gemms.gradient_spec, counts, INPUT, history)
     dx = scaled_matmul(dy.data, weight_data_t, dy.inverse, weight_inverse_t, name, gemms.dx_sums, dy.direct)
@@ -401,7 +401,7 @@ def _swiglu_forward(
     rstd: torch.Tensor | None,
     norm_weight: torch.Tensor | None,
 ) -> tuple[torch.Tensor, ...]:
-    """Return y of x, or of its norm, and what the backward reads."""
+    """Return y of x, or of its norm, and the tensors that the backward reads."""
     buffers = MLPBuffers(Buffers(gate_counts, x_history), Buffers(up_counts), Buffers(down_counts, h_history))
     mlp = _decoded(spec, MLPSpec)
     x_spec = QuantizeSpec(mlp.forward_format, "tensor", True, mlp.power_of_two)
@@ -462,7 +462,7 @@ def _swiglu_hidden_fake(
 
 
 def _without_gate_and_up(others: list[torch.Tensor]) -> Saved:
-    """Return ``Saved`` with the first two replaced, so that nothing keeps gate and up alive."""
+    """Return ``Saved`` with empty tensors in place of gate and up, whose memory can then be freed."""
     return Saved(others[0], others[0], *others)
 
 

@@ -49,13 +49,13 @@ class ScaledTensor(NamedTuple):
     data: torch.Tensor
     """(rows, columns), contiguous."""
     data_t: torch.Tensor
-    """(columns, rows), contiguous; (0, 0) if not requested; ``data`` itself if the backward is to transpose it."""
+    """(columns, rows), contiguous; (0, 0) if not requested; ``data`` itself if the backward transposes it."""
     inverse: torch.Tensor
     """float32, one over the scales of ``data``, shaped for ``torch._scaled_mm``."""
     inverse_t: torch.Tensor
     """The same for ``data_t``; ``inverse`` itself with tensorwise scaling."""
     direct: bool = False
-    """Whether a prepared kernel made it: nothing watches this call, so its matmuls may be prepared too."""
+    """Whether a prepared kernel quantized it: no mode or transform is active, so its GEMMs may use one too."""
 
 
 class QuantizeSpec(NamedTuple):
@@ -131,15 +131,15 @@ def quantize_norm(
 
 
 def weight_spec(number_format: str, granularity: str, transposed: bool, power_of_two: bool) -> QuantizeSpec:
-    """Return how a weight is quantized: as the recipe says, but for ``weight_power_of_two``."""
+    """Return how a weight is quantized: as the recipe says, except for ``weight_power_of_two``."""
     return QuantizeSpec(number_format, granularity, transposed, weight_power_of_two(granularity, power_of_two))
 
 
 def weight_power_of_two(granularity: str, power_of_two: bool) -> bool:
     """Return whether a weight's scales are powers of two: always with tensorwise scaling.
 
-    The amax of a weight changes little from step to step, and its power of two hardly ever. So the last scale is
-    tried first, and the weight is read once instead of twice.
+    The amax of a weight changes little from step to step, and its power of two rarely. The kernel tries the last
+    scale first, and then reads the weight once instead of twice.
     """
     return power_of_two or granularity == "tensor"
 

@@ -1,4 +1,4 @@
-"""Recipes: which numbers an 8-bit linear layer rounds, to which format, with which scales."""
+"""FP8 training recipes: format, scaling granularity and accumulation of each operand of a linear layer's GEMMs."""
 
 from __future__ import annotations
 
@@ -14,37 +14,37 @@ from kernel_pytorch.ops.fp8_matmul.definition import PAIRS
 __all__ = ["PRODUCTS", "RECIPES", "Recipe", "recipe_named", "recipe_of"]
 
 PRODUCTS = ("y", "dx", "dW")
-"""The three matrix products of a linear layer and its gradients."""
+"""The three GEMMs of a linear layer: output, input gradient, weight gradient."""
 Granularity = Literal["tensor", "row", "block", "square"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """One way to train a linear layer in 8 bits; a value, compared and hashed by what it says.
+    """How a linear layer is trained in FP8. Frozen: compared and hashed by its fields.
 
-    A layer y = x W^T + c with x (M, K), W (N, K) and c (N), and the gradient dy (M, N) that reaches it. Let Q(t) be
-    a matrix t rounded to an 8-bit format and scaled back:
+    The layer is y = x W^T + c with x (M, K), W (N, K) and c (N); dy (M, N) is the gradient of y. Let Q(t) be a matrix
+    t quantized to FP8 and dequantized:
 
-        Q(t) = decode(encode(t * s)) / s      s = the largest scale that keeps the group of a number inside the format
+        Q(t) = decode(encode(t * s)) / s      s = the largest scale with which the group of an element fits the format
 
-    (``fp8_cast`` has the details), where x and W are rounded to e4m3 and dy to ``gradient_format``, with one scale
-    for each group of ``input``, ``weight`` and ``gradient``: the tensor, a row, 128 numbers of a row (``block``), or
-    128 x 128 numbers (``square``). ``power_of_two`` rounds each s down to a power of two; the one scale of a whole
-    weight is one in any case. Then
+    ``fp8_cast`` has the details. x and W are quantized to e4m3 and dy to ``gradient_format``. ``input``, ``weight``
+    and ``gradient`` are the scaling granularities: one scale per tensor (``tensor``), per row (``row``), per 1x128
+    block (``block``) or per 128x128 block (``square``). ``power_of_two`` rounds each s down to a power of two; the
+    scale of a tensorwise weight always is one. Then
 
-        y  = Q(x) Q(W)^T + c                  sums over K
-        dx = Q(dy) Q(W^T)^T                   sums over N
-        dW = Q(dy^T) Q(x^T)^T                 sums over M
+        y  = Q(x) Q(W)^T + c                  reduces over K
+        dx = Q(dy) Q(W^T)^T                   reduces over N
+        dW = Q(dy^T) Q(x^T)^T                 reduces over M
         dc = the sum of dy over M, in float32
 
-    where Q of a transposed matrix has groups along ITS rows. A product named in ``high_precision`` is that of the
-    matrices as they are. y is added up by the matrix units alone (``fast``). With scales of blocks it is as dW always
-    is: sums of 128 products are added up in float32 (``promoted``). dx is added up by ``dx_sums``; see
-    ``fp8_matmul``. GemmSpec of one sign, as tokens that agree have in dW, would lose most by ``fast``.
+    where Q of a transposed matrix has groups along ITS rows. A GEMM named in ``high_precision`` takes the matrices
+    unquantized. y uses ``fast`` accumulation, inside the matrix units, or with block scaling ``promoted``
+    accumulation, where the partial sums of 128 products are added in float32. dW always is ``promoted``: its terms
+    often have one sign, where ``fast`` loses most. ``dx_sums`` sets the accumulation of dx; see ``fp8_matmul``.
 
-    With ``delayed``, the scales of x and dy come from the largest magnitudes of the last 16 steps with a factor 2 of
-    headroom, so that one pass over a tensor is enough; a tensor whose amax exceeds that scale or is far below it is
-    cast again with a scale of its own in the same step. Weights have scales of their own step.
+    With ``delayed``, the scales of x and dy come from the amax of the last 16 steps with a factor 2 of headroom, so
+    one pass over a tensor is enough. A tensor whose amax exceeds the delayed scale or is far below it is requantized
+    with its own amax in the same step. Weights are scaled by their current amax.
 
     Example:
         >>> recipe = RECIPES["tensorwise"]
@@ -57,14 +57,14 @@ class Recipe:
     weight: Granularity
     gradient: Granularity
     gradient_format: Literal["e4m3", "e5m2"]
-    """The family; the device decides between the OCP format and fnuz (``precision.for_device``)."""
+    """The family; the device decides between OCP and fnuz (``hardware_abstraction.formats.for_device``)."""
     power_of_two: bool = False
     high_precision: tuple[str, ...] = ()
-    """Those of ``PRODUCTS`` that are computed in the tensors' own precision."""
+    """The GEMMs (of ``PRODUCTS``) that run in the layer's dtype."""
     delayed: bool = False
     """Whether the scales of x and dy come from earlier steps."""
     dx_sums: Literal["fast", "promoted"] = "promoted"
-    """``fast`` takes fewer instructions, and loses bits of long sums."""
+    """Accumulation of dx. ``fast`` takes fewer instructions and loses accuracy in long reductions."""
 
     def __post_init__(self) -> None:
         if self.gradient_format not in ("e4m3", "e5m2"):
@@ -84,7 +84,7 @@ class Recipe:
                 f"recipe {self.name!r}: delayed scaling has one scale for a tensor; use input='tensor' and "
                 f"gradient='tensor', or delayed=False"
             )
-        # Where these two fit the weight, they fit each other.
+        # dW needs no check: granularities that both fit the weight's also fit each other.
         for product, pair in (("y", (self.input, self.weight)), ("dx", (self.gradient, self.weight))):
             if pair not in PAIRS:
                 raise ValueError(
@@ -94,12 +94,12 @@ class Recipe:
 
     @property
     def low_precision(self) -> tuple[str, ...]:
-        """Those of ``PRODUCTS`` that are computed in 8 bits."""
+        """The GEMMs (of ``PRODUCTS``) that run in FP8."""
         return tuple(product for product in PRODUCTS if product not in self.high_precision)
 
     @property
     def text(self) -> str:
-        """All that it says, for ``recipe_of``: a compiled step compares one text at less cost than nine fields."""
+        """All fields as JSON, for ``recipe_of``: compiled code guards on one string instead of nine fields."""
         return msgspec.json.encode(self).decode()
 
     def __str__(self) -> str:
@@ -108,7 +108,7 @@ class Recipe:
 
 @lru_cache
 def recipe_of(text: str) -> Recipe:
-    """The recipe with this text.
+    """Return the recipe with this ``Recipe.text``.
 
     Example:
         >>> recipe_of(RECIPES["rowwise"].text) == RECIPES["rowwise"]
@@ -117,7 +117,7 @@ def recipe_of(text: str) -> Recipe:
     return msgspec.json.decode(text, type=Recipe)
 
 
-# One scale for a whole tensor must span a wide range, which gradients have: they take the format with more of it.
+# Gradients have a wide range, so with one scale per tensor they take e5m2, the format with the wider range.
 _TENSOR: dict[str, Any] = {
     "input": "tensor", "weight": "tensor", "gradient": "tensor", "gradient_format": "e5m2", "dx_sums": "fast"
 }  # fmt: skip
@@ -138,7 +138,7 @@ _KNOWN = (
 
 
 class Recipes(Mapping[str, Recipe]):
-    """Recipes by name; nothing can be added.
+    """Read-only mapping of recipes by name.
 
     Example:
         >>> sorted(RECIPES)[:3]
@@ -162,7 +162,7 @@ RECIPES = Recipes(_KNOWN)
 
 
 def recipe_named(recipe: Any) -> Recipe:
-    """The recipe itself, or that of this name; any other name is an error that lists the known ones.
+    """Return the recipe, or the one with this name; raise an error that lists the names if there is none.
 
     Example:
         >>> recipe_named("blockwise").power_of_two

@@ -1,9 +1,9 @@
-"""RMSNorm that also quantizes its output for the FP8 layer behind it, in one pass.
+"""RMSNorm that also quantizes its output for the FP8 layer that follows, in one pass.
 
 In eager mode a fused norm tags its output. The first layer that would quantize that tensor requests the cast, and the
-norm serves the request in its next call, with the layer's counts and history. A request ends when a served cast was
-not used. torch.compile fuses norms by itself, so in its graph the first layer quantizes from the norm's inputs, with
-which the output is tagged; the compiler drops the output if nothing else reads it.
+norm serves the request in its next call, with the layer's counts and history. A request is dropped when a served cast
+was not used. torch.compile fuses norms itself, so in its graph the output is tagged with the norm's inputs, and the
+first layer quantizes from them. The compiler drops the output if nothing else reads it.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ __all__ = [
 ]
 
 _OUTPUT = "_fp8_offer"
-"""The attribute of a norm's output that says which norm it is of."""
+"""The attribute of a norm's output with its ``NormOutput``."""
 
 
 def input_key(x: torch.Tensor, recipe: Recipe, transposed: bool) -> tuple[Any, ...]:
-    """What two casts of a tensor have in common that are the same."""
+    """Return the key of quantized data cached on a tensor: equal keys, equal data."""
     return (x._version, recipe.input, recipe.power_of_two, recipe.delayed, transposed)
 
 
@@ -53,11 +53,11 @@ class CastRequest(NamedTuple):
     number_format: str
     transposed: bool
     conditions: tuple[Any, ...]
-    """What it depends on that may be another at the next call."""
+    """Other properties of the layer and the input; the request is served only while they are equal."""
 
 
 class NormOutput:
-    """What a norm puts on its output."""
+    """The tag of a norm's output."""
 
     __slots__ = ("again", "caster", "met", "request", "version")
 
@@ -68,10 +68,10 @@ class NormOutput:
 
 
 class CastingNorm:
-    """Of one norm: how it computes, and for whom it casts. Copies and pickles find that out anew.
+    """The state of one fused norm: its formula, and the layer whose cast it serves, which copies and pickles drop.
 
-    Forwards that a backward repeats, of activation checkpointing, are kept apart from the others: the layer behind
-    may lie outside of what is repeated.
+    Recomputed forwards (activation checkpointing) have requests of their own: the layer that follows may lie outside
+    the recomputed region.
     """
 
     def __init__(self, width: int, eps: str, rounds_to_input: bool, auto: bool, traced: bool) -> None:
@@ -81,28 +81,28 @@ class CastingNorm:
         self.eps = eps
         """The name of the module's attribute with eps."""
         self.rounds_to_input = rounds_to_input
-        """Whether the result is in x's dtype also with a weight in float32."""
+        """Whether the result has x's dtype even if the weight is float32."""
         self._requests: dict[bool, CastRequest] = {}
         self._last: dict[bool, NormOutput] = {}
         self._shared = False
-        """Whether different layers come first in different calls: then nothing is cast for any."""
+        """Whether the first layer differs between calls. No cast is served then."""
         self._met, self._used = False, not auto
         self._consumer: weakref.ref[Any] | None = None
         self._weight_version = 0
-        """Of the consumer's weight, when ``_used`` was last decided."""
+        """The version of the consumer's weight when ``_used`` was last decided."""
         self.declined = False
-        """Whether our op could not take a call: from then on, whether it can is known before a layer is met."""
+        """Whether ``fp8_rms_norm`` has refused a call. Later calls are then checked before they are tagged."""
 
     def __reduce__(self) -> Any:
         return CastingNorm, (self.width, self.eps, self.rounds_to_input, self.auto, self.traced)
 
     def used(self) -> bool:
-        """Whether the norm computes by our op; else it is as it was.
+        """Return whether the norm runs by ``fp8_rms_norm`` instead of the module's own forward.
 
-        Always by the op, with or without a cast, where a recipe was asked for: so y has the same bits in the first
-        call and in the next, in a resumed run and in an evaluation. With ``auto`` only where the consuming layer
-        gains by FP8. That is decided again when the consumer's weight has changed, so that a forward and its
-        recomputation for activation checkpointing agree.
+        With an explicit recipe always, with or without a cast, so that y has the same bits in the first call and the
+        next, in a resumed run and in evaluation. With ``auto`` only if the consuming layer runs in FP8. That is
+        decided again when the consumer's weight has changed, so that a forward and its recomputation for activation
+        checkpointing agree.
         """
         consumer = None if self._consumer is None else self._consumer()
         if self.auto and consumer is not None:
@@ -112,7 +112,7 @@ class CastingNorm:
         return self._used
 
     def request(self, x: torch.Tensor, again: bool) -> CastRequest | None:
-        """The cast to make of the result for x."""
+        """Return the request to serve with the result for x, or None."""
         request, last = self._requests.get(again), self._last.get(again)
         if request is None:
             return None
@@ -125,7 +125,7 @@ class CastingNorm:
         return request
 
     def mark(self, y: torch.Tensor, again: bool, request: CastRequest | None) -> None:
-        """Let the layers behind know whose output it is."""
+        """Tag y, so that the layer that follows can request its cast."""
         output = self._last[again] = NormOutput(self, again, request, y._version)
         setattr(y, _OUTPUT, output)
 
@@ -142,7 +142,7 @@ class CastingNorm:
         if served or self._shared:
             return
         if recipe.input != "tensor" or not unchanged:
-            # Other scales are not the norm's to make, and what was changed in place is not the norm's any more.
+            # The norm quantizes with tensorwise scaling only, and y must not have been written to since.
             self._requests.pop(output.again, None)
             return
         known = request or self._requests.get(output.again)
@@ -150,7 +150,7 @@ class CastingNorm:
         if other is not None and other is not layer:
             self._shared = True
             self._requests.clear()
-            y.__dict__.pop("_fp8_cast", None)  # by the other's history
+            y.__dict__.pop("_fp8_cast", None)  # it was quantized with the other layer's history
             return
         self._requests[output.again] = CastRequest(weakref.ref(layer), *wanted, self._conditions(layer, y))
 
@@ -159,7 +159,7 @@ class CastingNorm:
         self._requests.clear()
 
     def layer(self) -> Any:
-        """The layer that it casts for, or None."""
+        """Return the layer that the norm quantizes for, or None."""
         request = self._requests.get(False) or self._requests.get(True)
         return None if request is None else request.layer()
 
@@ -171,7 +171,7 @@ class CastingNorm:
             getattr(layer, "fp8_recipe", None),
             getattr(layer, "fp8_fallback", None),
         )
-        # What auto has chosen is for a size and a format.
+        # The choice of auto is for one shape and dtype.
         return (*found, x.shape, x.dtype, torch.is_autocast_enabled(x.device.type)) if self.auto else found
 
 
@@ -190,9 +190,9 @@ def request_cast(x: torch.Tensor, layer: Any, recipe: Recipe, number_format: str
 def _norm(
     x: torch.Tensor, weight: torch.Tensor | None, eps: float, request: CastRequest | None
 ) -> tuple[torch.Tensor, torch.Tensor, ScaledTensor | None]:
-    """Return y, rstd and the requested cast, whose counts are added to those of the layer behind.
+    """Return y, rstd and the requested cast, and add its counts to those of the requesting layer.
 
-    Where no gradient is recorded.
+    Must run without autograd.
     """
     x_RH = x if x.ndim == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
     weight_H = weight if weight is None or weight.is_contiguous() else weight.contiguous()
@@ -222,20 +222,20 @@ def _norm(
     cast = None
     if number_format is not None:
         cast = ScaledTensor(data, data_t, inverse, inverse if transposed else inverse.new_empty(0), run is not None)
-    if x.ndim != 2:  # no view, so that whoever is given y may change it in place
+    if x.ndim != 2:  # not a view, so that the caller may write to y in place
         y = torch.ops.aten._unsafe_view.default(y, x.shape)
     return y, rstd, cast
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
-    """RMSNorm over the last dimension, where no gradient is recorded."""
+    """RMSNorm over the last dimension, without autograd."""
     return _norm(x, weight, eps, None)[0]
 
 
 def recorded_rms_norm(
     x: torch.Tensor, weight: torch.Tensor | None, eps: float, request: CastRequest | None
 ) -> torch.Tensor:
-    """RMSNorm that autograd records, with the requested cast kept on the output."""
+    """RMSNorm with autograd; the requested cast is cached on the output."""
     casts: list[ScaledTensor | None] = []
     y: torch.Tensor = _Norm.apply(x, weight, eps, request, casts)  # type: ignore[no-untyped-call]
     (cast,) = casts
@@ -245,7 +245,7 @@ def recorded_rms_norm(
 
 
 class _Norm(torch.autograd.Function):
-    """With or without a cast the same is saved: what a backward repeats may differ in that."""
+    """Saves the same tensors with and without a cast, since a recomputed forward may differ in that."""
 
     @staticmethod
     def forward(
@@ -268,7 +268,7 @@ class _Norm(torch.autograd.Function):
         policy, values = ctx.policy, (dy, x, weight, rstd)
         if not torch.is_grad_enabled() and dispatch.plain_call(dy):
             dx, dweight = dispatch.function_of(RMS_NORM).run("backward", values, policy)
-        else:  # the operator refuses a second derivative by name
+        else:  # the operator raises its own error for a second derivative
             dx, dweight = torch.ops.kernel_pytorch.rms_norm_backward.default(*values, policy)
         needs_dx, needs_dweight, *_ = ctx.needs_input_grad
         return dx if needs_dx else None, dweight if needs_dweight else None, None, None, None
@@ -278,11 +278,11 @@ class _Norm(torch.autograd.Function):
 
 
 _INPUTS = "_fp8_norm_of"
-"""The attribute of a traced norm's output with what it was computed from."""
+"""The attribute of a traced norm's output with its ``NormInputs``."""
 
 
 class NormInputs(NamedTuple):
-    """What the output of an RMSNorm was computed from; None where that is unknown."""
+    """The inputs of an RMSNorm; None where they are unknown."""
 
     x: torch.Tensor | None = None
     """(rows, columns)."""
@@ -302,8 +302,8 @@ def traced_rms_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float) ->
 def norm_inputs(y: torch.Tensor, history: torch.Tensor | None) -> NormInputs:
     """Return the inputs of the RMSNorm that computed y, if neither has been written to since.
 
-    Only delayed scaling can quantize from them: without a history the scale needs all of y first. Writes through
-    ``.data`` between a norm and a layer of one graph are not seen.
+    Needs delayed scaling: without a history the scale depends on all of y. Writes through ``.data`` between a norm
+    and a layer of one graph are not seen.
     """
     mark = getattr(y, _INPUTS, None)
     if mark is None or history is None:
@@ -318,9 +318,9 @@ def norm_inputs(y: torch.Tensor, history: torch.Tensor | None) -> NormInputs:
 
 
 class _TracedNorm(torch.autograd.Function):
-    """The operators of torch's own decomposition, which the compiler fuses as it fuses that.
+    """RMSNorm by the operators of torch's decomposition, which Inductor fuses in the same way.
 
-    rstd is a result, not recomputed for the cast: the backward would otherwise start with one more reduction.
+    rstd is an output: recomputing it for the cast would add a reduction to the start of the backward.
     """
 
     @staticmethod

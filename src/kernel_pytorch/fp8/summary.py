@@ -77,7 +77,7 @@ class LayerReport:
 
 @dataclass(frozen=True)
 class LayerGroup:
-    """Layers that differ in their indices alone, as a row of the report; statistics are the worst of the group."""
+    """Layers that differ only in their indices: one row of the report, with the worst statistics of the group."""
 
     name: str
     count: int
@@ -127,7 +127,7 @@ class Report:
 
     @property
     def remarks(self) -> tuple[str, ...]:
-        """What is not covered and why, and fused norms without an effect."""
+        """The modules that are not covered, with the reasons, and fused norms without an effect."""
         lines = [f"not covered: {line}" for line in by_reason(self.not_covered)]
         idle = [name or "the model itself" for name, layer in self.norms.items() if layer is None]
         if idle:
@@ -227,7 +227,7 @@ def _notes(layer: LayerReport) -> tuple[str, ...]:
 
 
 def _without_indices(note: str) -> str:
-    """Replace the indices in the quoted module names of a note: layers of a group have different ones."""
+    """Replace the indices in a note's quoted module names, which differ between the layers of a group."""
     return re.sub(r"'[^']*'", lambda quoted: re.sub(r"(?<=[.'])\d+(?=[.'])", "*", quoted[0]), note)
 
 
@@ -299,7 +299,7 @@ def _padded(layer: Float8Linear, products: Iterable[str]) -> list[str]:
     shape, _ = layer.fp8_last_call()
     m = 0 if shape is None else math.prod(shape[:-1])
     sizes = {"M": m, "K": layer.in_features, "N": layer.out_features}
-    padded = {"y": "KN", "dx": "KN", "dW": "MK"}  # length of the reduction, and columns
+    padded = {"y": "KN", "dx": "KN", "dW": "MK"}  # dimensions that _scaled_mm needs in multiples of 16
     sides = {side for product in products for side in padded[product]}
     ragged = [f"{side} = {size}" for side, size in sizes.items() if side in sides and size % 16]
     return [f"{', '.join(ragged)} padded to a multiple of 16 in FP8 GEMMs"] if ragged else []

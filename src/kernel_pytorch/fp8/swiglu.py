@@ -1,9 +1,9 @@
 """``down(silu(gate(x)) * up(x))`` of three converted layers as one function, forward and backward.
 
-Nothing between the GEMMs is written in high precision: the activation is quantized as it is computed, its gradients
-in both layouts. h is not saved; the backward recomputes its transposed data from gate and up. The backward has two
-halves: the first returns the gradients between the layers in FP8, after which gate and up can be freed. Most of a
-step's memory is taken in that half, so a large dh is computed in row chunks, and its transposed data later.
+The activation h is quantized as it is computed, and its gradients in both layouts, so none of them is written in high
+precision. h is not saved; the backward recomputes its transposed data from gate and up. The backward has two halves.
+The first returns the gradients of gate and up in FP8, after which gate and up can be freed. A step's memory peaks in
+that half, so a large dh is computed in row chunks, and its transposed data later.
 
 ``fusion`` finds the modules.
 """
@@ -67,11 +67,11 @@ __all__ = [
 _CHUNK_ROWS = 4096
 """Rows of a chunk of dh: enough to keep the matrix units busy."""
 _LARGE = 1 << 27
-"""Elements of dh from which on it is computed in row chunks."""
+"""Number of elements of dh above which it is computed in row chunks."""
 
 
 class Saved(NamedTuple):
-    """What the backward reads."""
+    """The tensors that the backward reads."""
 
     gate: torch.Tensor
     up: torch.Tensor
@@ -161,7 +161,7 @@ def traced_swiglu(
     spec: MLPSpec,
     needs: Needs,
 ) -> torch.Tensor:
-    """The same while torch.compile traces it: one operator forward and two backward if every gradient is needed."""
+    """``fp8_swiglu_mlp`` for torch.compile: one operator forward and two backward if every gradient is needed."""
     x_MK = x.reshape(-1, x.shape[-1])
     y_MN: torch.Tensor
     if all(needs) and gathered == [None] * 3:
@@ -190,7 +190,7 @@ def traced_swiglu(
 
 
 _NO_GRADIENTS = (None,) * 7
-"""Of what ``_SwiGLU`` takes after x and the weights."""
+"""Number of arguments of ``_SwiGLU`` after x and the weights: they have no gradients."""
 
 
 class _SwiGLU(torch.autograd.Function):
@@ -260,7 +260,7 @@ def swiglu_forward(
     spec: MLPSpec,
     buffers: MLPBuffers,
 ) -> tuple[torch.Tensor, Saved]:
-    """Return y of the quantized x and weights, and what the backward reads."""
+    """Return y of the quantized x and weights, and the tensors that the backward reads."""
     dtype, direct = spec.dtype, x.direct
     gate, up, down = quantized
     gate_MF = scaled_matmul(x.data, gate.data, x.inverse, gate.inverse, dtype, "fast", direct)
@@ -272,10 +272,10 @@ def swiglu_forward(
 
 
 class Between(NamedTuple):
-    """What the first half of the backward passes to the second."""
+    """The tensors that the first half of the backward passes to the second."""
 
     dy_t: torch.Tensor
-    """Or dy itself, where the transposed copies have yet to be made; those of dgate and dup are then empty."""
+    """dy itself if dh was computed in row chunks; the transposed data of dgate and dup is then empty."""
     dy_inverse: torch.Tensor
     dgate: torch.Tensor
     dgate_t: torch.Tensor
@@ -291,9 +291,9 @@ def is_chunked(between: Between) -> bool:
 
 
 def in_row_chunks(gate: torch.Tensor, history: torch.Tensor | None) -> bool:
-    """Return whether dh is computed in row chunks: only delayed scaling has a scale before all of dh is there."""
+    """Return whether dh is computed in row chunks. Needs delayed scaling, whose scale is known before all of dh."""
     rows, columns = gate.shape
-    # Rows that torch.compile does not know stay any number: nothing may depend on them.
+    # No guard on symbolic rows.
     large = statically_known_true(rows > _CHUNK_ROWS) and statically_known_true(rows * columns >= _LARGE)
     return large and history is not None
 
@@ -308,7 +308,7 @@ def swiglu_backward(
         between = backward_hidden(dy_MN, saved, spec, buffers, chunked, needs.ddown, traced)
         return backward_gemms(between, saved, dtype, spec.dx_sums, needs)
     ddown = None
-    if needs.ddown:  # gate and up are frozen: only h is needed once more
+    if needs.ddown:  # gate and up are frozen: only the transposed h is needed
         dy = _quantize_dy(dy_MN, spec, buffers, True, traced)
         h = fp8_swiglu(saved.gate, saved.up, spec.forward_format, power_of_two=spec.power_of_two)
         h_t = transpose_data(h.data)
@@ -338,7 +338,7 @@ def backward_hidden(
     data, data_t, inverse, direct = dy.data, dy.data_t, dy.inverse, dy.direct
     del dy
     if chunked:
-        data_t = data  # transposed again when there is memory
+        data_t = data  # the second half transposes it, when gate and up are freed
 
     h_inverse = saved.h_inverse if needs_ddown else None
     factors = (saved.down_t, inverse, saved.down_inverse, dtype, spec.dx_sums, direct)
@@ -352,7 +352,7 @@ def backward_hidden(
         g, g_t, g_inverse, u, u_t, u_inverse, h_t = _hidden_gradients(dh, saved, h_inverse, spec, buffers)
     else:
         g, g_inverse, u, u_inverse, h_t = hidden
-    if chunked:  # results of an operator must not share memory
+    if chunked:  # the results of a custom operator must not alias
         g_t, u_t = g.new_empty((0, 0)), u.new_empty((0, 0))
     return [data_t, inverse, g, g_t, g_inverse, u, u_t, u_inverse, h_t]
 
@@ -457,7 +457,7 @@ def _hidden_gradients_in_chunks(
     spec: MLPSpec,
     buffers: MLPBuffers,
 ) -> tuple[torch.Tensor, ...] | None:
-    """The same for row chunks of dh, without transposed data; None where no prepared kernel serves."""
+    """``_hidden_gradients`` for row chunks of dh, without transposed data; None if no prepared kernel serves."""
     gate, up = saved.gate, saved.up
     histories = (buffers.gate.gradient_history, buffers.up.gradient_history)
     assert histories[0] is not None
@@ -474,7 +474,7 @@ def _hidden_gradients_in_chunks(
 
 
 def _count(counts: torch.Tensor | None, lost: torch.Tensor, elements: int) -> None:
-    """Add the counts of an input or a gradient, the same for data and data_t."""
+    """Add the counts of one tensor to the rows of data and of data_t."""
     assert counts is not None
     counts[0, :, :3].add_(lost)
     counts[0, :, 3].add_(elements)

@@ -29,7 +29,7 @@ __all__ = [
     "transforms_active",
 ]
 
-"""Return whether a ``torch.func`` transform is active. Torch's own function, since every eager call asks."""
+"""Return whether a ``torch.func`` transform is active. torch's function itself: every eager call uses it."""
 _NAMES = {
     "Grad": "torch.func.grad (or vjp, jacrev)",
     "Vmap": "torch.func.vmap",
@@ -74,7 +74,7 @@ def refuse(tried: str, instead: str) -> NoReturn:
 def refuse_batch(tensor: torch.Tensor, remembers: bool) -> None:
     """Raise if a gradient is a batched tensor (``torch.vmap``), whose cast would update counters or a history.
 
-    Batched gradients occur in backwards alone: ``refuse_transforms`` has refused batched forwards.
+    Only backwards see batched gradients: ``refuse_transforms`` has refused batched forwards.
     """
     of_vmap = remembers and is_batched(tensor)
     if of_vmap or is_legacy_batched(tensor):
@@ -89,5 +89,5 @@ def _has_tangent(tensor: torch.Tensor | None) -> bool:
         return False
     try:
         return forward_ad.unpack_dual(tensor).tangent is not None
-    except RuntimeError:  # a weight gathered in FP8: it has no tangent
+    except RuntimeError:  # a weight gathered in FP8, which has no tangent
         return False

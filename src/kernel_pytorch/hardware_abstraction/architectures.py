@@ -1,8 +1,7 @@
-"""What follows from an instruction-set architecture alone: the one place these facts are written down.
+"""Table of instruction-set architectures: the facts that all devices of one architecture share.
 
-A probe starts from these records and overwrites what the driver knows better; the catalogue adds what a data
-sheet says. Where sources disagree or are silent the record claims less: a kernel withheld costs time, one
-wrongly offered crashes.
+A probe starts from these records and overwrites what the driver reports; the catalogue adds data-sheet numbers.
+Where sources disagree or are silent, the record claims less: an unused kernel costs time, an unsupported one crashes.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ __all__ = ["ARCHITECTURES", "Architecture", "amd_architecture", "architecture", 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Architecture:
-    """What every device of one instruction set has in common; the fields mean what they mean in ``Device``.
+    """The facts that every device of one instruction set shares; ``Device`` documents the fields.
 
     Example:
         >>> ARCHITECTURES["sm_90"].shared_memory_bytes
@@ -39,7 +38,7 @@ class Architecture:
     """``mx_scale``: matrix units that take block scales; ``vnni``: AVX-512 VNNI; the rest as vendors do."""
 
     def device(self, name: str, *, memory_bytes: int, compute_units: int, **facts: Any) -> Device:
-        """A device of this architecture; ``facts`` add to or replace what the architecture says."""
+        """Return a device of this architecture; ``facts`` add to or replace the architecture's."""
         common = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "name"}
         return Device(
             **{**common, **facts},
@@ -71,7 +70,7 @@ def _record(
     units: Collection[str] = (),
     features: Collection[str] = (),
 ) -> Architecture:
-    """One record; what the matrix units multiply counts among the formats, so the tables list it once."""
+    """Return one record. The matrix formats are added to ``formats``, so that the table lists them once."""
     return Architecture(
         name=name,
         vendor=vendor,
@@ -287,7 +286,7 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
 
 
 def architecture(name: str) -> Architecture | None:
-    """The architecture of exactly this name, or None.
+    """Return the architecture of exactly this name, or None.
 
     Example:
         >>> architecture("gfx942").warp_size, architecture("sm_60")
@@ -302,11 +301,11 @@ _CAPABILITIES: Mapping[tuple[int, int], Architecture] = MappingProxyType(
 
 
 def nvidia_architecture(major: int, minor: int) -> Architecture:
-    """The architecture of an NVIDIA compute capability, in the table or not.
+    """Return the architecture of an NVIDIA compute capability, whether or not the table has it.
 
-    One that is not takes the newest known that is not newer than itself, under its own name. PTX carries only
-    baseline features over to a later major, so across majors whatever needs a target with a suffix (wgmma,
-    tcgen05, float4, block scales) is left out. One older than all known gets vector formats only.
+    An unlisted capability gets the facts of the newest listed one that is not newer. PTX carries only baseline
+    features over to a later major version, so across majors everything that needs a target with a suffix (wgmma,
+    tcgen05, float4, block scales) is left out. A capability older than all listed ones gets vector formats only.
 
     Example:
         >>> nvidia_architecture(9, 0).name
@@ -336,10 +335,10 @@ def nvidia_architecture(major: int, minor: int) -> Architecture:
 
 
 def amd_architecture(gcn_arch_name: str) -> Architecture:
-    """The architecture of an AMD GPU, from torch's ``gcnArchName``; its feature flags are ignored.
+    """Return the architecture of an AMD GPU, from torch's ``gcnArchName``; its feature flags are ignored.
 
-    An unknown one gets what any GPU that ROCm supports can do, and no matrix units: neither the encodings of
-    float8 nor the layouts of the matrix instructions carry over between generations.
+    An unlisted one gets the formats of every GPU that ROCm supports, and no matrix units: neither float8 encodings
+    nor matrix instruction layouts carry over between generations.
 
     Example:
         >>> amd_architecture("gfx942:sramecc+:xnack-").name

@@ -1,4 +1,4 @@
-"""Devices that can be named without owning one: their architecture's facts and their data sheet's numbers."""
+"""Catalogue of devices, usable without the hardware: facts of the architecture and numbers of the data sheet."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def _device(
     formats: str = "",
     features: str = "",
 ) -> Device:
-    """A catalogue entry. Names of formats and fields that share a value stand together, with spaces between.
+    """Return a catalogue entry. Keys are names of formats or fields, separated by spaces where they share a value.
 
     Args:
         name: ``"vendor/model"``.
@@ -85,14 +85,14 @@ def _device(
         memory_gb: device memory as the vendor prints it.
         units: multiprocessors, compute units, Xe cores, TPCs or physical cores.
         l2_mib: second-level cache of the whole device.
-        link: what joins it to its peers, and bytes per second over all of that, sent plus received.
-        watts: the most it may draw.
+        link: the interconnect to its peers, and its bytes per second in total, sent plus received.
+        watts: maximum power.
         bandwidth: bytes per second through device memory.
         tera: 10^12 multiply-adds a second, times two, by format.
         unknown: formats without a rate, with the reason.
-        sources: where the facts are from, or why one is unknown.
-        formats: what a device of no known architecture computes with.
-        features: beyond the architecture's.
+        sources: the source of each fact, or why it is unknown.
+        formats: the formats of a device whose architecture is not listed.
+        features: in addition to the architecture's.
     """
     rates = None
     if bandwidth is not None:
@@ -402,8 +402,8 @@ _DEVICES = (
                 "the whole ACM-G10, as in https://fpsbench.com/compare/gpu/intel-arc-a770m-vs-intel-iris-pro-graphics-p580",
         },
     ),
-    # No backend of ours describes the next two: they get the kernels in plain torch operations, as any device that
-    # torch runs. ``arch`` is torch's kind of device, as of one that is present.
+    # No built-in backend describes the next two: they get the plain torch kernels, like any device that torch runs.
+    # ``arch`` is torch's device type.
     _device(
         "intel/gaudi3", "hpu", vendor="intel", memory_gb=128, units=64, l2_mib=96, watts=900,
         link=("24 ports of 200 GbE", 1.2e12), bandwidth=3.67e12,
@@ -440,7 +440,7 @@ _DEVICES = (
             "interconnect power_watts": "unknown: AWS prints none",
         },
     ),
-    # Classes of machine, so memory, cores and rates are not theirs to give.
+    # Classes of machine: memory, cores and rates differ between machines.
     _device("cpu/avx2", "avx2"),
     _device("cpu/avx512", "avx512"),
     _device("cpu/amx", "amx"),
@@ -451,7 +451,7 @@ CATALOGUE: Mapping[str, Device] = MappingProxyType({known.name: known for known 
 
 
 def catalogue_device(name: str) -> Device:
-    """The catalogue's device of this name; an unknown name is an error that lists the known ones.
+    """Return the catalogue's device of this name; raise an error that lists the names if there is none.
 
     Example:
         >>> h200 = catalogue_device("nvidia/h200")

@@ -1,7 +1,7 @@
-"""Measured choices, kept in the user's cache directory.
+"""On-disk cache of measured choices, in the user's cache directory.
 
-One small file per choice, named by a digest of what it was measured for and written by an atomic rename:
-any number of processes may read and write at once without locks, and a corrupt file costs one choice.
+One small file per choice, named by a digest of its key and written by an atomic rename: any number of processes may
+read and write at once without locks, and a corrupt file costs one choice.
 """
 
 from __future__ import annotations
@@ -27,32 +27,32 @@ ENVIRONMENT_VARIABLE = "KERNEL_PYTORCH_CACHE"
 
 
 class ChoiceCacheWarning(UserWarning):
-    """A measured choice could not be read or written; the choice itself is unharmed."""
+    """A measured choice could not be read or written. The current process is not affected."""
 
 
 class MeasuredChoice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What was measured for one call on one device with one set of versions."""
+    """The timings of one call on one device with one set of versions."""
 
     key: str
     timings: dict[str, float]
-    """Median seconds by the name of what could be chosen, such as a kernel."""
+    """Median seconds by the name of the candidate, such as a kernel."""
 
 
 def directory() -> Path:
-    """Where choices are kept: ``$KERNEL_PYTORCH_CACHE``, or the platform's cache directory for users."""
+    """Return the cache directory: ``$KERNEL_PYTORCH_CACHE``, or the platform's cache directory for users."""
     named = os.environ.get(ENVIRONMENT_VARIABLE)
     return (Path(named) if named else Path(platformdirs.user_cache_dir("kernel_pytorch"))) / "choices"
 
 
 def surroundings(device: Device) -> str:
-    """What every measurement depends on, readable: device and versions."""
+    """Return the part of the key that every measurement shares: device and versions, as readable text."""
     versions = f"kernel_pytorch {kernel_pytorch.__version__}, torch {torch.__version__}, triton {triton_version()}"
     facts = f"{device.name} {device.arch} {device.compute_units} units {device.memory_bytes} bytes"
     return f"on {facts} with {versions}"
 
 
 def choice_key(call: Call, device: Device, kernels: tuple[str, ...]) -> str:
-    """Everything a measured choice of kernels depends on: surroundings, call and candidates."""
+    """Return the key of a measured choice of kernels: device, versions, call and candidates."""
     return f"{call} {surroundings(device)} of {' '.join(kernels)}"
 
 
@@ -70,7 +70,7 @@ def _path(key: str) -> Path:
 
 
 def load(key: str) -> MeasuredChoice | None:
-    """The choice measured before for this key. A corrupt file is reported, set aside and counts as none."""
+    """Return the cached choice for this key, or None. A corrupt file is renamed, with a warning."""
     path = _path(key)
     try:
         choice = msgspec.json.decode(path.read_bytes(), type=MeasuredChoice)
@@ -98,7 +98,7 @@ def load(key: str) -> MeasuredChoice | None:
 
 
 def store(choice: MeasuredChoice) -> None:
-    """Keep a choice for later processes. A full or read-only disk is a warning: this process goes on with it."""
+    """Write a choice for later processes. A full or read-only disk gives a warning, not an error."""
     path = _path(choice.key)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

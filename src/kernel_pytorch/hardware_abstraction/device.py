@@ -10,7 +10,7 @@ __all__ = ["Device", "Rates"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rates:
-    """How fast a device moves bytes and multiplies matrices, and how that is known.
+    """Memory bandwidth and matmul rates of a device, with their source.
 
     Example:
         >>> Rates(bandwidth=4.8e12, matmul={"bfloat16": 989e12}, source="datasheet").matmul["bfloat16"]
@@ -24,7 +24,7 @@ class Rates:
     unknown: dict[str, str] = field(default_factory=dict, hash=False)
     """Number formats without a rate, each with the reason."""
     source: str = "datasheet"
-    """``"datasheet"`` (a vendor's peak: a lead) or ``"measured"`` (on this very device)."""
+    """``"datasheet"`` (the vendor's peak) or ``"measured"`` (on this device)."""
 
     def __post_init__(self) -> None:
         if self.source not in ("datasheet", "measured"):
@@ -43,29 +43,29 @@ class Device:
     """
 
     name: str
-    """``"nvidia/h200"`` in the catalogue; what the driver calls it when probed."""
+    """``"nvidia/h200"`` in the catalogue; the driver's name when probed."""
     backend: str
-    """The name of the Backend record whose kernels run here."""
+    """The name of the ``Backend`` record whose kernels it runs."""
     vendor: str
-    """``"nvidia"``, ``"amd"``, ``"intel"``, ``"arm"`` ... Who made it."""
+    """``"nvidia"``, ``"amd"``, ``"intel"``, ``"arm"`` ..."""
     arch: str
-    """``"sm_90"``, ``"gfx942"``, ``"xe2-hpg"``, ``"avx512"``: the instruction set a kernel is built for."""
+    """The instruction set that kernels are built for: ``"sm_90"``, ``"gfx942"``, ``"xe2-hpg"``, ``"avx512"``."""
     memory_bytes: int
-    """Memory the device can allocate from; for a CPU, the machine's RAM. 0 where it depends on the machine."""
+    """Device memory; for a CPU, the machine's RAM. 0 if it depends on the machine."""
     compute_units: int
-    """Multiprocessors, compute units, Xe cores or physical CPU cores. 0 where it depends on the machine."""
+    """Multiprocessors, compute units, Xe cores or physical CPU cores. 0 if it depends on the machine."""
     warp_size: int
     """Threads that execute together (warp, wavefront, sub-group); 1 on a CPU."""
     shared_memory_bytes: int
-    """The most scratch memory one thread block can have; 0 on a CPU."""
+    """Maximum shared memory of one thread block; 0 on a CPU."""
     l2_bytes: int | None = None
-    """The second-level cache of the whole device; None where unknown."""
+    """Size of the second-level cache of the whole device; None if unknown."""
     interconnect: str | None = None
-    """What joins it to its peers, or to the host where it has no link of its own; None where unknown."""
+    """The interconnect to its peers, or to the host if there is none; None if unknown."""
     interconnect_bandwidth: float | None = None
-    """Bytes per second of that, sent plus received, over all links; None where unknown."""
+    """Bytes per second of the interconnect over all links, sent plus received; None if unknown."""
     power_watts: int | None = None
-    """The most it may draw; None where unknown."""
+    """Maximum power; None if unknown."""
     formats: frozenset[str]
     """Number formats the hardware computes with or converts, by torch dtype name."""
     matrix_formats: frozenset[str] = frozenset()
@@ -75,13 +75,13 @@ class Device:
     matrix_units: frozenset[str] = frozenset()
     """``"mma"``, ``"wgmma"``, ``"tcgen05"``, ``"mfma"``, ``"wmma"``, ``"xmx"``, ``"amx"`` ..."""
     features: frozenset[str] = frozenset()
-    """Other facts kernels ask for: ``"tma"``, ``"cp_async"``, ``"avx512_bf16"`` ..."""
+    """Other features that kernels check for: ``"tma"``, ``"cp_async"``, ``"avx512_bf16"`` ..."""
     torch_device: str | None = None
-    """How torch names it (``"cuda:0"``); None for a device that is not here."""
+    """Its torch device (``"cuda:0"``); None for a device that is not present."""
     rates: Rates | None = None
-    """Bandwidth and matmul rate; None when probed and not yet measured (see ``measure_rates``)."""
+    """Bandwidth and matmul rates; None for a probed device that was not measured (see ``measure_rates``)."""
     sources: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
-    """Of a catalogue device: where each fact is from, by its field; of a fact that is None, why it is."""
+    """For a catalogue device, by field: the source of the fact, or why it is None."""
 
     def __post_init__(self) -> None:
         unknown = self.matrix_formats - self.formats
@@ -93,11 +93,11 @@ class Device:
 
     @property
     def present(self) -> bool:
-        """Whether torch can place a tensor on it."""
+        """Whether the device is in this machine, so that torch can place a tensor on it."""
         return self.torch_device is not None
 
     def supports(self, number_format: str) -> bool:
-        """Whether the hardware computes with this number format (a torch dtype name).
+        """Return whether the hardware computes with this number format (a torch dtype name).
 
         Example:
             >>> import kernel_pytorch as kp

@@ -1,22 +1,22 @@
-"""The 8-bit floating-point formats, computed from their definitions: the truth that casts are tested against.
+"""FP8 formats, computed from their definitions: the reference that casts are tested against.
 
 A code is a sign bit s, then the exponent field E, then the mantissa field M of m bits. With the format's bias b:
 
     E = 0:  (-1)^s * 2^(1 - b) * (M / 2^m)          zero and subnormal numbers
     E > 0:  (-1)^s * 2^(E - b) * (1 + M / 2^m)      normal numbers
 
-except for the codes that each encoding sets aside:
+except for the codes that each encoding reserves:
 
     ``ieee``  (e5m2):                 E all ones: infinity where M = 0, otherwise NaN
     ``fn``    (e4m3fn):               E and M all ones: NaN; no infinity
     ``fnuz``  (e4m3fnuz, e5m2fnuz):   code 0x80, which would be -0: NaN; no infinity, one zero, bias one larger
 
-e4m3fn and e5m2 are those of the OCP 8-bit floating point specification (OFP8), which most hardware has; AMD's
+e4m3fn and e5m2 are the formats of the OCP 8-bit floating point specification (OFP8), which most hardware has; AMD's
 MI300 has the other two.
 
-Encoding rounds to nearest, ties to the even code, subnormals included. A finite number beyond the largest
-becomes the largest (it saturates). NaN **and both infinities** become NaN in every format: hardware and torch
-disagree here (a saturating conversion makes 448 out of an infinity, which hides it), and a NaN cannot be missed.
+Encoding rounds to nearest, ties to the even code, subnormals included. A finite value beyond the largest saturates.
+NaN **and both infinities** become NaN in every format. Hardware and torch disagree here: a saturating conversion
+turns an infinity into 448, which hides it.
 """
 
 from __future__ import annotations
@@ -65,11 +65,11 @@ class Format:
     mantissa_bits: int
     bias: int
     encoding: Literal["ieee", "fn", "fnuz"]
-    """Which codes are set aside for NaN and infinity; see the module's text."""
+    """Which codes are reserved for NaN and infinity; see the module's docstring."""
 
     @property
     def dtype_name(self) -> str:
-        """As ``Device.formats`` spells it."""
+        """The torch dtype name, as in ``Device.formats``."""
         return str(self.dtype).removeprefix("torch.")
 
     @cached_property
@@ -112,7 +112,7 @@ class Format:
 
     @property
     def smallest_subnormal(self) -> float:
-        """The smallest positive value; half of it and less rounds to zero."""
+        """The smallest positive value; values up to half of it round to zero."""
         return float(2.0 ** (1 - self.bias - self.mantissa_bits))
 
     @property
@@ -121,7 +121,7 @@ class Format:
 
     @cached_property
     def nan_codes(self) -> tuple[int, ...]:
-        """Every code that means NaN.
+        """Every code that decodes to NaN.
 
         Example:
             >>> [hex(code) for code in E4M3FN.nan_codes], [hex(code) for code in E4M3FNUZ.nan_codes]
@@ -131,13 +131,13 @@ class Format:
 
     @property
     def nan_code(self) -> int:
-        """The NaN that encoding gives, whatever the sign or payload of the number."""
+        """The code of every NaN and infinity, whatever its sign or payload."""
         return 0x80 if self.encoding == "fnuz" else 0x7F
 
     def encode(self, numbers: npt.ArrayLike) -> npt.NDArray[np.uint8]:
-        """The codes of numbers (float64 and whatever converts to it exactly), by definition of the format.
+        """Return the codes of values that are exact in float64.
 
-        Nearest value, ties to the even code; finite numbers saturate; NaN and infinities become ``nan_code``.
+        Rounds to nearest, ties to the even code; finite values saturate; NaN and infinities become ``nan_code``.
 
         Example:
             >>> E4M3FN.encode([17.0, 19.0, 2**-10, 464.0, 1e300]).tolist()  # two ties, an underflow, two overflows
@@ -146,12 +146,12 @@ class Format:
         exact = np.asarray(numbers, dtype=np.float64)
         finite = np.isfinite(exact)
         magnitude = np.where(finite, np.minimum(np.abs(exact), 2 * self.largest), 0.0)
-        # magnitude = f * 2^e with 1/2 <= f < 1. Values of the format around it lie one step apart: 2^(e - 1 - m),
-        # and no closer than subnormal numbers do. Dividing by a power of two is exact.
+        # magnitude = f * 2^e with 1/2 <= f < 1. Neighbouring values of the format are 2^(e - 1 - m) apart, and at
+        # least as far as subnormal numbers. Dividing by a power of two is exact.
         _, exponent = np.frexp(magnitude)
         step = np.ldexp(1.0, np.maximum(exponent - 1, 1 - self.bias) - self.mantissa_bits)
         rounded = np.minimum(np.rint(magnitude / step) * step, self.largest)  # rint takes ties to the even multiple
-        positive = self.values[:0x80][np.isfinite(self.values[:0x80])]  # the codes of these count up from 0
+        positive = self.values[:0x80][np.isfinite(self.values[:0x80])]  # their codes are 0, 1, 2, ...
         codes = np.searchsorted(positive, rounded).astype(np.uint8)
         negative = np.signbit(exact) & ((codes != 0) | (self.encoding != "fnuz"))
         signed = np.where(negative, codes | np.uint8(0x80), codes)
@@ -159,7 +159,7 @@ class Format:
         return encoded
 
     def decode(self, codes: npt.ArrayLike) -> npt.NDArray[np.float64]:
-        """The values of codes, in float64."""
+        """Return the values of codes in float64."""
         values: npt.NDArray[np.float64] = self.values[np.asarray(codes, dtype=np.uint8)]
         return values
 
@@ -181,7 +181,7 @@ FORMATS: Mapping[str, Format] = MappingProxyType(
 
 
 def format_named(number_format: Any) -> Format:
-    """The format of this name; any other name is an error that lists the known ones.
+    """Return the format of this name; raise an error that lists the names if there is none.
 
     Example:
         >>> format_named("e5m2").largest
@@ -194,7 +194,7 @@ def format_named(number_format: Any) -> Format:
 
 @dataclass(frozen=True)
 class FormatPair:
-    """The two formats of one family: three mantissa bits for precision, five exponent bits for range."""
+    """The two formats of one family: e4m3 for precision, e5m2 for range."""
 
     e4m3: Format
     e5m2: Format
@@ -205,7 +205,7 @@ _FNUZ = FormatPair(E4M3FNUZ, E5M2FNUZ)
 
 
 def for_device(device: Device) -> FormatPair:
-    """The formats to use on a device: those its hardware has; the OCP ones where it has none or both.
+    """Return the formats to use on a device: those of its hardware; the OCP ones if it has none or both.
 
     Example:
         >>> import kernel_pytorch as kp

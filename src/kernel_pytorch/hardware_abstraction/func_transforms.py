@@ -34,7 +34,7 @@ def no_second_derivative(name: str) -> str:
 
 
 class Transformed(torch.autograd.Function):
-    """The op inside transforms of torch.func, which take an autograd function and not a custom op's autograd."""
+    """The op under torch.func transforms, which need an autograd.Function instead of a custom op's autograd."""
 
     generate_vmap_rule = True
 
@@ -63,7 +63,7 @@ class Transformed(torch.autograd.Function):
 
 
 class _Backward(torch.autograd.Function):
-    """The backward inside transforms of torch.func, which record it for a second derivative that there is not."""
+    """The backward under torch.func transforms, which differentiate it again: that raises an error."""
 
     generate_vmap_rule = True
 

@@ -1,4 +1,4 @@
-"""Optional libraries whose kernels are adopted: which version is installed, and whether it is one that was tested."""
+"""Optional libraries whose kernels are adopted: whether they are installed, in a tested version."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Library:
     """The extra of this package that installs it."""
 
     def missing(self) -> str | None:
-        """Why the library cannot be used, or None. Reads metadata and imports nothing."""
+        """Return why the library cannot be used, or None. Reads package metadata only; imports nothing."""
         return _missing(self)
 
 

@@ -1,4 +1,4 @@
-"""The op table's nouns: an Op with its definition and cases, a Call to it, and the Kernels that serve it."""
+"""Records of the op registry: an Op with its definition and cases, a Call to it, and the Kernels that serve it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Draw = Callable[..., torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """What a kernel may ask about a tensor before it runs: everything but the numbers in it."""
+    """Shape, strides, dtype and device of a tensor, without its elements: the input of ``Kernel.supports``."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -36,7 +36,7 @@ class TensorSpec:
 
     @property
     def format(self) -> str:
-        """The dtype's plain name, as ``Device.formats`` spells it."""
+        """The dtype's name without ``torch.``, as in ``Device.formats``."""
         return str(self.dtype).removeprefix("torch.")
 
     @property
@@ -55,7 +55,7 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One request to an op: which op, forward or backward, and its arguments with tensors as specs.
+    """One call to an op: the op, forward or backward, and its arguments with tensors as ``TensorSpec``.
 
     Example:
         >>> import torch, kernel_pytorch as kp
@@ -77,7 +77,7 @@ class Call:
 
     @property
     def problem(self) -> Problem | None:
-        """What records are compared by; None for an op without a rule for it."""
+        """The ``Problem`` to compare with recorded runs; None if the op does not define one."""
         op = _REGISTERED.get(self.op)
         return op.problem(self) if op is not None and op.problem is not None else None
 
@@ -89,22 +89,22 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """Named arguments for an op, shared by its tests, its benchmarks and its documentation."""
+    """Named arguments for an op, shared by its tests, benchmarks and documentation."""
 
     name: str
     make: Callable[[torch.dtype, torch.device, Draw], Mapping[str, Any]]
     """Builds the arguments, by the op's argument names, from a dtype, a device and ``draw(*shape)``."""
     benchmark: bool = False
-    """Benchmark cases fill a device; the others are small and odd, and are what the tests run."""
+    """True for large cases that fill a device; False for the small, unusual cases that the tests run."""
     formats: tuple[str, ...] = ("float32", "float16", "bfloat16")
     gate: str | None = None
-    """The case whose numbers are checked in this one's place, where its own are too many for float64."""
+    """The smaller case to check instead of this one if this one does not fit in memory in float64."""
 
     def arguments(self, dtype: torch.dtype, device: torch.device, seed: int = 0) -> Mapping[str, Any]:
-        """The arguments with normal random numbers; on the meta device, shapes alone.
+        """Return the arguments with normally distributed random elements; on the meta device, shapes only.
 
-        Small cases are drawn on the CPU, so that every device sees the same numbers for a seed; benchmark
-        cases where they are used, for drawing a gigabyte on one core would take longer than the benchmark.
+        Small cases are drawn on the CPU, so that every device gets the same elements for a seed. Benchmark cases are
+        drawn on the device, because drawing a gigabyte on one core would take longer than the benchmark.
         """
         place = device if self.benchmark else torch.device("cpu")
         generator = None if device.type == "meta" else torch.Generator(device=place).manual_seed(seed)
@@ -121,23 +121,23 @@ class Case:
 class Kernel:
     """One implementation of an Op.
 
-    ``module`` is imported when the kernel is first chosen, never before; it defines
-    ``forward(device, *arguments)`` and, where the kernel trains, ``backward(device, *arguments)``, with the
-    arguments the Op declares. ``supports`` must be cheap and pure: it sees specs, never tensors.
+    ``module`` is imported when the kernel is first selected; it defines ``forward(device, *arguments)`` and, if the
+    kernel trains, ``backward(device, *arguments)``, with the arguments that the Op declares. ``supports`` must be
+    cheap and pure: it takes specs, never tensors.
     """
 
     op: str
     name: str
     module: str
     supports: Callable[[Call, Device], str | None]
-    """None when the kernel can serve the call on the device exactly, otherwise the reason it cannot."""
+    """Returns None if the kernel can serve the call on the device exactly, else the reason why it cannot."""
     language: Literal["torch", "triton", "native"]
     cpp: tuple[str, ...] = ()
-    """The C++ files of the kernel, by their path below ``kernel_pytorch``: they count in its digest."""
+    """The kernel's C++ files, relative to ``kernel_pytorch``; they are part of its digest."""
     prepare: str | None = None
-    """A module with ``prepare(device, spec) -> callable | None``, for callers that cannot afford the dispatcher in
-    every call. The callable serves all calls of one kind and may update state in place, as the spec's class says;
-    None where the kernel cannot serve them. See ``dispatch.prepared``."""
+    """A module with ``prepare(device, spec) -> callable | None``, for callers that skip the dispatcher to save host
+    time. The callable serves all calls of one kind and may update state in place, as the spec's class documents;
+    None if the kernel cannot serve them. See ``dispatch.prepared``."""
     backward: bool = True
     deterministic: bool = True
     """Whether two runs on the same inputs give the same bits, forward and backward."""
@@ -148,7 +148,7 @@ class Kernel:
 
     @cached_property
     def source_digest(self) -> str:
-        """The digest of the kernel's code; a record of another digest says nothing about this kernel."""
+        """Return the digest of the kernel's code. A record with another digest does not apply to this kernel."""
         return source_digest(self.module, self.cpp)
 
     def function(self, phase: Phase) -> Callable[..., Any]:
@@ -156,26 +156,26 @@ class Kernel:
         return function
 
     def refusal(self, call: Call, device: Device) -> str | None:
-        """Why this kernel cannot serve the call, or None."""
+        """Return why this kernel cannot serve the call, or None."""
         op = _REGISTERED.get(self.op)
-        trains = op is None or bool(op.differentiable_outputs)  # else no gradient can be asked for
+        trains = op is None or bool(op.differentiable_outputs)
         if not self.backward and trains and (call.needs_grad or call.phase == "backward"):
             return "has no backward, and the call needs gradients"
         return self.supports(call, device)
 
 
 class Problem(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What decides which kernel is fastest for a call: recorded with a measurement, and compared with later calls."""
+    """The sizes that decide which kernel is fastest: stored with a measurement and compared with later calls."""
 
     kind: str
-    """Calls of different kinds say nothing about each other, as a causal mask and a table of blocks."""
+    """Only calls of the same kind are compared: a causal mask and a block mask, for example, are not."""
     sizes: dict[str, int]
-    """Lengths and counts, 1 or more, by name; similar sizes give similar orders of kernels."""
+    """Lengths and counts by name, each at least 1. Similar sizes are expected to rank kernels alike."""
 
 
 @dataclass(frozen=True, slots=True)
 class Codec:
-    """How an argument that is not a tensor travels through a compiled or exported graph as one."""
+    """Encodes an argument that is not a tensor as one, for compiled and exported graphs."""
 
     encode: Callable[[Any], torch.Tensor]
     decode: Callable[[torch.Tensor], Any]
@@ -185,51 +185,51 @@ class Codec:
 class Op:
     """A mathematical operation: its definition, its shape rules, its cases.
 
-    ``reference`` is the definition: plain PyTorch, differentiable, exact in float64 on a CPU; that of an ``exact``
-    op may be any program that gives its bytes. Arguments that gradients flow to are named in ``differentiable``;
-    ``saved`` names, in order, what the backward takes besides the output gradients: inputs, and outputs by the
-    names in ``outputs``. Where no output is differentiable, the op has no backward and its kernels need none.
+    ``reference`` is the definition: plain PyTorch, differentiable, exact in float64 on a CPU. For an ``exact`` op it
+    may be any program that returns the right bytes. ``differentiable`` names the arguments that receive gradients.
+    ``saved`` names, in order, the inputs and outputs that the backward takes after the output gradients. If no output
+    is differentiable, the op has no backward.
     """
 
     name: str
     arguments: tuple[str, ...]
-    """Each argument in torch's schema language, as ``"Tensor? weight"``."""
+    """Each argument in torch's schema language, such as ``"Tensor? weight"``."""
     outputs: tuple[str, ...]
     differentiable: tuple[str, ...]
     differentiable_outputs: tuple[str, ...]
     saved: tuple[str, ...]
     reference: Callable[..., Any]
     check: Callable[[Call], None]
-    """Raises ValueError or TypeError naming the argument, its value and the remedy."""
+    """Raises ValueError or TypeError with the argument's name, its value and the remedy."""
     fake: Callable[..., tuple[torch.Tensor, ...]]
     """The forward's outputs as empty tensors; takes the op's arguments."""
     fake_backward: Callable[..., tuple[torch.Tensor, ...]]
     """The backward's outputs as empty tensors; takes output gradients, then ``saved``."""
     cases: tuple[Case, ...]
     compile_cases: tuple[str, ...]
-    """The cases that are compiled for every architecture, each in its first format."""
+    """Names of the cases that are compiled for every architecture, each in its first format."""
     traffic: Callable[[Call], int]
-    """The fewest bytes the call must move: each input read once, each output written once."""
+    """Returns the minimum memory traffic in bytes: each input read once, each output written once."""
     flops: Callable[[Call], int]
     low_precision: Callable[[torch.dtype], Callable[..., Any]] | None = None
-    """For tensors of a dtype, the plainest program that computes as every kernel must, with its roundings and in its
-    order: the yardstick of the error budget. Where it is None, the reference in float32 is."""
+    """Returns, for a dtype, a plain program with the roundings and the order of operations that every kernel must
+    have; the error budget is derived from its error. None: it is derived from the reference in float32."""
     without_gradients: Mapping[str, Any] = field(default_factory=dict)
-    """What the public function changes in the arguments where no gradient is asked for, as a forward is timed."""
+    """Changes the arguments as the public function does when no gradient is needed; benchmarks time that call."""
     exact: bool = False
-    """Whether the reference defines every byte of the outputs, in the arguments' own precision: no error budget."""
+    """Whether kernels must return the reference's bytes, computed in the arguments' dtype: no error budget."""
     meaning: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]] | None = None
-    """What the outputs mean, by name, for comparison, as ``data * inverse``; ``low_precision`` then is there."""
+    """Returns the values to compare, by name, such as ``data * inverse``. Needs ``low_precision``."""
     cancelling: tuple[str, ...] = ()
-    """Results, as ``"dq"``, whose rows can be the small difference of larger terms."""
+    """Results, such as ``"dq"``, whose rows can be small differences of large terms."""
     codecs: Mapping[str, Codec] = field(default_factory=dict)
-    """Arguments that are objects of ours: how they travel through a graph as tensors."""
+    """By argument name: how objects such as masks are encoded as tensors in a graph."""
     baselines: Mapping[str, Callable[..., Any]]
-    """What a user would call without us, by name; each takes the op's arguments and is differentiable."""
+    """Alternatives in PyTorch and other libraries, by name; each takes the op's arguments and is differentiable."""
     problem: Callable[[Call], Problem] | None = None
-    """What records of this op are compared by; where it is None, the backend's order of kernels stands."""
+    """Returns the ``Problem`` of a call, to compare it with recorded runs. None: the backend's order applies."""
     compile_baselines: bool = True
-    """Whether torch.compile can make the baselines faster; it cannot where they are one fused operator already."""
+    """Whether to time the baselines under torch.compile too; False if each is a single fused operator."""
 
     def __post_init__(self) -> None:
         if self.name in _REGISTERED:
@@ -256,7 +256,7 @@ _REGISTERED: dict[str, Op] = {}
 
 
 def registered_ops() -> tuple[Op, ...]:
-    """Every op in the table, by name.
+    """Return every op in the registry, sorted by name.
 
     Example:
         >>> [op.name for op in registered_ops() if op.name == "rms_norm"]
@@ -267,7 +267,7 @@ def registered_ops() -> tuple[Op, ...]:
 
 
 def registered_op(name: str) -> Op:
-    """One op by its name; an unknown name is an error that lists the known ones."""
+    """Return the op of this name; raise an error that lists the names if there is none."""
     for op in registered_ops():
         if op.name == name:
             return op

@@ -1,4 +1,4 @@
-"""Reading facts off the hardware that is here. Probes never raise; where nothing is, they return nothing."""
+"""Probes of the hardware in this machine. They never raise; without a device they return an empty tuple."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _never_raises(probe: Probe) -> Probe:
     def guarded() -> tuple[Device, ...]:
         try:
             return probe()
-        except Exception:  # a driver can fail in any way at all, and then there is no usable device
+        except Exception:  # a driver can fail in any way; there is then no usable device
             return ()
 
     return guarded
@@ -37,7 +37,7 @@ def _never_raises(probe: Probe) -> Probe:
 
 @_never_raises
 def probe_nvidia() -> tuple[Device, ...]:
-    """NVIDIA GPUs that torch.cuda sees."""
+    """Return the NVIDIA GPUs that torch.cuda sees."""
     if torch.version.hip is not None or not torch.cuda.is_available():
         return ()
     found = []
@@ -58,7 +58,7 @@ def probe_nvidia() -> tuple[Device, ...]:
 
 @_never_raises
 def probe_amd() -> tuple[Device, ...]:
-    """AMD GPUs: a ROCm build of torch serves them through torch.cuda."""
+    """Return the AMD GPUs. A ROCm build of torch has them in torch.cuda."""
     if torch.version.hip is None or not torch.cuda.is_available():
         return ()
     found = []
@@ -82,7 +82,7 @@ def probe_amd() -> tuple[Device, ...]:
 
 @_never_raises
 def probe_intel() -> tuple[Device, ...]:
-    """Intel GPUs that torch.xpu sees. Formats and matrix units come from the flags the driver reports."""
+    """Return the Intel GPUs that torch.xpu sees. Formats and matrix units are from the driver's flags."""
     if not hasattr(torch, "xpu") or not torch.xpu.is_available():
         return ()
     found = []
@@ -130,14 +130,14 @@ _INTEL_FAMILIES = {
 
 
 def _intel_arch(properties: Any) -> str:
-    """SYCL's architecture number holds the graphics IP release: major from bit 30, minor in bits 22 to 29."""
+    """Return the architecture of the graphics IP release in SYCL's number: major from bit 30, minor in 22 to 29."""
     number = int(getattr(properties, "architecture", 0))
     return _INTEL_FAMILIES.get((number >> 30, (number >> 22) & 0xFF), "xe")
 
 
 @_never_raises
 def probe_cpu() -> tuple[Device, ...]:
-    """This machine's processor: its vector instruction set, physical cores and memory."""
+    """Return this machine's CPU: its vector instruction set, physical cores and memory."""
     flags = _cpu_flags()
     architecture = _cpu_architecture(flags)
     formats = architecture.formats
@@ -155,7 +155,7 @@ def probe_cpu() -> tuple[Device, ...]:
     )
 
 
-# Kernel flag -> feature, under the names the architecture table uses.
+# Linux CPU flag -> feature, as the architecture table names it.
 _CPU_FEATURES = {
     "avx512_bf16": "avx512_bf16",
     "avx512_fp16": "avx512_fp16",
@@ -180,7 +180,7 @@ def _cpu_architecture(flags: frozenset[str]) -> Architecture:
 
 
 def _text_of(path: Path) -> str:
-    """A system file's text, empty where there is none or it may not be read: a CPU is here all the same."""
+    """Return the contents of a system file, or an empty string if it cannot be read."""
     try:
         return path.read_text()
     except OSError:
@@ -196,7 +196,7 @@ def _cpu_flags() -> frozenset[str]:
         key, _, value = line.partition(":")
         if key.strip() in ("flags", "Features"):
             return frozenset(value.split())
-    # No /proc (macOS, Windows): torch knows which of its own vector paths the processor can take.
+    # No /proc (macOS, Windows): use the vector instruction set that torch has detected.
     capability = torch.backends.cpu.get_cpu_capability()
     return {
         "AVX512": frozenset({"avx2", "avx512f", "avx512bw", "avx512vl", "avx512dq"}),
@@ -213,7 +213,7 @@ def _cpu_name() -> str:
 
 
 def _cores() -> int:
-    """Physical cores this process may run on, where the system tells; otherwise logical ones."""
+    """Return the number of physical cores that this process may run on, or of logical ones if that is unknown."""
     allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
     siblings = set()
     for cpu in allowed:

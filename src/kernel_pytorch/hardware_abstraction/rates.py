@@ -1,4 +1,4 @@
-"""Measuring a device's two ceilings: bytes through memory, and multiply-adds through its matrix units."""
+"""Measure a device's memory bandwidth and matmul rates."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ __all__ = ["measure_rates"]
 
 
 def measure_rates(device: Device) -> Rates:
-    """Bandwidth of a large copy (bytes read plus written) and dense matmul rates, on random data.
+    """Return the bandwidth of a large copy (bytes read plus written) and dense matmul rates, on random data.
 
     Raises:
-        BusyMachineError: the machine does other work, so that what was measured would not be the device's.
+        BusyMachineError: other programs are running, so the times would not be the device's own.
 
     Example:
         >>> import kernel_pytorch as kp
@@ -28,9 +28,9 @@ def measure_rates(device: Device) -> Rates:
     require_quiet(device)
     place = torch.device(device.torch_device)
     on_cpu = place.type == "cpu"
-    # Large against every cache, small against the memory.
+    # Much larger than the caches, much smaller than the memory.
     copied = 256 << 20 if on_cpu else 4 << 30
-    if device.memory_bytes:  # 0 where the system does not tell
+    if device.memory_bytes:  # 0 if unknown
         copied = min(copied, device.memory_bytes // 8)
     source = torch.empty(copied // 4, dtype=torch.float32, device=place).normal_()
     target = torch.empty_like(source)
@@ -48,6 +48,6 @@ def measure_rates(device: Device) -> Rates:
             right = torch.randn(size, size, device=place).to(dtype)
             seconds = median_seconds(partial(torch.matmul, left, right), device, 0.2)
             matmul[name] = 2 * size**3 / seconds
-            if seconds > 5e-3:  # a format without fast instructions here: the larger product would take seconds
+            if seconds > 5e-3:  # no fast instructions for this format: the larger GEMM would take seconds
                 break
     return Rates(bandwidth=bandwidth, matmul=matmul, source="measured")

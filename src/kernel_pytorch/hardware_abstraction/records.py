@@ -1,7 +1,7 @@
-"""The recorded times that order an op's kernels: from a backend's benchmark records, the run nearest to a call.
+"""Order an op's kernels by recorded times: those of the run, among a backend's benchmark records, nearest to a call.
 
-A recorded run says something about calls of its phase and kind whose sizes are all within a factor of four of its
-own, on devices of its architecture. Beyond that, the backend's order stands.
+A recorded run applies to calls of its phase and kind whose sizes are all within a factor of four of its own, on
+devices of its architecture. For all other calls the backend's order applies.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from kernel_pytorch.hardware_abstraction.op import Call, Kernel, Phase, Problem
 __all__ = ["RecordedRun", "nearest_run", "ordered", "recorded_runs"]
 
 _FURTHEST = 2.0
-"""In powers of two: a run says nothing about a call with a size more than four times as large or small."""
+"""As a power of two: a run does not apply to a call with a size more than four times as large or small."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,7 +44,7 @@ class RecordedRun:
     """The digest of each kernel's source that was measured."""
 
     def distance(self, problem: Problem) -> float | None:
-        """How far a problem is from this one, or None where this run says nothing about it."""
+        """Return the distance of a problem from this run's, or None if the run does not apply to it."""
         if problem.kind != self.problem.kind or problem.sizes.keys() != self.problem.sizes.keys():
             return None
         steps = [abs(math.log2(size / self.problem.sizes[name])) for name, size in problem.sizes.items()]
@@ -56,9 +56,9 @@ class RecordedRun:
 
 @cache
 def recorded_runs(folder: Path | None) -> tuple[RecordedRun, ...]:
-    """What a folder of evidence says about the order of kernels; read once for each folder.
+    """Return the runs of a folder of benchmark records; each folder is read once.
 
-    A record that cannot be read is a warning, and orders nothing.
+    A record that cannot be read gives a warning and is skipped.
     """
     found: list[RecordedRun] = []
     for path in sorted(folder.glob("*.json")) if folder is not None and folder.is_dir() else ():
@@ -102,8 +102,9 @@ def _runs(name: str, record: Benchmark) -> Iterator[RecordedRun]:
 def nearest_run(
     runs: Sequence[RecordedRun], call: Call, device: Device, kernels: Sequence[Kernel]
 ) -> RecordedRun | None:
-    """The run nearest to the call that timed at least two of the kernels: of equals, that with the most, then the
-    latest. None where no run is near."""
+    """Return the run nearest to the call that timed at least two of the kernels, or None if none applies.
+
+    Among equally near runs the one with the most kernels wins, then the latest."""
     names = {kernel.name for kernel in kernels}
     near = [
         run
@@ -123,7 +124,7 @@ def nearest_run(
 
 
 def ordered(kernels: Sequence[Kernel], run: RecordedRun | None) -> tuple[Kernel, ...]:
-    """The kernels with those that the run timed in the order of their times; the others keep their places."""
+    """Return the kernels, with those that the run timed sorted by time; the others keep their places."""
     if run is None:
         return tuple(kernels)
     timed = sorted(

@@ -1,4 +1,4 @@
-"""Backends: the four that ship with us, and third parties' backends and kernels through entry points."""
+"""Registry of backends: the four built-in ones, and third parties' backends and kernels through entry points."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ __all__ = [
 ENTRY_POINT_GROUP = "kernel_pytorch.backends"
 KERNEL_ENTRY_POINT_GROUP = "kernel_pytorch.kernels"
 
-# Best first: with third parties before the CPU, this order decides which present device `device()` returns.
+# Best first. This order, with third parties before the CPU, decides which present device `device()` returns.
 _BUILT_IN = ("nvidia", "amd", "intel", "cpu")
 
 
@@ -48,22 +48,22 @@ class Backend:
 
     name: str
     title: str
-    """One line for people: what hardware this is."""
+    """One line that describes the hardware."""
     probe: Callable[[], tuple[Device, ...]]
-    """The devices that are here; never raises, returns nothing where nothing is."""
+    """Returns the devices of this machine; never raises."""
     kernels: tuple[Kernel, ...]
-    """Best first: of those that can serve a call, selection takes the first, where no record says otherwise."""
+    """Best first. Without a record that applies, selection takes the first kernel that can serve a call."""
     catalogue: tuple[Device, ...] = ()
-    """Devices that can be named without owning one."""
+    """Devices that can be asked about without the hardware."""
     install_hint: str = ""
-    """What to install when a device of this vendor is in the machine and torch does not see it."""
+    """What to install if the machine has a device of this vendor that torch does not see."""
     evidence: Path | None = None
-    """Folder with the backend's recorded evidence, where it ships any; recorded times order the kernels."""
+    """Folder with the backend's records, or None; recorded times order the kernels."""
     lowering: str | None = None
-    """How programs for devices are made: ``"package.module:NAME"`` of a ``Lowering`` record, imported when first
-    needed; None where there is no ``.pte`` path."""
+    """``"package.module:NAME"`` of the ``Lowering`` record that makes ``.pte`` programs, imported at first use; None
+    if the backend has none."""
     notes: Path | None = None
-    """What a person wrote for the backend's pages, one section for each (``kernel-pytorch backend docs``)."""
+    """Hand-written sections for the backend's generated pages (``kernel-pytorch backend docs``)."""
 
     def __post_init__(self) -> None:
         if not self.name.isidentifier() or self.name != self.name.lower():
@@ -84,7 +84,7 @@ class Backend:
 
 @dataclass(frozen=True, kw_only=True)
 class AddedKernel:
-    """A third party's kernel for a backend that exists: what an entry point of ``kernel_pytorch.kernels`` names.
+    """A third party's kernel for an existing backend; an entry point of ``kernel_pytorch.kernels`` names one.
 
     Example:
         >>> import dataclasses
@@ -97,10 +97,10 @@ class AddedKernel:
     backend: str
     kernel: Kernel
     before: str | None = None
-    """The kernel of the same op that it precedes; None for last: chosen where it is pinned, or measured fastest."""
+    """The kernel of the same op to insert it before. None for last: it then runs if pinned or measured fastest."""
 
     def added_to(self, record: Backend) -> Backend:
-        """The backend with this kernel among its own."""
+        """Return the backend with this kernel added."""
         kernels = list(record.kernels)
         names = [kernel.name if kernel.op == self.kernel.op else "" for kernel in kernels]
         if self.before is not None and self.before not in names:
@@ -114,7 +114,7 @@ class AddedKernel:
 
 @dataclass(frozen=True)
 class BrokenBackend:
-    """A backend or kernel that could not be loaded or probed, and the traceback of it."""
+    """A backend or kernel that could not be loaded or probed, with the traceback."""
 
     name: str
     origin: str
@@ -148,7 +148,7 @@ def _load() -> _Loaded:
             if record.name in loaded.backends:
                 raise ValueError(f"a backend called {record.name!r} is already there; choose another name")
             loaded.backends[record.name] = record
-        except Exception as error:  # a plug-in may fail in any way at all; ours must go on
+        except Exception as error:  # a plug-in may fail in any way; the built-in backends must still load
             loaded.broken.append(_broken(entry.name, entry.value, error))
     for entry in importlib.metadata.entry_points(group=KERNEL_ENTRY_POINT_GROUP):
         try:
@@ -168,7 +168,9 @@ def _load() -> _Loaded:
 
 @cache
 def _generic() -> Backend:
-    """For devices that torch runs and no backend describes (mps, hpu, npu ...): the kernels that all of ours list."""
+    """Return the backend of devices that torch runs and no backend describes (mps, hpu, npu ...).
+
+    It has the kernels that all built-in backends list."""
     ours = [_load().backends[name].kernels for name in _BUILT_IN]
     return Backend(
         name="generic",
@@ -180,7 +182,7 @@ def _generic() -> Backend:
 
 
 def backends() -> tuple[Backend, ...]:
-    """Every backend that loads: ours, then third parties'.
+    """Return every backend that loads: the built-in ones, then third parties'.
 
     Example:
         >>> [b.name for b in backends()][:4]
@@ -190,7 +192,7 @@ def backends() -> tuple[Backend, ...]:
 
 
 def backend(name: str) -> Backend:
-    """One backend by its name; an unknown name is an error that lists the known ones."""
+    """Return the backend of this name; raise an error that lists the names if there is none."""
     if name == "generic":
         return _generic()
     try:
@@ -200,9 +202,9 @@ def backend(name: str) -> Backend:
 
 
 def device_preferring(kernel: Kernel, where: torch.device, *formats: str) -> Device | None:
-    """The device there, if its backend puts this kernel before all others of its op, and it supports these formats.
+    """Return the device if its backend lists this kernel first for its op and the device supports these formats.
 
-    What else the kernel refuses is not asked for.
+    Returns None otherwise. ``Kernel.supports`` is not called.
     """
     device = device_of(where)
     first = next(known for known in backend(device.backend).kernels if known.op == kernel.op)
@@ -210,14 +212,14 @@ def device_preferring(kernel: Kernel, where: torch.device, *formats: str) -> Dev
 
 
 def broken_backends() -> tuple[BrokenBackend, ...]:
-    """The plug-ins that failed to load or to probe, with their tracebacks (``doctor`` shows them)."""
+    """Return the plug-ins that failed to load or probe, with tracebacks; ``kernel-pytorch doctor`` shows them."""
     devices()
     return tuple(_load().broken)
 
 
 @cache
 def devices() -> tuple[Device, ...]:
-    """The devices that are here, best first.
+    """Return the devices of this machine, best first.
 
     Example:
         >>> import kernel_pytorch as kp
@@ -225,8 +227,8 @@ def devices() -> tuple[Device, ...]:
         'cpu'
     """
     found: dict[str, tuple[Device, ...]] = {}
-    owners: dict[str, str] = {}  # torch device -> the backend whose it is
-    for record in backends():  # ours first: a third party cannot take a torch device away from them
+    owners: dict[str, str] = {}  # torch device -> its backend
+    for record in backends():  # built-in first, so that a third party cannot claim their torch devices
         try:
             probed = tuple(record.probe())
             for device in probed:
@@ -240,26 +242,26 @@ def devices() -> tuple[Device, ...]:
                     )
             owners |= {_torch_name(device): record.name for device in probed}
             found[record.name] = probed
-        except Exception as error:  # a vendor's probe may fail in any way; the other devices are still here
+        except Exception as error:  # a vendor's probe may fail in any way; keep the other devices
             _load().broken.append(_broken(record.name, f"{record.name}.probe", error))
     last = found.pop("cpu", ())  # third parties' devices come before the CPU
     return (*(device for probed in found.values() for device in probed), *last)
 
 
 def _torch_name(device: Device) -> str:
-    """The device's torch name with its index: "cpu" and "cpu:0" are the same."""
+    """Return the device's torch name with its index, so that "cpu" and "cpu:0" are equal."""
     kind, _, index = str(device.torch_device).partition(":")
     return f"{kind}:{index or 0}"
 
 
 def device(name: str | torch.device | None = None, *, measure: bool = False) -> Device:
-    """The best device that is here, one that torch names, or one from the catalogue.
+    """Return the best device of this machine, a torch device, or a device of the catalogue.
 
     Args:
-        name: None for the best device here, a torch device (``"cuda:0"``), or a catalogue name
-            (``"nvidia/h200"``, or ``"h200"`` where that is unique), which need not be here.
-        measure: also measure bandwidth and matmul rate (about a second); only for a device that is here. On a machine
-            that does other work this is a BusyMachineError.
+        name: None for the best device of this machine, a torch device (``"cuda:0"``), or a catalogue name
+            (``"nvidia/h200"``, or ``"h200"`` if that is unique), which need not be present.
+        measure: also measure bandwidth and matmul rates (about a second). The device must be present. Raises
+            BusyMachineError if other programs are running.
 
     Example:
         >>> import kernel_pytorch as kp
@@ -270,7 +272,7 @@ def device(name: str | torch.device | None = None, *, measure: bool = False) -> 
         chosen = devices()[0]
     else:
         wanted = None
-        with contextlib.suppress(RuntimeError):  # not a word of torch's: one of the catalogue's
+        with contextlib.suppress(RuntimeError):  # torch cannot parse it: a catalogue name
             wanted = torch.device(name)
         chosen = _catalogued(str(name)) if wanted is None else device_of(wanted)
     if not measure:
@@ -281,7 +283,7 @@ def device(name: str | torch.device | None = None, *, measure: bool = False) -> 
 
 
 def _catalogued(name: str) -> Device:
-    """A device of the catalogues by its name, with or without the vendor."""
+    """Return the device of this name in the backends' catalogues, with or without the vendor."""
     named = {known.name: known for record in (*backends(), _generic()) for known in record.catalogue}
     if name in named:
         return named[name]
@@ -290,11 +292,11 @@ def _catalogued(name: str) -> Device:
 
 
 _DESCRIBED = frozenset({"cpu", "cuda", "xpu", "meta"})
-"""The kinds of torch devices whose facts our backends probe."""
+"""The torch device types that the built-in backends probe."""
 
 
 def _runs(kind: str) -> bool:
-    """Whether this torch can place a tensor on a device of this kind."""
+    """Return whether torch can place a tensor on a device of this type."""
     try:
         return bool(torch.get_device_module(kind).is_available())
     except (AttributeError, RuntimeError):
@@ -328,12 +330,12 @@ def _present(torch_device: torch.device) -> Device:
 
 
 def device_of(torch_device: torch.device) -> Device:
-    """The facts about the device that torch calls by this name."""
+    """Return the facts about a torch device."""
     if _pretended and torch_device.type in _pretended:
         return _pretended[torch_device.type]
     index: int | None = torch_device.index
-    if index is None and torch_device.type != "cpu":  # "cuda" is the device that is current now
-        with contextlib.suppress(Exception):  # a kind this torch cannot run: the look-up says what is here
+    if index is None and torch_device.type != "cpu":  # "cuda" is the current device
+        with contextlib.suppress(Exception):  # a type that this torch cannot run: the lookup raises the error
             current = torch.get_device_module(torch_device.type).current_device()
             torch_device = torch.device(torch_device.type, current)
     return _present(torch_device)

@@ -1,4 +1,4 @@
-"""Which kernel serves a call: a pure function of the call, the device and the policy, and its explanation."""
+"""Kernel selection as a pure function of the call, the device and the policy, with a reason for every kernel."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["Choice", "Policy", "UnsupportedCallError", "Verdict", "select"]
 
 
 class UnsupportedCallError(NotImplementedError):
-    """No kernel can serve the call exactly; the message gives each kernel's reason and what would work.
+    """No kernel can serve the call exactly; the message has each kernel's reason and the remedy.
 
     Example:
         >>> import torch, kernel_pytorch as kp
@@ -28,7 +28,7 @@ class UnsupportedCallError(NotImplementedError):
 
 
 def encode_policy(kernel: str | None, deterministic: bool, measure: bool) -> str:
-    """A policy as text; ``Policy.decode`` reads it back. The kernel comes last: its name may be any text."""
+    """Return a policy as a string for ``Policy.decode``. The kernel comes last, since its name may be any string."""
     words = ["deterministic"] if deterministic else []
     if measure:
         words.append("measure")
@@ -39,7 +39,7 @@ def encode_policy(kernel: str | None, deterministic: bool, measure: bool) -> str
 
 @dataclass(frozen=True, kw_only=True)
 class Policy:
-    """What the user demands of a choice.
+    """The user's requirements for kernel selection.
 
     Example:
         >>> import kernel_pytorch as kp
@@ -48,16 +48,16 @@ class Policy:
     """
 
     kernel: str | None = None
-    """Pin one implementation by name; a call it cannot serve is an error."""
+    """Pin one implementation by name; a call that it cannot serve raises an error."""
     kernels: tuple[tuple[str, str], ...] = ()
-    """Implementations pinned for single ops, as (op, kernel); they precede ``kernel``."""
+    """Implementations pinned for single ops, as (op, kernel); they take precedence over ``kernel``."""
     deterministic: bool = False
-    """Only kernels that give the same bits each time."""
+    """Use only kernels that return the same bits in every run."""
     measure: bool = False
-    """Time the kernels that fit on the caller's own tensors, once per shape, and take the fastest."""
+    """Time the kernels that can serve the call on the caller's tensors, once per shape, and take the fastest."""
 
     def kernel_for(self, op: str) -> str | None:
-        """The kernel that is pinned for an op."""
+        """Return the name of the kernel that is pinned for an op, or None."""
         for name, kernel in self.kernels:
             if name == op:
                 return kernel
@@ -65,7 +65,7 @@ class Policy:
 
     @property
     def encoded(self) -> str:
-        """The policy of one op as the string that travels in a compiled or exported graph."""
+        """The policy as a string, for compiled and exported graphs."""
         return encode_policy(self.kernel, self.deterministic, self.measure)
 
     @staticmethod
@@ -86,7 +86,7 @@ class Policy:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What selection decided about one kernel, and why."""
+    """The decision about one kernel, with the reason."""
 
     kernel: str
     chosen: bool
@@ -95,7 +95,7 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Choice:
-    """The kernel for a call, and the reason for it and against every other one."""
+    """The kernel for a call, with the reason, and the reason against every other kernel."""
 
     call: Call
     device: Device
@@ -103,7 +103,7 @@ class Choice:
     kernel: Kernel
     verdicts: tuple[Verdict, ...]
     run: RecordedRun | None = None
-    """The recorded run that ordered the kernels that fit."""
+    """The recorded run that ordered the kernels, or None."""
 
     def __str__(self) -> str:
         width = max(len(verdict.kernel) for verdict in self.verdicts)
@@ -118,7 +118,7 @@ class Choice:
     __repr__ = __str__
 
     def _changed(self, run: RecordedRun) -> str:
-        """Which of the kernels that the run timed have other source now."""
+        """Return a remark on the kernels whose source has changed since the run."""
         timed = [
             kernel
             for kernel in backend(self.device.backend).kernels
@@ -129,7 +129,7 @@ class Choice:
 
 
 def fitting(call: Call, device: Device, policy: Policy) -> tuple[tuple[Kernel, ...], tuple[Verdict, ...]]:
-    """The kernels that can serve the call, in the backend's order, and the refusals of the others."""
+    """Return the kernels that can serve the call, in the backend's order, and the refusals of the others."""
     kernels = [kernel for kernel in backend(device.backend).kernels if kernel.op == call.op]
     names = [kernel.name for kernel in kernels]
     if policy.kernel is not None and policy.kernel not in names:
@@ -158,11 +158,11 @@ def select(
     policy: Policy = Policy(),
     timings: tuple[tuple[str, float], ...] | None = None,
 ) -> Choice:
-    """The kernel that serves the call on the device under the policy, with every reason.
+    """Return the kernel that serves the call on the device under the policy, with the reason for every kernel.
 
-    Pure: the same arguments give the same choice, so it can be asked for a device that is not here. The first of the
-    kernels that fit is taken, in the order of the backend's record nearest to the call, else in the backend's own.
-    ``timings`` are (kernel, seconds) measured before on the call itself; with them the fastest is taken.
+    Pure: the same arguments give the same choice, so the device need not be present. Of the kernels that can serve
+    the call, the first is taken: in the order of the recorded run nearest to the call, else in the backend's order.
+    With ``timings``, (kernel, seconds) measured on the call itself, the fastest is taken.
 
     Example:
         >>> import torch, kernel_pytorch as kp

@@ -1,7 +1,7 @@
-"""Digests of code, which a record names so that it counts for that code alone.
+"""Digests of source code, stored in a record so that it applies to that code only.
 
-Comments, docstrings, formatting and import statements do not enter a digest: they compile to the same program. The
-syntax tree is written out here rather than by ``ast.dump``, whose text differs between versions of Python.
+Comments, docstrings, formatting and import statements are not part of a digest. The syntax tree is serialized here
+instead of by ``ast.dump``, whose output differs between Python versions.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ _WITHOUT_MEANING = frozenset({"ctx", "kind", "type_comment", "type_params"})
 
 
 def source_digest(module: str, cpp: tuple[str, ...] = ()) -> str:
-    """The digest of a module's code, of the ``triton_*`` modules that it imports, directly or not, and of C++ files.
+    """Return the digest of a module, of the ``triton_*`` modules that it imports (transitively), and of C++ files.
 
     Args:
         module: the module's full name.
-        cpp: C++ files by their path below the package.
+        cpp: C++ files, relative to the package.
     """
     code: dict[str, str] = {}
     modules = [module]
@@ -45,7 +45,7 @@ def source_digest(module: str, cpp: tuple[str, ...] = ()) -> str:
 
 
 def is_part(name: str) -> bool:
-    """Whether a record's source is a part of the package rather than a kernel: a folder or a Python file.
+    """Return whether a source named in a record is a folder or file of the package rather than a kernel.
 
     Example:
         >>> is_part("lowering/"), is_part("hardware_abstraction/dispatch.py"), is_part("fp8_cast/triton")
@@ -55,7 +55,7 @@ def is_part(name: str) -> bool:
 
 
 def part_digest(name: str) -> str:
-    """The digest of all code in a part of the package: a folder, whose name ends in a slash, or a Python file.
+    """Return the digest of a folder of the package, whose name ends in a slash, or of a Python file.
 
     Example:
         >>> len(part_digest("lowering/"))
@@ -74,7 +74,7 @@ def _digest(texts: list[str]) -> str:
 
 
 def file_code(name: str, data: bytes) -> str:
-    """The code of a file, without comments and layout where it is Python or C++; other files are taken as they are.
+    """Return the code of a file, without comments and layout if it is Python or C++; other files unchanged.
 
     Example:
         >>> file_code("a.cpp", b"int f() { // one\\n  return 1; }") == file_code("a.cpp", b"int f() { return 1; }")
@@ -87,7 +87,7 @@ def file_code(name: str, data: bytes) -> str:
         except SyntaxError:
             return text
     if name.endswith(_CPP):
-        # A comment or a run of white space counts as one space; what looks like a comment in a string is kept.
+        # Replace a comment or white space by one space; keep string literals as they are.
         parts = re.findall(r'"(?:\\.|[^"\\\n])*"|//[^\n]*|/\*.*?\*/|\s+|.', text, flags=re.DOTALL)
         plain = "".join(" " if part.isspace() or part.startswith(("//", "/*")) else part for part in parts)
         return re.sub(r"\s+", " ", plain).strip()
@@ -95,7 +95,7 @@ def file_code(name: str, data: bytes) -> str:
 
 
 def code_of(node: Any) -> str:
-    """A syntax tree as text, the same for all versions of Python.
+    """Serialize a syntax tree to text that is the same for all versions of Python.
 
     Example:
         >>> one = ast.parse("import torch  # a comment\\ndef f(x): 'docstring'; return (x)")

@@ -1,4 +1,4 @@
-"""Timing one function on one device: event times on a GPU, wall times on a CPU, always many and in order."""
+"""Time a function on a device: events on a GPU, wall-clock times on a CPU, and detection of a busy machine."""
 
 from __future__ import annotations
 
@@ -23,23 +23,22 @@ __all__ = [
 ]
 
 MOST_SPREAD = 0.25
-"""How far apart the 5 % and 95 % quantiles of one repeated run may be, as a share of its median."""
+"""Largest accepted difference of the 5 % and 95 % quantiles of a repeated run, relative to its median."""
 _ATTEMPTS = 3
 
 
 class BusyMachineError(RuntimeError):
-    """The machine does other work: the same run takes different times, and nothing can be measured."""
+    """Other programs are running: repeated runs take different times, so nothing can be measured."""
 
 
 def sample_seconds(
     function: Callable[[], object], device: Device, seconds: float = 0.2, *, least: int = 20
 ) -> list[float]:
-    """Run the function for about this long after a warm-up and return the time of each run, in seconds.
+    """Run the function for about ``seconds`` after a warm-up and return the time of each run in seconds.
 
-    On a GPU there are at least ``least`` runs, and on a CPU three.
-
-    On a GPU the second-level cache is emptied before each run, as it would be between the layers of a
-    model, and the device is kept busy while a run is queued, so that the time is the device's own.
+    There are at least ``least`` runs on a GPU, and three on a CPU. On a GPU the second-level cache is flushed before
+    each run, as between the layers of a model, and the device is kept busy while a run is queued, so that the result
+    is device time.
     """
     if device.torch_device is None:
         raise ValueError(f"device={device.name!r} is not here; nothing can be timed on it")
@@ -50,11 +49,11 @@ def sample_seconds(
 
 def _sample_cpu(function: Callable[[], object], seconds: float) -> list[float]:
     started = time.perf_counter()
-    function()  # warm-up: first-use costs stay out of the samples
+    function()  # warm-up
     once = time.perf_counter() - started
     times: list[float] = []
     deadline = time.perf_counter() + seconds
-    batch = max(1, int(5e-6 / max(once, 1e-9)))  # the clock's own cost must vanish
+    batch = max(1, int(5e-6 / max(once, 1e-9)))  # reading the clock must take a negligible part
     while len(times) < 3 or time.perf_counter() < deadline:
         started = time.perf_counter()
         for _ in range(batch):
@@ -67,8 +66,8 @@ def _sample_accelerator(
     function: Callable[[], object], torch_device: str, seconds: float, least: int
 ) -> list[float]:
     module = torch.get_device_module(torch_device)
-    cache = torch.empty(256 << 20, dtype=torch.int8, device=torch_device)  # larger than any L2 of today
-    wait = getattr(module, "_sleep", None)  # CUDA and ROCm have it
+    cache = torch.empty(256 << 20, dtype=torch.int8, device=torch_device)  # larger than any L2
+    wait = getattr(module, "_sleep", None)  # CUDA and ROCm only
 
     def timed(count: int) -> list[float]:
         starts = [module.Event(enable_timing=True) for _ in range(count)]
@@ -85,17 +84,17 @@ def _sample_accelerator(
 
     timed(3)
     once = statistics.median(timed(5))
-    # Each run also empties the cache and waits: count it, or short kernels would run for minutes.
+    # Count the flush and the wait of each run too, or short kernels would be sampled for minutes.
     return timed(min(2000, max(least, int(seconds / (once + 1.2e-3)))))
 
 
 def median_seconds(function: Callable[[], object], device: Device, seconds: float = 0.05) -> float:
-    """The median time of a run, in seconds."""
+    """Return the median time of a run in seconds."""
     return statistics.median(sample_seconds(function, device, seconds))
 
 
 def readable(seconds: float) -> str:
-    """A time with a fitting unit.
+    """Format a time with a fitting unit.
 
     Example:
         >>> readable(0.001234), readable(3.2e-8)
@@ -108,7 +107,7 @@ def readable(seconds: float) -> str:
 
 
 def quantiles(samples: list[float]) -> tuple[float, float, float]:
-    """The 20 %, 50 % and 80 % quantiles.
+    """Return the 20 %, 50 % and 80 % quantiles.
 
     Example:
         >>> quantiles([1.0, 2.0, 3.0, 4.0, 5.0])
@@ -121,10 +120,10 @@ def quantiles(samples: list[float]) -> tuple[float, float, float]:
 
 
 def spread(samples: list[float]) -> float:
-    """How far apart the 5 % and 95 % quantiles are, as a share of the median.
+    """Return the difference of the 5 % and 95 % quantiles relative to the median.
 
-    Other programs show in the slowest runs: on busy cores a run of half a millisecond takes several times as long
-    where it is interrupted, and the rest take what they always take.
+    On busy cores, a run of half a millisecond takes several times as long when it is interrupted; the other runs are
+    not affected. So the slowest runs show that other programs are running.
 
     Example:
         >>> round(spread([1.0, 2.0, 3.0, 4.0, 5.0]), 3)
@@ -135,7 +134,7 @@ def spread(samples: list[float]) -> float:
 
 
 def require_quiet(device: Device) -> None:
-    """Time one matmul repeatedly; BusyMachineError where its times are far apart at each of three attempts.
+    """Time one matmul repeatedly; raise BusyMachineError if its times are far apart in each of three attempts.
 
     Example:
         >>> import kernel_pytorch as kp

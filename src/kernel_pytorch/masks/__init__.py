@@ -1,4 +1,4 @@
-"""What attention attends to, as data: small expressions, composed with ``&`` and ``|``, never an N x N tensor.
+"""Attention masks as small expressions, composed with ``&`` and ``|``, without an N x N tensor.
 
 With i the position of a query and j of a key: ``full()``; ``causal()``: j <= i; ``window(left, right)``:
 i - left <= j <= i + right; ``sinks(n)``: j < n; ``prefix(n)``: i < n and j < n; ``documents(lengths, inner)``:
@@ -7,8 +7,8 @@ entry; ``dilated(step, left, right)``: every step-th position; ``intervals(first
 ``blocks(table, block)``: any table of tiles; ``from_dense(keep)``: a tensor of booleans. When there are fewer queries
 than keys, the last query is at the last key's position.
 
-A mask knows nothing of lengths until it is used. It travels through torch.compile and torch.export as one
-tensor of integers (``Mask.code``), so that other lengths, windows or tables are other data, not another graph.
+A mask does not depend on lengths until it is used. torch.compile and torch.export see it as one tensor of integers
+(``Mask.code``), so that other lengths, windows or tables need no new graph.
 """
 
 from __future__ import annotations
@@ -75,9 +75,9 @@ def prefix(n: int) -> Mask:
 def dilated(step: int, left: int, right: int = 0) -> Mask:
     """A window with gaps: every ``step``-th position, ``left`` of them before the query's own and ``right`` after it.
 
-    A query then has ``left + right + 1`` intervals of one key, of which there may be 256 at the most. For longer
-    dilated windows reorder the tokens by their position modulo ``step``: the mask is then
-    ``documents(..., window(left, right))`` over contiguous keys, which kernels compute in whole tiles.
+    A query then has ``left + right + 1`` intervals of one key, at most 256. For longer dilated windows, reorder the
+    tokens by their position modulo ``step``: the mask is then ``documents(..., window(left, right))`` over contiguous
+    keys, which kernels compute in whole tiles.
 
     Example:
         >>> import kernel_pytorch as kp
@@ -108,7 +108,7 @@ def blocks(
     Args:
         table: booleans of shape (rows, columns), (heads, rows, columns) or (batch, heads, rows, columns); or a
             pair (offsets, columns) in CSR form, shared by all heads.
-        block: queries and keys a tile, a multiple of 16.
+        block: number of queries and of keys of a tile, a multiple of 16.
 
     Example:
         >>> import torch, kernel_pytorch as kp

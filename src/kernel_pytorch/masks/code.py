@@ -1,7 +1,7 @@
-"""A mask expression as a tree and as one tensor of integers, and its plain definition.
+"""Mask expressions as a tree and as one tensor of integers (the code), and their definition pair by pair.
 
-The code is the tree in postfix order: for each node its kind, the count of its numbers, and the numbers.
-Postfix, so that composing two masks is a concatenation: no value in the tensors has to be looked at.
+The code is the tree in postfix order: for each node its kind, the count of its numbers, and the numbers. In postfix
+order, composing two masks is a concatenation that does not depend on the tensors' contents.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ _NAMES = (
     "dilated",
 )
 NOT_IN_RUNTIME = (PART, INTERVALS, PADDING, DILATED)
-"""Node kinds that the C++ runtime does not read."""
+"""Node kinds that the C++ runtime does not support."""
 WHOLE_SEQUENCE = (DOCUMENTS, BLOCKS, PART, INTERVALS, PADDING)
-"""Node kinds that count from the first query or key of the whole sequence, so that no document can contain them."""
+"""Node kinds with absolute positions in the full sequence, which cannot be inside a document."""
 PADDING_SIDES = ("left", "right")
 _CHILDREN = {DOCUMENTS: 1, AND: 2, OR: 2, PART: 1}
 
@@ -67,7 +67,7 @@ class Node:
 
     @cached_property
     def constructors(self) -> tuple[str, ...]:
-        """The names of what the expression is made of, each once, as ``("causal", "window")``."""
+        """The names of the expression's constructors, each once, such as ``("causal", "window")``."""
         names = {name for child in self.children for name in child.constructors}
         if self.kind not in (AND, OR, PART):
             names.add(_NAMES[self.kind])
@@ -77,7 +77,7 @@ class Node:
 
     @cached_property
     def kept_blocks(self) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-        """Of a table of blocks: how many each row of each batch entry and head keeps, and their columns."""
+        """For a block table: the number of kept blocks per row, batch entry and head, and their columns."""
         rows = math.prod(self.numbers[:3])
         numbers = np.array(self.numbers[5:], dtype=np.int64)
         return numbers[:rows], numbers[rows:]
@@ -88,7 +88,7 @@ class Node:
 
     @cached_property
     def _hash(self) -> int:
-        return hash(self._identity)  # once: block tables are long
+        return hash(self._identity)  # cached, because block tables are long
 
     def __hash__(self) -> int:
         return self._hash
@@ -112,7 +112,7 @@ class Node:
             batch, heads, rows, columns, block = self.numbers[:5]
             kept = len(self.numbers) - 5 - batch * heads * rows
             shape = "x".join(str(n) for n in (batch, heads) if n != 1)
-            size = f"{rows}x{columns}" if columns >= 0 else f"{rows} rows"  # CSR form does not say how wide
+            size = f"{rows}x{columns}" if columns >= 0 else f"{rows} rows"  # CSR form has no width
             return f"blocks({shape + ' of ' if shape else ''}{size}, {kept} kept, block={block})"
         if self.kind == PART:
             from kernel_pytorch.masks.part import part_numbers
@@ -135,19 +135,19 @@ def _short(items: Any) -> str:
 
 
 def encode(node: Node) -> torch.Tensor:
-    """The tree as postfix integers."""
+    """Encode the tree as postfix integers."""
 
     def walk(node: Node) -> list[np.ndarray[Any, Any]]:
         parts = [part for child in node.children for part in walk(child)]
         head = np.array([node.kind, len(node.numbers)], dtype=np.int64)
         return [*parts, np.asarray(node.numbers, dtype=np.int64), head]
 
-    # Kind and count come last, so that the code is read from its end.
+    # Kind and count come last: the code is decoded from its end.
     return torch.from_numpy(np.concatenate(walk(node)))
 
 
 def decode(code: torch.Tensor) -> Node:
-    """The tree of a code; a code that is not one is an error."""
+    """Decode a tree; raise an error if the code is not valid."""
     numbers = code.cpu().numpy()
 
     def walk(end: int) -> tuple[Node, int]:
@@ -173,7 +173,7 @@ def decode(code: torch.Tensor) -> Node:
 
 
 def _check_numbers(node: Node) -> None:
-    """Whether a node that was read from a code has the numbers its kind needs."""
+    """Raise an error unless a decoded node has valid numbers for its kind."""
     numbers = node.numbers
     if node.kind == DOCUMENTS:
         position = 1
@@ -206,7 +206,7 @@ def _check_numbers(node: Node) -> None:
 
 
 def check_documents(rows: Sequence[Sequence[int]], inner: Node) -> None:
-    """Lengths that cannot be packed, or an inner mask that has no local positions, are errors."""
+    """Raise an error for lengths that cannot be packed, or an inner mask without local positions."""
     if not all(rows):
         raise ValueError(f"lengths={rows}: every entry of the batch needs at least one document")
     negative = [length for row in rows for length in row if length < 0]
@@ -223,7 +223,7 @@ def check_documents(rows: Sequence[Sequence[int]], inner: Node) -> None:
 
 
 def documents_of(node: Node) -> list[tuple[int, ...]]:
-    """The lengths in a documents node, one tuple for each entry of the batch."""
+    """Return the lengths of a documents node, one tuple per batch entry."""
     rows, position = [], 1
     for _ in range(node.numbers[0]):
         count = node.numbers[position]
@@ -233,13 +233,13 @@ def documents_of(node: Node) -> list[tuple[int, ...]]:
 
 
 def interval_arrays(node: Node) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-    """The first and last (exclusive) keys of an intervals node, each of shape (batch, slots, queries)."""
+    """Return the first and last (exclusive) keys of an intervals node, each of shape (batch, slots, queries)."""
     found = np.array(node.numbers[3:], dtype=np.int64).reshape(2, *node.numbers[:3])
     return found[0], found[1]
 
 
 def table_numbers(table: Any, block: int) -> tuple[int, ...]:
-    """A block table as (batch, heads, rows, columns, block, row counts, column indices)."""
+    """Return a block table as (batch, heads, rows, columns, block, row counts, column indices)."""
     if isinstance(table, tuple):
         if len(table) != 2:
             raise ValueError(f"table is a tuple of {len(table)}: CSR form is (offsets, columns)")
@@ -260,7 +260,7 @@ def table_numbers(table: Any, block: int) -> tuple[int, ...]:
         pairs = np.unique(rows * (1 << 32) + columns)
         counts = np.bincount(pairs >> 32, minlength=len(counts))
         columns = pairs & ((1 << 32) - 1)
-        # CSR does not say how wide the table is; the last key block is checked when lengths are known.
+        # CSR form has no width; the last key block is checked when the lengths are known.
         return (1, 1, len(counts), -1, block, *counts.tolist(), *columns.tolist())
     array = table.detach().cpu().numpy() if isinstance(table, torch.Tensor) else np.asarray(table)
     if array.dtype != np.bool_:
@@ -320,7 +320,7 @@ def _pairs(node: Node, i: Any, j: Any) -> Any:
         for lengths in documents_of(node):
             owner = np.repeat(np.arange(len(lengths)), lengths)
             start = np.repeat(np.concatenate([[0], np.cumsum(lengths)[:-1]]), lengths)
-            # Positions before the first key belong to no document; a query there attends to nothing.
+            # Positions before the first key are in no document; a query there attends to nothing.
             known = (i >= 0) & (j >= 0)
             row, column = np.where(i >= 0, i, 0), np.where(j >= 0, j, 0)
             inside = (owner[row] == owner[column]) & known

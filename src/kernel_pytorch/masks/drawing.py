@@ -1,4 +1,4 @@
-"""Drawing a mask, as text and as a PNG: each cell as dark as the share of its pairs that attend."""
+"""Draw a mask as text or PNG; a cell's shade is the fraction of its pairs that the mask keeps."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ _SHADES = " ░▒▓█"
 
 
 def shares(known: Layout, size: int) -> Array:
-    """(rows, columns) of the first batch entry and head: the share of attending pairs in each cell.
+    """Return the fraction of kept pairs in each cell, (rows, columns), of the first batch entry and head.
 
-    Works on the queries that a cell's rows are sampled from, so that it costs the same at any length.
+    The queries of a cell are sampled, so the cost does not depend on the length.
     """
     rows, columns = min(size, known.q_len), min(size, known.kv_len)
     edges = np.linspace(0, known.kv_len, columns + 1)
@@ -35,7 +35,7 @@ def draw_text(known: Layout, size: int) -> str:
     if size < 1:
         raise ValueError(f"size={size}: use 1 or more")
     picture = shares(known, size)
-    # Any pair at all shows: only an empty cell is blank.
+    # Only an empty cell is blank.
     levels = np.where(picture > 0, np.maximum(1, np.round(picture * (len(_SHADES) - 1))), 0).astype(int)
     return "\n".join("".join(_SHADES[level] for level in row).rstrip() for row in levels)
 

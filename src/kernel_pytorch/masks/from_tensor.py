@@ -1,4 +1,4 @@
-"""Masks read from tensors of booleans: which intervals of keys each query attends to."""
+"""Convert boolean tensors to masks: the intervals of keys that each query attends to."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _PAIRS_A_CHUNK = 1 << 24
 
 
 def from_dense(keep: torch.Tensor) -> Mask:
-    """The mask of a boolean tensor, true where a query attends to a key.
+    """Return the mask of a boolean tensor, true where a query attends to a key.
 
     Args:
-        keep: (queries, keys) or (batch, 1, queries, keys). A query may attend to 64 separate runs of keys at the
-            most; heads that differ are not a mask but a bias of -inf: see ``kp.attention(bias=...)``.
+        keep: (queries, keys) or (batch, 1, queries, keys). A query may attend to at most 64 separate runs of keys.
+            For masks that differ by head, pass a bias of -inf: ``kp.attention(bias=...)``.
 
     Example:
         >>> import torch, kernel_pytorch as kp
@@ -38,7 +38,7 @@ def from_dense(keep: torch.Tensor) -> Mask:
 
 
 def from_rows(rows: Callable[[int, int], torch.Tensor], q_len: int, kv_len: int) -> Mask:
-    """The mask whose rows a function gives, some at a time, so that a mask of any length fits into memory.
+    """Return a mask from a function that computes row chunks, so that a mask of any length fits into memory.
 
     Args:
         rows: ``rows(begin, end)`` returns the queries from begin to end as booleans, (batch, end - begin, kv_len).
@@ -62,7 +62,7 @@ def from_rows(rows: Callable[[int, int], torch.Tensor], q_len: int, kv_len: int)
 
 
 def _runs(keep: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The first and last (exclusive) key of each run of keys, (batch, slots, queries), on the CPU."""
+    """Return the first and last (exclusive) key of each run of keys, (batch, slots, queries), on the CPU."""
     edge = torch.zeros_like(keep[..., :1])
     before = torch.cat([edge, keep[..., :-1]], dim=-1)
     after = torch.cat([keep[..., 1:], edge], dim=-1)

@@ -1,10 +1,10 @@
-"""Where a mask lets queries attend: intervals of keys for each query, and tiles for the kernels to walk.
+"""Layouts: a mask at given lengths, as intervals of keys for each query and lists of tiles for kernels.
 
-Every mask without a block table is, for each query, a union of a few intervals of keys. ``Layout`` keeps them
-as ``first`` and ``last`` (exclusive), shape (batch, slots, q_len): O(q_len), whatever the mask. A tile of
-queries x keys is then *full* (every pair attends), *partial* (a kernel compares keys with the intervals of
-its slots) or left out. Block tables are constant within a tile, so a mask with tables has one set of slots
-for each combination of table entries: a tile names its set.
+Every mask without a block table is, for each query, a union of a few intervals of keys. ``Layout`` stores them as
+``first`` and ``last`` (exclusive), shape (batch, slots, q_len): O(q_len) memory for any mask. A tile of queries x
+keys is then *full* (every pair is kept), *partial* (a kernel compares keys with the intervals of its slots) or
+skipped. Block tables are constant within a tile, so a mask with tables has one set of slots per combination of table
+entries, and a tile has the index of its set.
 
 Shapes: D batch entries of the intervals, S slots, Q queries, T tiles of queries.
 """
@@ -48,13 +48,13 @@ class Layout:
     first: Array
     last: Array
     slots: int
-    """Slots of each combination of block-table entries; combinations have the first table as the lowest bit."""
+    """Slots per combination of block-table entries; the first table is a combination's lowest bit."""
     tables: tuple[Node, ...]
     _kept: dict[Any, Any] = field(default_factory=dict)
 
     @property
     def bytes(self) -> int:
-        """The memory of the intervals, and of what was made of them for kernels, on any device."""
+        """Memory of the intervals and of everything that kernels have cached, on any device."""
         tensors: list[torch.Tensor] = []
         for kept in list(self._kept.values()):
             tensors += kept if isinstance(kept, tuple) else kept.tensors()
@@ -71,7 +71,7 @@ class Layout:
 
     @cached_property
     def finest_block(self) -> int:
-        """The largest power of two that divides the block of every table; 128 where there are none."""
+        """The largest power of two that divides the block of every table; 128 without tables."""
         block = 128
         for table in self.tables:
             block = int(np.gcd(block, table.numbers[4]))
@@ -87,7 +87,7 @@ class Layout:
         return attended_pairs(self) / (pairs * self.batch * self.heads)
 
     def intervals_of(self, query: int) -> list[tuple[int, int]]:
-        """The keys one query of the first batch entry and head attends to, as [first, last) intervals."""
+        """Return the keys that a query of the first batch entry and head attends to, as [first, last) intervals."""
         if not self.tables:
             rows = zip(self.first[0, :, query].tolist(), self.last[0, :, query].tolist(), strict=True)
             return [(first, last) for first, last in rows if last > first]
@@ -104,7 +104,7 @@ class Layout:
         return [(int(first), int(min(last, self.kv_len))) for first, last in found if last > first]
 
     def intervals(self, device: torch.device | str = "cpu") -> tuple[torch.Tensor, torch.Tensor]:
-        """The intervals (first, last) of shape (D, S, Q) on a device; kept for the next call."""
+        """Return the intervals (first, last) of shape (D, S, Q) on a device; cached."""
         key = ("intervals", str(device))
         if key not in self._kept:
             self._kept[key] = tuple(torch.from_numpy(part).to(device) for part in (self.first, self.last))
@@ -112,16 +112,16 @@ class Layout:
         return found
 
     def keep(self, key: Hashable, make: Callable[[Layout], _Keeps]) -> _Keeps:
-        """What a kernel made of this layout, with a method ``tensors``; made where nothing is kept under the key."""
+        """Return a kernel's cached data for this layout, with a method ``tensors``; build it on a cache miss."""
         if key not in self._kept:
             self._kept[key] = make(self)
         found: _Keeps = self._kept[key]
         return found
 
     def walk(self, queries: int, keys: int, *, by_key: bool = False, device: torch.device | str = "cpu") -> Walk:
-        """The tiles of queries x keys that a kernel visits, for each tile of queries, or of keys where ``by_key``.
+        """Return the tiles of queries x keys that a kernel visits, per tile of queries, or of keys if ``by_key``.
 
-        Kept for the next call. Tiles must divide the blocks of the mask's tables, where it has any.
+        Cached. Tiles must divide the blocks of the mask's tables.
         """
         key = (queries, keys, by_key, str(device))
         if key in self._kept:
@@ -142,7 +142,7 @@ class Layout:
 
 
 class LayoutCache:
-    """The layouts that were used last, as many as fit into a number of bytes."""
+    """LRU cache of layouts, bounded in bytes."""
 
     def __init__(self, most_bytes: int) -> None:
         self.most_bytes = most_bytes
@@ -170,7 +170,7 @@ class LayoutCache:
         made = _layout(node, q_len, kv_len)
         with self._lock:
             self._layouts[key] = made
-            total = self.bytes  # summed here, because kernels add to a layout what they need of it
+            total = self.bytes  # summed now, because kernels add cached data to layouts
             while len(self._layouts) > 1 and (total > self.most_bytes or len(self._layouts) > _MOST_LAYOUTS):
                 _, oldest = self._layouts.popitem(last=False)
                 total -= oldest.bytes
@@ -182,7 +182,7 @@ LAYOUTS = LayoutCache(most_bytes=256 << 20)
 
 
 def layout(node: Node, q_len: int, kv_len: int) -> Layout:
-    """The mask at these lengths; a mask that does not fit them is an error that says why."""
+    """Return the layout of a mask at these lengths; raise an error with the reason if it does not fit them."""
     return LAYOUTS.find(node, q_len, kv_len)
 
 
@@ -215,7 +215,7 @@ def _layout(node: Node, q_len: int, kv_len: int) -> Layout:
 
 
 def _check_lengths(node: Node, q_len: int, kv_len: int) -> None:
-    """Intervals and padding that do not fit the lengths are errors."""
+    """Raise an error if intervals or padding do not fit the lengths."""
     for found in _nodes(node, mask_code.INTERVALS):
         if found.numbers[2] != q_len:
             raise ValueError(
@@ -234,14 +234,14 @@ def _check_lengths(node: Node, q_len: int, kv_len: int) -> None:
 def _stacked(
     node: Node, q_len: int, kv_len: int, sets: list[tuple[Array, Array]], tables: tuple[Node, ...]
 ) -> Layout:
-    """The layout from the intervals of each combination of table entries."""
+    """Build the layout from the intervals of each combination of table entries."""
     batch = max(first.shape[0] for first, _ in sets)
     slots = max(first.shape[1] for first, _ in sets)
 
     def stacked(which: int) -> Array:
         if len(sets) == 1:
             return sets[0][which]
-        # Every combination gets as many slots as the longest: what is added is empty.
+        # Pad every combination with empty slots to the largest number of slots.
         every = np.zeros((batch, len(sets) * slots, q_len), dtype=np.int32)
         for number, pair in enumerate(sets):
             every[:, number * slots : number * slots + pair[which].shape[1]] = pair[which]
@@ -275,11 +275,11 @@ def _nodes(node: Node, *kinds: int) -> Iterator[Node]:
         yield from _nodes(child, *kinds)
 
 
-_QUERIES_A_PIECE = 1 << 15  # what is computed on the way stays in the cache
+_QUERIES_A_PIECE = 1 << 15  # small enough for intermediate results to stay in the cache
 
 
 def _all_intervals(node: Node, q_len: int, kv_len: int, constants: dict[int, bool]) -> tuple[Array, Array]:
-    """The merged intervals of all queries, worked out piece by piece."""
+    """Return the merged intervals of all queries, computed in chunks of queries."""
     pieces = []
     for begin in range(0, max(q_len, 1), _QUERIES_A_PIECE):
         end = min(q_len, begin + _QUERIES_A_PIECE)
@@ -297,8 +297,10 @@ def _all_intervals(node: Node, q_len: int, kv_len: int, constants: dict[int, boo
 
 
 def _intervals(node: Node, position: Array, length: Array, constants: dict[int, bool]) -> tuple[Array, Array]:
-    """The intervals (first, last) of shape (D, S, Q), perhaps empty or overlapping, of queries at ``position``
-    in sequences of ``length`` keys."""
+    """Return the intervals (first, last), (D, S, Q), of queries at ``position`` in sequences of ``length`` keys.
+
+    They may be empty or overlap.
+    """
     kind, numbers = node.kind, node.numbers
     zero = np.zeros_like(position)
     if kind == mask_code.AND:
@@ -361,7 +363,7 @@ def _document_intervals(
     for row in rows:
         counts = np.array(row, dtype=np.int32)
         begins = np.cumsum(counts, dtype=np.int32) - counts
-        # The last document that begins at or before the position; a query before the first key is in none.
+        # The last document that starts at or before the position; a query before the first key is in no document.
         own = np.maximum(np.searchsorted(begins, position[0], side="right") - 1, 0)
         starts.append(begins[own])
         lengths.append(np.where(position[0] >= 0, counts[own], 0).astype(np.int32))
@@ -370,11 +372,11 @@ def _document_intervals(
     return first + start[:, None], last + start[:, None]
 
 
-_NEVER = np.int32(2**31 - 1)  # where an empty interval begins while intervals are sorted
+_NEVER = np.int32(2**31 - 1)  # the start of empty intervals during sorting
 
 
 def _merged(first: Array, last: Array) -> tuple[Array, Array]:
-    """Disjoint, sorted intervals; empty ones are (0, 0) and come last, slots nobody uses are dropped."""
+    """Merge to disjoint, sorted intervals; empty ones are (0, 0) and last, and unused slots are dropped."""
     empty = last <= first
     if empty.any():
         first, last = np.where(empty, _NEVER, first), np.where(empty, _NEVER, last)
@@ -389,7 +391,7 @@ def _merged(first: Array, last: Array) -> tuple[Array, Array]:
 
 
 def _merged_pair(first: Array, last: Array) -> tuple[Array, Array]:
-    """Two slots, by far the most common: a few passes instead of a sort."""
+    """``_merged`` for two slots, the most common case, without a sort."""
     swap = first[:, 0] > first[:, 1]
     early, late = np.minimum(first[:, 0], first[:, 1]), np.maximum(first[:, 0], first[:, 1])
     early_end, late_end = np.where(swap, last[:, 1], last[:, 0]), np.where(swap, last[:, 0], last[:, 1])
@@ -408,7 +410,7 @@ def _merged_many(first: Array, last: Array) -> tuple[Array, Array]:
     for slot in range(1, first.shape[1]):
         before, here = slot - 1, slot
         joins = (first[:, here] <= last[:, before]) & (first[:, here] < _NEVER)
-        # The merged interval moves on to this slot, so that later ones compare with it; the one before is empty.
+        # Move the merged interval to this slot, so that later ones compare with it, and empty the previous slot.
         last[:, here] = np.where(joins, np.maximum(last[:, before], last[:, here]), last[:, here])
         first[:, here] = np.where(joins, first[:, before], first[:, here])
         first[:, before] = np.where(joins, _NEVER, first[:, before])

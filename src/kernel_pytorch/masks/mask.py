@@ -34,7 +34,7 @@ class Mask:
 
     def __init__(self, code: torch.Tensor, node: Node | None = None) -> None:
         self.code = code
-        """The whole mask as one tensor of int64 on the CPU."""
+        """The mask encoded as one int64 tensor on the CPU."""
         self._node = node
 
     @property
@@ -77,7 +77,7 @@ class Mask:
         return self.node.kind == mask_code.CAUSAL
 
     def simplified(self, q_len: int, kv_len: int) -> Mask:
-        """``full()`` or ``causal()`` where this mask says the same at these lengths, which more kernels serve.
+        """Return ``full()`` or ``causal()``, which more kernels support, if this mask equals it at these lengths.
 
         Example:
             >>> import kernel_pytorch as kp
@@ -91,25 +91,25 @@ class Mask:
         return _simplified(self, q_len, kv_len)
 
     def layout(self, q_len: int, kv_len: int) -> Layout:
-        """Which keys each query attends to, as intervals; kept, so that asking again costs nothing."""
+        """Return the keys that each query attends to, as intervals; cached."""
         return layout(self.node, q_len, kv_len)
 
     def dense(self, q_len: int, kv_len: int) -> torch.Tensor:
-        """The mask as booleans of shape (batch, heads, q_len, kv_len), 1 where it is the same for all.
+        """Return the mask as booleans of shape (batch, heads, q_len, kv_len); batch or heads is 1 if all are alike.
 
-        For small cases only: this is the N x N tensor that everything else avoids. It is made from the
-        definition of each constructor, apart from what the kernels use, so that tests can compare the two.
+        For small cases only: this is the N x N tensor that everything else avoids. It is computed from the definition
+        of each constructor, independently of the intervals that kernels use, so that tests can compare the two.
 
         Example:
             >>> import kernel_pytorch as kp
             >>> kp.masks.causal().dense(2, 3)[0, 0].int().tolist()
             [[1, 1, 0], [1, 1, 1]]
         """
-        self.layout(q_len, kv_len)  # a mask that does not fit the lengths is an error that says why
+        self.layout(q_len, kv_len)  # raises if the mask does not fit the lengths
         return torch.from_numpy(mask_code.dense(self.node, q_len, kv_len))
 
     def density(self, q_len: int, kv_len: int) -> float:
-        """The share of all query-key pairs that attend.
+        """Return the fraction of query-key pairs that the mask keeps.
 
         Example:
             >>> import kernel_pytorch as kp
@@ -131,11 +131,11 @@ class Mask:
         *,
         heads: tuple[int, int] | None = None,
     ) -> Mask:
-        """What this mask, at the whole lengths, says about some of the queries and keys.
+        """Return the sub-mask of some of the queries and keys of this mask at the full lengths.
 
         Args:
-            q_len, kv_len: the lengths of the whole sequences.
-            queries, keys: [first, last) ranges that rise; block tables take whole blocks.
+            q_len, kv_len: the lengths of the full sequences.
+            queries, keys: ascending [first, last) ranges; with block tables, whole blocks.
             heads: a range of query heads, for tables that differ by head.
 
         Example:
@@ -157,10 +157,10 @@ class Mask:
         return made(node).simplified(known.q_len, known.kv_len)
 
     def show(self, q_len: int, kv_len: int | None = None, *, path: str | Path | None = None, size: int = 32) -> str:
-        """Draw the mask: as text, and as a PNG where a path is given. Works at any length.
+        """Draw the mask as text, and as a PNG if ``path`` is given. Works at any length.
 
         Args:
-            size: rows and columns of the text drawing at the most; a cell is dark by its share of pairs.
+            size: maximum rows and columns of the text drawing; a cell's shade is the fraction of kept pairs.
 
         Example:
             >>> import kernel_pytorch as kp
@@ -181,7 +181,7 @@ class Mask:
 
 
 def traced(kind: int, numbers: torch.Tensor, *children: Mask) -> Mask:
-    """A mask in a graph that is being traced, from the numbers of its last node as a tensor."""
+    """Return a mask in a graph that is being traced, from the numbers of its root node as a tensor."""
     tail = torch.tensor([kind, numbers.shape[0]], dtype=torch.int64)
     return Mask(torch.cat([*(child.code for child in children), numbers, tail]))
 
@@ -199,11 +199,11 @@ def _leaf(kind: int, numbers: tuple[int, ...]) -> Mask:
 
 @lru_cache(maxsize=1024)
 def made(node: Node) -> Mask:
-    """The one Mask of an expression: masks made anew in every step cost no more than a look-up."""
-    # What is kept must not be a fake tensor of a mode that is active now, nor one that no backward may save.
+    """Return the cached Mask of an expression, so that a mask that is built in every step costs a look-up."""
+    # The cached tensor must be neither a fake tensor nor an inference tensor, whatever mode is active now.
     with disable_modes(), torch.inference_mode(False):
         code = mask_code.encode(node)
-    # What torch._dynamo.maybe_mark_dynamic does, without its import: a code of another length is no other graph.
+    # torch._dynamo.maybe_mark_dynamic without its import: a code of another length needs no new graph.
     code._dynamo_weak_dynamic_indices = {0}  # type: ignore[attr-defined]
     return Mask(code, node)
 
@@ -211,7 +211,7 @@ def made(node: Node) -> Mask:
 @lru_cache(maxsize=1024)
 def _simplified(mask: Mask, q_len: int, kv_len: int) -> Mask:
     relative = relative_intervals(mask.node) if q_len == 1 else None
-    if relative is not None:  # decoding asks at another length for every token: without a layout
+    if relative is not None:  # decoding has a new length for every token: avoid building a layout
         return leaf(mask_code.FULL) if attended_keys(relative, kv_len - 1, kv_len) == kv_len else mask
     known = mask.layout(q_len, kv_len)
     if not known.tables and known.batch == 1:
@@ -228,7 +228,7 @@ def _read(code: bytes) -> Mask:
 
 
 def from_code(code: torch.Tensor) -> Mask:
-    """The mask that a graph carries as its code."""
+    """Return the mask that a graph carries as its code."""
     if code.dtype != torch.int64 or code.ndim != 1:
         shown = f"{str(code.dtype).removeprefix('torch.')}{list(code.shape)}"
         raise TypeError(f"mask's code is {shown}: it must stay int64 of one dimension; convert only q, k and v")
@@ -241,7 +241,7 @@ def _compose(kind: int, left: Mask, right: object) -> Mask:
     if not isinstance(right, Mask):
         raise TypeError(f"a mask composes with a mask, not with {type(right).__name__}: use kp.masks.*")
     if torch.compiler.is_compiling():
-        # On the codes alone, so that it can be traced: no Python value depends on what is in the tensors.
+        # Use the codes only, so that this can be traced: no Python value depends on the tensors' contents.
         return Mask(torch.cat([left.code, right.code, torch.tensor([kind, 0], dtype=torch.int64)]))
     return _composed(kind, left, right)
 
@@ -263,9 +263,9 @@ def checked_count(name: str, value: object, least: int = 0) -> int:
     return value
 
 
-from_code.__module__ = "kernel_pytorch.masks"  # the name that pickled masks carry
-torch.serialization.add_safe_globals([from_code])  # a mask is data: a checkpoint may hold it
-# Masks may be arguments of compiled and exported functions: their one leaf is the code.
+from_code.__module__ = "kernel_pytorch.masks"  # the name in pickled masks
+torch.serialization.add_safe_globals([from_code])  # checkpoints may contain masks
+# Masks may be arguments of compiled and exported functions; as a pytree, a mask has one leaf, its code.
 pytree.register_pytree_node(
     Mask,
     lambda mask: ([mask.code], None),

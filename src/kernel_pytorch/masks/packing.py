@@ -29,15 +29,14 @@ def documents(
     """Packed sequences: a query attends only within its own document, under ``inner`` at local positions.
 
     Args:
-        lengths: the documents' lengths, which must sum to the number of keys; a list of such lists, one for
-            each entry of the batch, where they differ.
-        inner: ``full()`` when left out; a list of masks where documents differ, one for each. None of them may be
-            ``documents``, ``blocks``, ``intervals`` or ``padding``.
-        query_lengths: how many queries each document has, where that is not its number of keys, as in
+        lengths: the documents' lengths, which must sum to the number of keys; or one such list per batch entry.
+        inner: the mask inside a document, ``full()`` if None; or a list with one mask per document. None of them may
+            be ``documents``, ``blocks``, ``intervals`` or ``padding``.
+        query_lengths: number of queries of each document if it differs from its number of keys, as in
             cross-attention or with caches of unequal length. The last query of a document is at the position of its
             last key.
-        cu_seqlens: the ends of the documents instead of their lengths, beginning with 0, as FlashAttention's
-            ``cu_seqlens`` has them. A tensor on a GPU is copied to the host once, which waits for the GPU.
+        cu_seqlens: cumulative lengths, starting with 0, as in FlashAttention, instead of ``lengths``. A tensor on a
+            GPU is copied to the host once, which synchronizes.
 
     Example:
         >>> import kernel_pytorch as kp
@@ -74,14 +73,14 @@ def _lengths_of(cu_seqlens: torch.Tensor) -> torch.Tensor:
         raise TypeError(f"cu_seqlens={cu_seqlens!r}: expected a tensor of whole numbers, (documents + 1,)")
     if torch.compiler.is_compiling():
         return cu_seqlens.diff(dim=-1)
-    ends = cu_seqlens.cpu()  # the only copy to the host, and the only wait
+    ends = cu_seqlens.cpu()  # the only copy to the host and the only synchronization
     if ends.shape[-1] == 0 or bool((ends[..., 0] != 0).any()):
         raise ValueError(f"cu_seqlens={ends.tolist()}: it must begin with 0")
     return ends.diff(dim=-1)
 
 
 def _checked_lengths(name: str, lengths: Any) -> list[Sequence[int]]:
-    """Lengths as one list for each entry of the batch."""
+    """Return lengths as one list per batch entry."""
     rows: Any = lengths.tolist() if isinstance(lengths, (torch.Tensor, np.ndarray)) else lengths
     if not isinstance(rows, Sequence) or isinstance(rows, str):
         raise TypeError(f"{name}={lengths!r}: expected a list of lengths, or such a list for each batch entry")
@@ -97,7 +96,7 @@ def _checked_lengths(name: str, lengths: Any) -> list[Sequence[int]]:
 
 
 def _traced_documents(lengths: Any, inner: Mask) -> Mask:
-    """On the codes alone; wrong lengths are found when the graph runs."""
+    """``documents`` while tracing, from the codes only; invalid lengths raise an error when the graph runs."""
     if isinstance(lengths, torch.Tensor):
         rows = lengths.reshape(-1, lengths.shape[-1]).to("cpu", torch.int64)
         batch, count = rows.shape
@@ -112,7 +111,7 @@ def _traced_documents(lengths: Any, inner: Mask) -> Mask:
 def _unequal_documents(
     keys: list[Sequence[int]], queries: list[Sequence[int]], inner: Mask | Sequence[Mask]
 ) -> Mask:
-    """Documents as intervals, where their queries are not their keys or each has a mask of its own."""
+    """Return documents as intervals, for query lengths that differ from key lengths or several inner masks."""
     if [len(row) for row in keys] != [len(row) for row in queries]:
         raise ValueError(
             f"lengths={keys} and query_lengths={queries}: give each document both, in every entry of the batch"
@@ -184,11 +183,11 @@ def _intervals_mask(first: Array, last: Array) -> Mask:
 
 
 def padding(lengths: Sequence[int] | torch.Tensor, side: str = "right") -> Mask:
-    """Only the tokens of each batch entry are attended to, not the padding beside them.
+    """Queries attend to the tokens of their batch entry and not to its padding.
 
     Args:
-        lengths: how many keys each batch entry has, (batch,).
-        side: where the padding is, ``"right"`` or ``"left"``.
+        lengths: number of tokens of each batch entry, (batch,).
+        side: the side of the padding, ``"right"`` or ``"left"``.
 
     Example:
         >>> import kernel_pytorch as kp

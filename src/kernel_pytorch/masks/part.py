@@ -1,7 +1,7 @@
-"""A mask of some of the queries and keys of longer sequences: what one rank, or one chunk, sees of it.
+"""Sub-masks: a mask restricted to some of the queries and keys of a sequence, for one rank or one chunk.
 
-Ranges keep their order, so an interval of keys stays an interval: its ends move by the number of keys left out
-before them. Block tables lose the rows and columns of the tiles left out.
+Ranges keep their order, so an interval of keys stays an interval: its ends move by the number of removed keys before
+them. Block tables lose the rows and columns of the removed tiles.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ __all__ = [
 
 Array = np.ndarray[Any, Any]
 Ranges = tuple[tuple[int, int], ...]
-"""[first, last) ranges that rise and do not touch twice."""
+"""Ascending, disjoint [first, last) ranges."""
 
 
 def size(ranges: Ranges) -> int:
@@ -37,7 +37,7 @@ def size(ranges: Ranges) -> int:
 
 
 def checked_ranges(name: str, ranges: Sequence[tuple[int, int]], length: int) -> Ranges:
-    """Ranges that rise within the length, neighbours joined; others are an error."""
+    """Return the ranges with adjacent ones joined; raise an error unless they ascend within the length."""
     found: list[tuple[int, int]] = []
     for first, last in ranges:
         if not 0 <= first <= last <= length or (found and first < found[-1][1]):
@@ -57,7 +57,7 @@ def part_node(
 
 
 def part_numbers(node: Node) -> tuple[int, int, tuple[int, int] | None, Ranges, Ranges]:
-    """The whole lengths, the heads (None for all), and the ranges of queries and keys of a part."""
+    """Return a sub-mask's full lengths, heads (None for all), and ranges of queries and keys."""
     q_len, kv_len, first_head, last_head, *rest = node.numbers
     found: list[Ranges] = []
     for _ in range(2):
@@ -71,7 +71,7 @@ def part_numbers(node: Node) -> tuple[int, int, tuple[int, int] | None, Ranges, 
 
 
 def is_part(node: Node) -> bool:
-    """Whether a node that was read from a code is a part that could have been made."""
+    """Return whether a decoded node is a valid sub-mask."""
     if len(node.numbers) < 6 or min(node.numbers) < 0 or node.children[0].uses(PART):
         return False
     try:
@@ -89,7 +89,7 @@ def indices(ranges: Ranges) -> Array:
 
 
 def restricted_intervals(first: Array, last: Array, queries: Ranges, keys: Ranges) -> tuple[Array, Array]:
-    """The intervals of the chosen queries, in positions among the chosen keys."""
+    """Return the intervals of the chosen queries, as positions among the chosen keys."""
     starts = np.array([r[0] for r in keys] or [0], dtype=np.int64)
     sizes = np.array([r[1] - r[0] for r in keys] or [0], dtype=np.int64)
     before = np.cumsum(sizes) - sizes
@@ -105,7 +105,7 @@ def restricted_intervals(first: Array, last: Array, queries: Ranges, keys: Range
 def restricted_table(
     table: Node, known: Layout, queries: Ranges, keys: Ranges, heads: tuple[int, int] | None
 ) -> Node:
-    """The table of the chosen blocks; ranges that cut a block are an error."""
+    """Return the table of the chosen blocks; raise an error if a range cuts a block."""
     batch, all_heads, rows, _, block = table.numbers[:5]
     for name, ranges, length in (("queries", queries, known.q_len), ("keys", keys, known.kv_len)):
         for first, last in ranges:
@@ -141,7 +141,7 @@ def restricted_table(
 
 
 def is_causal(first: Array, last: Array, kv_len: int) -> bool:
-    """Whether one slot of intervals is what ``causal()`` is at these lengths."""
+    """Return whether one slot of intervals equals ``causal()`` at these lengths."""
     q_len = first.shape[-1]
     wanted = np.clip(np.arange(kv_len - q_len, kv_len) + 1, 0, None)
     return bool(first.shape[1] == 1 and not first.any() and (last == wanted).all())

@@ -1,7 +1,7 @@
-"""Masks whose intervals are the same for every query but for its position: causal, windows, sinks, and compositions.
+"""Masks whose intervals depend only on a query's position: causal, windows, sinks, and compositions of these.
 
-Such a mask is a few numbers at any lengths, so a kernel works out the keys of a query by itself. In decoding, where
-every token has another number of keys, nothing has to be computed or copied for it.
+Such a mask is a few integers at any lengths, from which a kernel computes the keys of a query. In decoding, where the
+number of keys changes with every token, nothing is computed or copied on the host.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from kernel_pytorch.masks.code import Node
 __all__ = ["MOST_RELATIVE_INTERVALS", "RelativeInterval", "attended_keys", "relative_intervals"]
 
 MOST_RELATIVE_INTERVALS = 2
-"""Intervals of a query that a kernel works out by itself."""
+"""Maximum number of intervals per query that kernels compute from integers."""
 _FAR = 1 << 30
 
 
@@ -38,18 +38,18 @@ class RelativeInterval(NamedTuple):
 
     @property
     def empty(self) -> bool:
-        """Whether no query has a key in it, whatever its position."""
+        """Whether the interval is empty at every position."""
         return self.first >= self.last or self.first_offset >= self.last_offset
 
     def at(self, position: int, kv_len: int) -> tuple[int, int]:
-        """The interval of a query, perhaps empty, as [first, last)."""
+        """Return the interval of a query as [first, last), possibly empty."""
         first = max(self.first, position + self.first_offset)
         return first, min(self.last, position + self.last_offset, kv_len)
 
 
 @lru_cache(maxsize=1024)
 def relative_intervals(node: Node) -> tuple[RelativeInterval, ...] | None:
-    """The intervals whose union a query attends to, which may overlap; None for a mask that is not relative.
+    """Return the intervals whose union a query attends to, possibly overlapping; None for other masks.
 
     Example:
         >>> import kernel_pytorch as kp

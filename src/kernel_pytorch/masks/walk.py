@@ -1,4 +1,4 @@
-"""The tiles of queries x keys that a kernel visits under a mask, from the mask's intervals and block tables."""
+"""Compute the tiles of queries x keys that a kernel visits, from a mask's intervals and block tables."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ __all__ = ["Walk", "attended_pairs", "expand", "walk_of"]
 
 Array = np.ndarray[Any, Any]
 
-_TILES_A_PIECE = 1024  # of partial tiles whose pairs are counted at a time
+_TILES_A_PIECE = 1024  # partial tiles whose pairs are counted at a time
 
 
 @dataclass(frozen=True)
 class Walk:
     """For each row of tiles, the tiles to visit: a span of full ones, other full ones, and partial ones.
 
-    A row is (batch, head, tile of queries), or of keys in the transposed walk; batch and head are 1 where the
-    mask is the same for all.
+    A row is (batch, head, tile of queries), or of keys in the transposed walk; batch and head have size 1 if the mask
+    is the same for all.
     """
 
     span: torch.Tensor
@@ -34,20 +34,20 @@ class Walk:
     partial_offsets: torch.Tensor
     partial: torch.Tensor
     slots: torch.Tensor
-    """The first slot whose intervals a partial tile compares with; it compares with ``Layout.slots`` of them."""
+    """The first slot of a partial tile, which is compared with the intervals of ``Layout.slots`` slots."""
 
     def tensors(self) -> tuple[torch.Tensor, ...]:
         return (self.span, self.full_offsets, self.full, self.partial_offsets, self.partial, self.slots)
 
     @property
     def tiles(self) -> int:
-        """How many tiles are visited."""
+        """Number of visited tiles."""
         return int((self.span[:, 1] - self.span[:, 0]).sum()) + len(self.full) + len(self.partial)
 
 
 @dataclass(frozen=True)
 class _Spans:
-    """For each batch entry, slot and tile row: tiles that may hold a pair, and tiles in which all attend."""
+    """For each batch entry, slot and tile row: tiles that may have kept pairs, and tiles that are full."""
 
     may_first: Array
     may_last: Array
@@ -56,7 +56,7 @@ class _Spans:
 
 
 def _spans(first: Array, last: Array, queries: int, tile: int) -> _Spans:
-    """Spans of (D, S, T); the may-spans of a row are disjoint, each tile belonging to the first that has it."""
+    """Return spans of (D, S, T); the may-spans of a row are made disjoint, a shared tile belongs to the first."""
     tiles = -(-first.shape[-1] // queries)
     starts = np.arange(tiles) * queries
     empty = last <= first
@@ -82,7 +82,7 @@ def _spans(first: Array, last: Array, queries: int, tile: int) -> _Spans:
 
 
 def expand(first: Array, last: Array) -> tuple[Array, Array]:
-    """Every integer of every range [first, last): (index of the range, integer)."""
+    """Return every integer of every range [first, last), as (index of the range, integer)."""
     counts = np.maximum(last - first, 0).astype(np.int64)
     owner = np.repeat(np.arange(len(counts)), counts)
     inside = np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts)
@@ -100,7 +100,7 @@ def walk_of(known: Layout, queries: int, keys: int, by_key: bool) -> Walk:
         variant = np.zeros(len(row), dtype=np.int64)
     if by_key:
         if known.q_len % queries:
-            # A kernel that walks queries checks their number in partial tiles only.
+            # A kernel that loops over queries checks their number in partial tiles only.
             ragged = np.arange(len(span)) % rows == rows - 1
             owner, inner = expand(np.where(ragged, span[:, 0], 0), np.where(ragged, span[:, 1], 0))
             span = np.where(ragged[:, None], 0, span)
@@ -114,7 +114,7 @@ def walk_of(known: Layout, queries: int, keys: int, by_key: bool) -> Walk:
 
 
 def _tiles_of_spans(spans: _Spans, rows: int) -> tuple[Array, Array, Array, Array]:
-    """The longest all-span of each row, and every other tile as (row, column, is it partial)."""
+    """Return the longest span of full tiles of each row, and every other tile as (row, column, is partial)."""
     lengths = spans.all_last - spans.all_first
     best = lengths.argmax(axis=1)[:, None]
     span = np.stack(
@@ -138,15 +138,15 @@ def _tiles_of_spans(spans: _Spans, rows: int) -> tuple[Array, Array, Array, Arra
 
 
 def _tiles_with_tables(known: Layout, queries: int, keys: int) -> tuple[Array, Array, Array, Array]:
-    """Tiles as (row, column, is it partial, variant), where block tables take part.
+    """Return tiles as (row, column, is partial, variant) of a mask with block tables.
 
-    Blocks are looked at first: of those that are full or left out, no tile needs to be looked at.
+    Blocks are classified first; tiles of full and masked blocks need no classification.
     """
     block = known.finest_block
     sets = [slice(n * known.slots, (n + 1) * known.slots) for n in range(1 << len(known.tables))]
     spans = [_spans(known.first[:, own], known.last[:, own], block, block) for own in sets]
     row, column, partial, variant = _blocks_with_tables(known, spans, block)
-    tall, wide = block // queries, block // keys  # tiles of a block
+    tall, wide = block // queries, block // keys  # tiles per block
     if (tall, wide) == (1, 1):
         return row, column, partial, variant
     rows, columns = -(-known.q_len // queries), -(-known.kv_len // keys)
@@ -171,7 +171,7 @@ def _tiles_with_tables(known: Layout, queries: int, keys: int) -> tuple[Array, A
 
 
 def _classified(known: Layout, spans: _Spans, entry: Array, t: Array, n: Array) -> tuple[Array, Array]:
-    """Whether each tile may hold a pair that attends, and whether all of its pairs do."""
+    """Return whether each tile may have a kept pair, and whether it is full."""
     d = entry // known.heads if known.first.shape[0] > 1 else np.zeros_like(entry)
     may, every = np.zeros(len(n), dtype=bool), np.zeros(len(n), dtype=bool)
     for slot in range(spans.may_first.shape[1]):
@@ -181,7 +181,7 @@ def _classified(known: Layout, spans: _Spans, entry: Array, t: Array, n: Array) 
 
 
 def _blocks_with_tables(known: Layout, spans: list[_Spans], block: int) -> tuple[Array, Array, Array, Array]:
-    """The same with square tiles of ``block``; a set of spans for each combination of table entries."""
+    """``_tiles_with_tables`` for square tiles of ``block``; one set of spans per combination of table entries."""
     rows, columns = -(-known.q_len // block), -(-known.kv_len // block)
     width = columns + 1
     held = []
@@ -208,7 +208,7 @@ def _blocks_with_tables(known: Layout, spans: list[_Spans], block: int) -> tuple
     found: list[tuple[Array, Array, int]] = []
     for variant, span in enumerate(spans):
         if variant == 0:
-            # No table holds the tile: every tile of the spans that is in none.
+            # The combination without any table: every tile of the spans that is in no table.
             main, row, column, partial = _tiles_of_spans(span, rows)
             owner, inner = expand(main[:, 0], main[:, 1])
             row, column = np.concatenate([row, owner]), np.concatenate([column, inner])
@@ -232,7 +232,7 @@ def _blocks_with_tables(known: Layout, spans: list[_Spans], block: int) -> tuple
 
 
 def _combinations(held: list[Array]) -> tuple[Array, Array]:
-    """The tiles of all tables, sorted, and for each which tables hold it, the first as the lowest bit."""
+    """Return the sorted tiles of all tables, and a bit mask of the tables with each (first table: lowest bit)."""
     if len(held) == 1:
         return held[0], np.ones(len(held[0]), dtype=np.int64)
     every = np.sort(np.concatenate(held))  # np.unique hashes, which takes longer than sorting runs
@@ -246,9 +246,9 @@ def _combinations(held: list[Array]) -> tuple[Array, Array]:
 def _transposed(
     span: Array, row: Array, column: Array, partial: Array, slots: Array, entries: int, rows: int, columns: int
 ) -> tuple[Array, Array, Array, Array, Array]:
-    """The same tiles by column: spans stay spans where their ends only grow, else they are written out."""
+    """Transpose the walk: spans stay spans if their ends ascend, else they are listed tile by tile."""
     by_entry = span.reshape(entries, rows, 2)
-    # An empty span may lie anywhere: put it where it does not disturb the order.
+    # The position of an empty span is arbitrary: move it so that it keeps the order.
     ends = np.maximum.accumulate(by_entry[..., 1], axis=1) if rows else by_entry[..., 1]
     starts = np.where(by_entry[..., 0] == by_entry[..., 1], ends, by_entry[..., 0])
     span_t = np.zeros((entries, columns, 2), dtype=np.int64)
@@ -267,9 +267,9 @@ def _transposed(
 
 
 def _sorted_walk(span: Array, row: Array, column: Array, partial: Array, variant: Array, slots: int) -> Walk:
-    """The tiles in the order of rows, then columns; a variant has ``slots`` slots."""
+    """Sort the tiles by row, then column; a variant has ``slots`` slots."""
     rows = len(span)
-    # One integer for each tile, because sorting integers takes a tenth of the time of np.lexsort.
+    # One integer per tile, because sorting integers is faster than np.lexsort.
     bits = (int(column.max(initial=0)).bit_length(), 1, int(variant.max(initial=0)).bit_length())
     packed = row
     for field, width in zip((column, partial, variant), bits, strict=True):
@@ -299,7 +299,7 @@ def _sorted_walk(span: Array, row: Array, column: Array, partial: Array, variant
 
 
 def attended_pairs(known: Layout) -> int:
-    """The pairs of queries and keys that attend, over all batch entries and heads."""
+    """Return the number of kept query-key pairs, over all batch entries and heads."""
     tile = known.finest_block
     arrays = (tensor.numpy() for tensor in known.walk(tile, tile).tensors())
     span, full_offsets, full, partial_offsets, partial, slots = arrays

@@ -1,7 +1,7 @@
-"""Launching a Triton kernel again without working out again which compiled kernel it is.
+"""Low-overhead launches of Triton kernels: the compiled kernel is looked up once and then launched directly.
 
-Triton's own launch binds and specialises every argument in Python and asks the driver about every pointer, tens of
-microseconds for a kernel with many arguments, which an eager step that launches several kernels a layer waits for.
+Triton's launcher binds and specialises every argument in Python and queries the driver about every pointer. That
+takes tens of microseconds for a kernel with many arguments, and an eager step launches several kernels per layer.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _MOST = 4096
 
 
 class Place(NamedTuple):
-    """The memory of a contiguous tensor from a byte on, as numbers of a dtype: a view that torch is not asked for."""
+    """A typed pointer into a contiguous tensor: a view without the cost of creating a tensor."""
 
     tensor: torch.Tensor
     dtype: torch.dtype
@@ -36,35 +36,35 @@ class Place(NamedTuple):
         return self.tensor.view(-1).view(torch.uint8)[self.first_byte :].view(self.dtype)
 
     def at(self, byte: int, dtype: torch.dtype) -> Place:
-        """The memory that many bytes further on."""
+        """Return the place this many bytes further on."""
         return Place(self.tensor, dtype, self.first_byte + byte)
 
 
 def empty(x: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """A contiguous tensor of at most two dimensions beside x, whose GPU must be the current one.
+    """Allocate a contiguous tensor of at most two dimensions on x's device, which must be the current GPU.
 
-    Allocates as compiled code does, past the dispatcher: a cast has several results, and a step many casts. In
-    deterministic mode it allocates as torch does, which may fill the memory.
+    Allocates without the dispatcher, as compiled code does, because a cast has several results and a step many casts.
+    In deterministic mode it allocates by torch, which may fill the memory.
     """
     if not x.is_cuda or torch.are_deterministic_algorithms_enabled():
         return x.new_empty(shape, dtype=dtype)
-    sizes = tuple(shape)  # it takes no torch.Size
+    sizes = tuple(shape)  # the private function does not take a torch.Size
     strides = (sizes[1], 1) if len(sizes) == 2 else (1,) * len(sizes)
     found: torch.Tensor = _empty_strided_cuda(sizes, strides, dtype)
     return found
 
 
-# Zeros for what the programs of a launch find out together. For these few bytes torch would allocate and launch a
-# kernel; so they are taken from a larger piece, each time others, and nobody has to clear them.
+# Zeroed scratch memory for the atomics of a launch. torch would allocate and launch a kernel for these few bytes;
+# here they are taken from a larger zeroed buffer, different ones each time, so that they need not be cleared.
 _ZEROS, _PIECE = 1 << 16, 128
 _zeros: dict[int, tuple[torch.Tensor, Iterator[int]]] = {}
 
 
 def zeros(x: torch.Tensor, size: int) -> Place:
-    """So many bytes of zeros beside x, aligned to 16, for kernels that are launched now on the current stream."""
+    """Return zeroed scratch memory on x's device, 16-byte aligned, for kernels launched now on the current stream."""
     index = x.get_device()
-    # Other streams may be captured in a graph, whose launches find the same memory every time; or their kernels may
-    # run when this memory is no longer theirs.
+    # Other streams may be captured in a CUDA graph, whose replays reuse the same memory, or run their kernels after
+    # the memory was given to another launch.
     if not x.is_cuda or size > _PIECE or driver.active.get_current_stream(index) != 0:
         return Place(x.new_zeros(-(-size // 4), dtype=torch.int32), torch.int32)
     tensor, pieces = _zeros.get(index, (x, iter(())))
@@ -82,10 +82,10 @@ _numbers_lock = threading.Lock()
 
 
 def number_beside(tensor: torch.Tensor) -> Place | None:
-    """A float32 number on the GPU of a tensor, 0 at first and the same for the same memory; None if there is none.
+    """Return a float32 scalar on a tensor's GPU, initially 0, that persists for the tensor's address.
 
-    For what may be forgotten, and may be left over from another tensor that had this memory. Only kernels that are
-    launched now on the default stream may use it: on others they could at the same time.
+    For values that may be lost, or left over from another tensor at the same address. Returns None off the default
+    stream, because kernels on several streams could use the scalar at the same time.
     """
     index = tensor.get_device()
     if not tensor.is_cuda or driver.active.get_current_stream(index) != 0:
@@ -103,7 +103,7 @@ def number_beside(tensor: torch.Tensor) -> Place | None:
 
 
 class Ready(NamedTuple):
-    """A compiled kernel with its grid and constants, to be launched by addresses on a stream of its device."""
+    """A compiled kernel with its grid and constants, launched with addresses on a stream of its device."""
 
     run: Any
     grid: tuple[int, int, int]
@@ -112,7 +112,7 @@ class Ready(NamedTuple):
     constants: tuple[Any, ...]
 
     def __call__(self, stream: int, *arguments: int | float) -> None:
-        # Addresses in place of tensors: the driver is not asked whose they are.
+        # Addresses instead of tensors: the launcher does not query the driver about them.
         self.run(*self.grid, stream, self.function, self.metadata, None, None, None, *arguments, *self.constants)
 
 
@@ -120,7 +120,7 @@ _compiled: dict[tuple[Any, ...], Ready] = {}
 
 
 def _watched() -> bool:
-    """Whether a profiler wants to be told of launches."""
+    """Return whether a profiler has registered launch hooks."""
     runtime = knobs.runtime
     enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
     return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
@@ -129,23 +129,23 @@ def _watched() -> bool:
 def launch(
     function: Any, grid: tuple[int], key: tuple[Any, ...], *arguments: Any, **constants: Any
 ) -> Ready | None:
-    """``function[grid](*arguments, **constants)``, the first time; the compiled kernel itself from then on.
+    """Run ``function[grid](*arguments, **constants)`` the first time, and the compiled kernel from then on.
 
     Args:
-        key: whatever a specialisation depends on: the constants' values, integers, pointer types and alignment, and
-            the device, which must be the current one.
-        arguments: every argument that is not a constant, in order: tensors, places and numbers. The constants
+        key: everything that a specialisation depends on: constants, integers, pointer types and alignment, and the
+            device, which must be the current one.
+        arguments: every argument that is not a constant, in order: tensors, places and integers. The constants
             follow them in the signature.
 
     Returns:
-        The kernel for the next launch with this key and grid; None where it was interpreted.
+        The kernel for the next launch with this key and grid; None if it was interpreted.
     """
     full = (id(function), *key)
     ready = _compiled.get(full)
     if ready is None or _watched():
         typed = [argument.view() if type(argument) is Place else argument for argument in arguments]
         kernel = function[grid](*typed, **constants)
-        # Not what an interpreter returns, nor one who only catches launches.
+        # The interpreter and a patched launcher (in tests) return something else.
         if type(kernel).__name__ == "CompiledKernel":
             names = [parameter.name for parameter in function.params]
             last = tuple(constants[name] for name in names[len(arguments) :])
@@ -161,12 +161,12 @@ def launch(
 
 
 class Launches:
-    """Kernels that are launched one after another, each with its own choice out of one list of arguments.
+    """A sequence of kernels that are launched together, each with a selection of one list of arguments.
 
     Args:
-        kernels: each with its grid and its constants.
-        names: of the arguments, in their order, by which kernels ask for them.
-        key: what makes one kind of call differ from another, but for what a call says itself.
+        kernels: each with its grid and constants.
+        names: of the arguments, in order; a kernel gets those that its signature names.
+        key: everything that a specialisation depends on, except the ``which`` of a call.
     """
 
     def __init__(
@@ -186,12 +186,12 @@ class Launches:
     def __call__(
         self, index: int, which: tuple[Any, ...], addresses: tuple[int, ...], typed: Callable[[], tuple[Any, ...]]
     ) -> None:
-        """Launch them on the current stream of the GPU with this index, which must be the current one.
+        """Launch the kernels on the current stream of the GPU with this index, which must be the current one.
 
         Args:
-            which: what a specialisation depends on besides the key: dtypes and the alignment of pointers.
-            addresses: the arguments as numbers.
-            typed: gives the same arguments as tensors, places and integers, for the first call of a kind.
+            which: the rest of what a specialisation depends on: dtypes and the alignment of pointers.
+            addresses: the arguments as integers.
+            typed: returns the same arguments as tensors, places and integers, for the first call of a kind.
         """
         ready = self._ready.get(which)
         if ready is None or _watched():
@@ -208,7 +208,7 @@ class Launches:
             kernel(stream, *chosen(addresses))
 
     def one(self, number: int, which: tuple[Any, ...], arguments: dict[str, Any]) -> None:
-        """Launch one of them alone on the current GPU, with arguments by name."""
+        """Launch one of the kernels on the current GPU, with arguments by name."""
         function, grid, constants = self._kernels[number]
         chosen = [arguments[name] for name in function.arg_names if not name.isupper()]
         launch(function, grid, ("one", *which, *self._key), *chosen, **constants)

@@ -1,7 +1,7 @@
-"""What parity runs train: a transformer of plain modules, and the text it learns from.
+"""The model and data of parity runs: a transformer of plain modules, and synthetic text.
 
-Shapes: B sequences, T tokens, E hidden, H heads, D head dimension, F inside of the feed-forward, V vocabulary,
-R ranks of a token's successors.
+Shapes: B sequences, T tokens, E hidden, H heads, D head dimension, F feed-forward width, V vocabulary, R ranks of a
+token's successors.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ __all__ = ["SIZES", "Language", "Size", "Transformer", "batches", "held_out_batc
 
 @dataclass(frozen=True, kw_only=True)
 class Size:
-    """A model with its batches and schedule.
+    """The sizes of a model, its batches and its schedule.
 
     Example:
         >>> SIZES["100m"].parameters, SIZES["100m"].batch * SIZES["100m"].length
@@ -32,15 +32,15 @@ class Size:
     heads: int
     ffn: int
     length: int
-    """Tokens in a sequence."""
+    """Tokens per sequence."""
     batch: int
-    """Sequences in a step."""
+    """Sequences per step."""
     steps: int
-    """Unless told otherwise."""
+    """Default number of steps."""
     learning_rate: float
-    """At its peak."""
+    """Peak learning rate."""
     held_out: int
-    """Batches of the held-out text."""
+    """Number of held-out batches."""
 
     @property
     def parameters(self) -> int:
@@ -49,7 +49,7 @@ class Size:
 
     @property
     def step_flops(self) -> int:
-        """Of one step's matrix products, forward and backward: the linear layers' and causal attention's."""
+        """FLOPs of one step's matmuls, forward and backward: linear layers and causal attention."""
         weights = self.layers * self.hidden * (4 * self.hidden + 3 * self.ffn) + self.vocab * self.hidden
         return 6 * self.batch * self.length * (weights + self.layers * self.hidden * self.length)
 
@@ -68,7 +68,7 @@ SIZES = {known.name: known for known in _KNOWN}
 
 
 def size_named(size: str) -> Size:
-    """The size of this name; any other name is an error that lists the known ones.
+    """Return the size of this name; raise an error that lists the names if there is none.
 
     Example:
         >>> size_named("small").layers
@@ -79,17 +79,17 @@ def size_named(size: str) -> Size:
     return SIZES[size]
 
 
-# Text
+# Data
 
 
 class Language:
-    """Text with structure at several distances, drawn from one fixed random grammar.
+    """Synthetic text with structure at several distances, drawn from one fixed random grammar.
 
     - Frequencies follow Zipf's law.
-    - Most tokens are one of the 16 successors that their predecessor has, some much likelier than others.
-    - Each sequence has a topic, which reorders how likely the successors of every token are: it shows only in many
-      tokens together.
-    - Passages are repeated later in the sequence, word for word.
+    - Most tokens are one of the 16 successors of their predecessor, some much likelier than others.
+    - Each sequence has a topic, which permutes the probabilities of every token's successors. It can only be inferred
+      from many tokens.
+    - Passages are repeated verbatim later in the sequence.
 
     Example:
         >>> import torch
@@ -100,7 +100,7 @@ class Language:
 
     successors = 16
     fresh = 0.1
-    """The share of tokens that do not depend on their predecessor."""
+    """Fraction of tokens that do not depend on their predecessor."""
     repeats = 2
 
     def __init__(self, vocab: int) -> None:
@@ -116,14 +116,14 @@ class Language:
         return torch.searchsorted(cumulative, uniform).clamp_max_(len(cumulative) - 1)
 
     def sample(self, rows: int, length: int, generator: torch.Generator) -> torch.Tensor:
-        """(rows, length) tokens, int64, on the CPU: the same on every machine."""
+        """Return (rows, length) int64 tokens on the CPU, the same on every machine."""
         if length < 16:
             raise ValueError(f"length={length}: repeated passages need at least 16 tokens")
         topic_B = torch.randint(self.successors, (rows,), generator=generator)
         rank_TB = self._draw(self._rank, (length, rows), generator) ^ topic_B
         fresh_TB = torch.rand((length, rows), generator=generator) < self.fresh
         text_TB = self._draw(self._frequency, (length, rows), generator)
-        for t in range(1, length):  # one step for all sequences at once
+        for t in range(1, length):  # vectorized over sequences
             following_B = self._successors_VR[text_TB[t - 1], rank_TB[t]]
             text_TB[t] = torch.where(fresh_TB[t], text_TB[t], following_B)
         text_BT = text_TB.t()
@@ -133,7 +133,7 @@ class Language:
 
     @staticmethod
     def _repeated(text_BT: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-        """With one passage of each sequence copied over a later one."""
+        """Copy one passage of each sequence over a later one."""
         rows, length = text_BT.shape
         size, source, target = torch.rand((3, rows, 1), generator=generator)
         size = (length / 16 + size * (length * 3 / 16)).long()
@@ -150,7 +150,7 @@ def _cumulative(count: int, exponent: float) -> torch.Tensor:
 
 
 def batches(size: Size, steps: int, seed: int) -> torch.Tensor:
-    """(steps, B, T + 1) tokens: what every arm trains on for a seed, in this order.
+    """Return (steps, B, T + 1) tokens, which every arm trains on for a seed, in this order.
 
     Example:
         >>> batches(SIZES["small"], 3, seed=0).shape
@@ -160,8 +160,8 @@ def batches(size: Size, steps: int, seed: int) -> torch.Tensor:
 
 
 def held_out_batches(size: Size) -> torch.Tensor:
-    """(size.held_out, B, T + 1) tokens that no run trains on, the same for every run."""
-    return _text(size, size.held_out, torch.Generator().manual_seed(2**31 - 1))  # odd: no seed's
+    """Return (size.held_out, B, T + 1) tokens that no run trains on, the same for every run."""
+    return _text(size, size.held_out, torch.Generator().manual_seed(2**31 - 1))  # odd, unlike those of the runs
 
 
 def _text(size: Size, count: int, generator: torch.Generator) -> torch.Tensor:
@@ -223,7 +223,7 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """A Llama-shaped decoder of plain modules; its forward is the mean loss of predicting each next token.
+    """A Llama-shaped decoder of plain modules; its forward returns the mean next-token loss.
 
     Example:
         >>> import torch

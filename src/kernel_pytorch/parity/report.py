@@ -1,4 +1,4 @@
-"""The report of parity runs: one HTML page that holds all of it, and its curves as a PNG."""
+"""The report of parity runs: a self-contained HTML page, and the loss curves as a PNG."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _GREY = "#4a5260"
 
 
 def write_report(results: Results, folder: str | Path) -> tuple[Summary, list[Path], str]:
-    """Write ``report.html`` and ``report.png``; returns the summary, the files, and what could not be done."""
+    """Write ``report.html`` and ``report.png``; return the summary, the files, and a note on anything left out."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     summary, files, picture, missing = summarize(results), [], folder / PICTURE, ""
@@ -33,14 +33,14 @@ def write_report(results: Results, folder: str | Path) -> tuple[Summary, list[Pa
         files.append(picture)
     except ImportError:
         missing = NO_PLOTS
-        picture.unlink(missing_ok=True)  # of earlier results: it would stand beside numbers that are not its own
+        picture.unlink(missing_ok=True)  # a picture of earlier results would not match the page
     text = folder / "report.html"
     text.write_text(page(results, summary, picture.read_bytes() if files else None), encoding="utf-8")
     return summary, [text, *files], missing
 
 
 def duration(seconds: float | None) -> str:
-    """A time in a unit that fits.
+    """Format a time with a fitting unit.
 
     Example:
         >>> duration(0.01234), duration(75.0), duration(None)
@@ -55,7 +55,7 @@ def duration(seconds: float | None) -> str:
 
 
 def sentence(verdict: Verdict) -> str:
-    """One verdict in words."""
+    """Return one verdict as a sentence."""
     if not verdict.passes:
         return f"{verdict.arm.name} does not pass: {verdict.reason}"
     gaps = " and ".join(f"{gap.relative:+.2%} {gap.measure}" for gap in verdict.gaps)
@@ -68,7 +68,7 @@ def sentence(verdict: Verdict) -> str:
 
 
 def draw(results: Results, summary: Summary, path: Path) -> None:
-    """Loss by step, gap by step and loss by time, as a PNG; ImportError without matplotlib."""
+    """Draw loss by step, gap by step and loss by time as a PNG; raise ImportError without matplotlib."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -98,8 +98,8 @@ def _title(summary: Summary) -> str:
 def _draw_losses(axes: Any, results: Results, summary: Summary, arms: list[tuple[Arm, str]]) -> None:
     for arm, colour in arms:
         runs = [losses for (name, _), losses in sorted(results.losses.items()) if name == arm.name]
-        wide = 3.6 if arm is summary.baseline else 1.5  # the baseline shows on both sides of a line that covers it
-        for losses in runs:  # also of runs that did not finish: where one fails is the most telling part of it
+        wide = 3.6 if arm is summary.baseline else 1.5  # a wide baseline stays visible under the other lines
+        for losses in runs:  # including runs that did not finish, to show where they fail
             axes.plot(smoothed(losses, summary.window), color=colour, linewidth=0.8, alpha=0.45)
         if len(arm.curve):
             seeds = f"{len(arm.seeds)} seed{'s' if len(arm.seeds) != 1 else ''}"
@@ -166,7 +166,7 @@ small { color: #5b6470 }
 
 
 def page(results: Results, summary: Summary, picture: bytes | None) -> str:
-    """The report as one HTML file that needs nothing beside it."""
+    """Return the report as one self-contained HTML file."""
     settings = summary.settings
     size = size_named(settings.size)
     if picture is None:
@@ -214,7 +214,7 @@ def _table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
 
 
 def mean_text(values: dict[int, float]) -> str:
-    """The mean of the seeds.
+    """Format the mean over the seeds.
 
     Example:
         >>> mean_text({0: 2.0, 1: 3.0}), mean_text({})

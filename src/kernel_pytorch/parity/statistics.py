@@ -1,4 +1,4 @@
-"""What parity runs say: gaps between arms at the same steps, the spread of seeds, step times, time to a loss."""
+"""Statistics of parity runs: gaps between arms at the same steps, spread of seeds, step times, time to a loss."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from kernel_pytorch.parity.training import BASELINE, Finished, Results, Settings
 __all__ = ["RELATIVE_LIMIT", "TAIL", "Arm", "Gap", "Summary", "Verdict", "smoothed", "summarize"]
 
 RELATIVE_LIMIT = 0.0025
-"""A gap below this share of the bf16 loss passes, whatever the spread of the seeds."""
+"""A gap below this fraction of the bf16 loss passes, whatever the spread of the seeds."""
 TAIL = 0.05
-"""The last steps whose mean is a run's training loss, as a share of all; also the window of smoothed curves."""
+"""Fraction of the steps, at the end, whose mean is a run's training loss; also the window of smoothed curves."""
 
 
 @dataclass(frozen=True)
 class Gap:
-    """One arm's mean distance from bf16, over the seeds that both finished, in one measure of the loss."""
+    """The mean difference of an arm's loss from bf16's, over the seeds that both finished, in one measure."""
 
     measure: str
     """``"training"`` (the mean of the last steps) or ``"held-out"``."""
@@ -33,10 +33,10 @@ class Gap:
     spread: float
     """Range (max - min) of the loss over the bf16 seeds."""
     deviation: float
-    """Their standard deviation; 0 for one seed."""
+    """Standard deviation of the loss over the bf16 seeds; 0 for one seed."""
     yardstick: float
-    """The spread of the held-out losses, in either measure: every run has them on the same text, while training
-    losses of two seeds are further apart only because their last batches differ."""
+    """The spread of the held-out bf16 losses, in either measure: all runs share the held-out text, while training
+    losses of two seeds also differ because their last batches do."""
 
     @property
     def mean(self) -> float:
@@ -48,7 +48,7 @@ class Gap:
 
     @property
     def allowed(self) -> float:
-        """The yardstick, or the smallest gap that counts where that is larger."""
+        """The largest gap that passes: the yardstick, or the smallest gap that counts if that is larger."""
         return max(self.yardstick, RELATIVE_LIMIT * abs(self.baseline))
 
     @property
@@ -58,45 +58,45 @@ class Gap:
 
 @dataclass(frozen=True)
 class Arm:
-    """What is known of one arm."""
+    """The results of one arm."""
 
     name: str
     seeds: tuple[int, ...]
-    """Finished to the last step."""
+    """The seeds whose runs finished."""
     training: dict[int, float]
     """Mean loss of the last steps, by seed."""
     held_out: dict[int, float]
     held_out_bf16: dict[int, float]
-    """The same parameters, evaluated in the unconverted model."""
+    """Held-out loss of the same parameters in the unconverted model, by seed."""
     curve: npt.NDArray[np.float64]
-    """Loss at each step, the mean of the seeds."""
+    """Loss at each step, averaged over the seeds."""
     step: Quantiles | None
-    """Seconds of a step once it is warm, all seeds together."""
+    """Seconds of each step after the warm-up, of all seeds."""
     samples: int
     peak_bytes: int | None
     failure: Finished | None
     fell_back: tuple[str, ...] = ()
-    """Layers that fell back to their dtype, for any seed."""
+    """Layers that fell back to their dtype in any seed."""
     steps_to_loss: int | None = None
-    """Steps until the smoothed curve reaches the summary's target; None where it does not."""
+    """Steps until the smoothed curve reaches the summary's target; None if it does not."""
 
     @property
     def seconds_to_loss(self) -> float | None:
-        """Without the start, where a device warms up and a model is compiled."""
+        """Seconds to the target at the median step time, which excludes warm-up and compilation."""
         return None if self.steps_to_loss is None or self.step is None else self.steps_to_loss * self.step.median
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """One recipe against bf16."""
+    """The comparison of one recipe with bf16."""
 
     arm: Arm
     gaps: tuple[Gap, ...]
     matched: dict[int, npt.NDArray[np.float64]]
-    """Loss less that of bf16 on the same batch, at each step, by seed."""
+    """Loss minus bf16's on the same batch, at each step, by seed."""
     speedup: float | None
     reason: str
-    """Why it does not pass; empty where it does."""
+    """Why it does not pass; empty if it does."""
 
     @property
     def passes(self) -> bool:
@@ -109,11 +109,11 @@ class Summary:
     baseline: Arm
     verdicts: tuple[Verdict, ...]
     target: float | None
-    """What time to a loss is measured to: the final bf16 training loss, plus the gap that passes for any seeds."""
+    """The target of time to a loss: the final bf16 training loss, plus the gap that always passes."""
     window: int
-    """Steps of the tail, and of the smoothing."""
+    """Number of steps of the tail and of the smoothing window."""
     warmup: int
-    """Steps that are left out of step times."""
+    """Number of first steps that are left out of step times."""
 
     @property
     def passes(self) -> bool:
@@ -135,7 +135,7 @@ def smoothed(losses: Sequence[float] | npt.NDArray[np.float64], window: int) -> 
 
 
 def summarize(results: Results) -> Summary:
-    """The statistics of a folder's finished runs."""
+    """Return the statistics of a folder's finished runs."""
     steps = results.settings.steps
     window, warmup = max(1, round(TAIL * steps)), min(max(10, round(TAIL * steps)), steps - 1)
     names = list(dict.fromkeys(arm for arm, _ in results.losses if arm != BASELINE))
@@ -199,7 +199,7 @@ def _verdict(results: Results, baseline: Arm, arm: Arm) -> Verdict:
 
 
 def _gap(measure: str, theirs: dict[int, float], ours: dict[int, float], both: list[int], yardstick: float) -> Gap:
-    spread, deviation = _spread(theirs)  # of every bf16 seed, also one that the arm has not finished
+    spread, deviation = _spread(theirs)  # over all bf16 seeds, also those that the arm has not finished
     return Gap(
         measure=measure,
         baseline=statistics.fmean(theirs[seed] for seed in both),
@@ -216,7 +216,7 @@ def _reason(baseline: Arm, arm: Arm, gaps: tuple[Gap, ...]) -> str:
         if failure is not None:
             return str(failure)
     if arm.fell_back:
-        return f"{len(arm.fell_back)} layers fell back to their own precision, as {arm.fell_back[0]!r}"
+        return f"{len(arm.fell_back)} layers fell back to {BASELINE}, such as {arm.fell_back[0]!r}"
     if not gaps:
         return f"no seed is finished in both {BASELINE} and {arm.name}"
     if arm.seeds != baseline.seeds:

@@ -1,9 +1,9 @@
 """Paired training runs in bf16 and FP8: loss curves and step times from the same seeds and batches.
 
 Every arm (``bf16`` and each recipe) trains the same transformer for every seed, from the same parameters on the same
-batches in the same order; only the linear layers of the blocks differ. Two seeds differ in parameters and batches,
-and their distance in the ``bf16`` arm is the yardstick for the distance between arms. What is measured goes into a
-file of JSON lines as it happens, so an interrupted run continues where its last finished training ended.
+batches in the same order; only the linear layers of the blocks differ. Two seeds differ in parameters and batches.
+Their difference in the ``bf16`` arm is the yardstick for the difference between arms. Results are appended to a file
+of JSON lines during training, so an interrupted run continues after its last finished training.
 
 Shapes: B sequences of T tokens.
 """
@@ -37,18 +37,18 @@ __all__ = [
 ]
 
 BASELINE = "bf16"
-"""The arm that nothing is converted in."""
+"""The arm without conversion."""
 RESULTS_FILE = "results.jsonl"
 
 Convert = Callable[[nn.Module, str], nn.Module]
-"""Converts the linear layers of a module to a recipe, in place, and returns it."""
+"""A function that converts the linear layers of a module to a recipe, in place, and returns the module."""
 
 
 # Results
 
 
 class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="settings", tag_field="kind"):
-    """What all runs of a folder have in common; the first line of its results."""
+    """The settings that all runs of a folder share; the first line of its results."""
 
     size: str
     steps: int
@@ -60,14 +60,14 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="set
 
 
 class Started(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="started", tag_field="kind"):
-    """A training began; steps of an earlier one that was interrupted no longer count."""
+    """The start of a training; it discards the steps of an interrupted one."""
 
     arm: str
     seed: int
 
 
 class Steps(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="steps", tag_field="kind"):
-    """The next steps of the training that began last: losses before each update, and seconds of each step."""
+    """The next steps of the current training: losses before each update, and seconds of each step."""
 
     arm: str
     seed: int
@@ -76,20 +76,20 @@ class Steps(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="steps"
 
 
 class Finished(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="finished", tag_field="kind"):
-    """A training ended: at its last step, or at a loss that is not finite."""
+    """The end of a training: at its last step, or at a non-finite loss."""
 
     arm: str
     seed: int
     commit: str
-    """Of the checkout, where it was without changes."""
+    """Commit of the checkout; empty if it had local changes."""
     held_out: float | None = None
-    """Loss on the held-out text, computed as the arm computes."""
+    """Loss on the held-out text, with the arm's layers."""
     held_out_bf16: float | None = None
-    """The same parameters in the unconverted model."""
+    """Held-out loss of the same parameters in the unconverted model."""
     peak_bytes: int | None = None
-    """The most device memory in use, where the device counts it."""
+    """Peak device memory; None if the device does not count it."""
     failed_step: int | None = None
-    """Counted from 0."""
+    """The step of a non-finite loss, from 0."""
     failed_loss: str = ""
     fell_back: tuple[str, ...] = ()
     """Names of the layers that fell back to their dtype."""
@@ -104,7 +104,7 @@ _Line = Settings | Started | Steps | Finished
 
 
 class Results:
-    """The results of a folder, read and continued.
+    """The results of a folder, to read and append to.
 
     Example:
         >>> import tempfile
@@ -117,7 +117,7 @@ class Results:
     """
 
     def __init__(self, folder: str | Path, settings: Settings | None = None) -> None:
-        """Open what a folder holds; with settings, also to add to it, which must be what it was made with."""
+        """Open a folder's results; with settings, which must equal the folder's, also for writing."""
         self.path = Path(folder) / RESULTS_FILE
         self.finished: dict[tuple[str, int], Finished] = {}
         self.losses: dict[tuple[str, int], list[float]] = {}
@@ -170,7 +170,7 @@ class Results:
             self.finished[key] = line
 
     def write(self, line: _Line) -> None:
-        """Add a line; it is on the disk, or in the system's hands, when this returns."""
+        """Append a line and flush it to the system."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with self.path.open("ab") as file:
             if not isinstance(line, Settings):
@@ -180,11 +180,11 @@ class Results:
             self._take(line)
 
     def _whole(self) -> int:
-        """The bytes up to the last line that was written to its end."""
+        """Return the number of bytes up to the last complete line."""
         return self.path.read_bytes().rfind(b"\n") + 1
 
     def failed(self, arm: str) -> Finished | None:
-        """The run that ended an arm, if one did."""
+        """Return the failed run that ended an arm, or None."""
         return next((run for run in self.finished.values() if run.arm == arm and run.failed_step is not None), None)
 
 
@@ -192,7 +192,7 @@ class Results:
 
 
 def default_convert(module: nn.Module, recipe: str) -> nn.Module:
-    """``kp.fp8.convert``, imported when it is first needed."""
+    """``kp.fp8.convert``, imported at first use."""
     from kernel_pytorch.fp8.conversion import convert
 
     return convert(module, recipe)
@@ -209,9 +209,10 @@ def train(
     commit: str = "",
     on_steps: Callable[[Steps], None] = lambda _: None,
 ) -> Finished:
-    """Train one arm from one seed on ``text`` (steps, B, T + 1) and write it to ``results`` on the way.
+    """Train one arm from one seed on ``text`` (steps, B, T + 1), and append its results to ``results``.
 
-    Float32 parameters under bfloat16 autocast, AdamW with warm-up, cosine decay and clipped gradients, in every arm.
+    Every arm has float32 parameters under bfloat16 autocast, and AdamW with warm-up, cosine decay and gradient
+    clipping.
 
     Example:
         >>> import tempfile
@@ -262,7 +263,7 @@ def train(
 
 
 def _reset_peak(device: torch.device) -> bool:
-    """Whether the device counts memory; if so, from now on."""
+    """Reset the device's peak memory; return whether it counts memory."""
     if device.type == "cpu":
         return False
     module = torch.get_device_module(device)
@@ -273,11 +274,11 @@ def _reset_peak(device: torch.device) -> bool:
 
 @contextmanager
 def _compiled(model: Transformer) -> Iterator[None]:
-    """With compiled blocks. One compilation serves all of them: they differ in their parameters alone."""
-    torch.compiler.reset()  # each training begins alike, whatever ran before
+    """Compile the blocks inside the context. They share one compilation, as they differ only in their parameters."""
+    torch.compiler.reset()  # do not depend on what was compiled before
     for block in model.blocks:
         block.compile(dynamic=False)
-    # Where layers are converted differently, each may need its own; past the limit a block would run uncompiled.
+    # Differently converted blocks need a compilation each; past the limit a block would run uncompiled.
     limits = {"recompile_limit": 8 * len(model.blocks), "fail_on_recompile_limit_hit": True}
     with compile_limits(**limits):
         yield
@@ -288,7 +289,7 @@ def _autocast(device: torch.device) -> AbstractContextManager[object]:
 
 
 def _schedule(step: int, steps: int) -> float:
-    """The share of the peak learning rate: linear warm-up, then a cosine down to a tenth."""
+    """Return the factor of the peak learning rate: linear warm-up, then cosine decay to 0.1."""
     warmup = max(1, min(100, steps // 10))
     if step < warmup:
         return (step + 1) / warmup
@@ -297,7 +298,7 @@ def _schedule(step: int, steps: int) -> float:
 
 
 def _steps(model: Transformer, arm: str, seed: int, text: torch.Tensor, learning_rate: float) -> Iterator[Steps]:
-    """Train on all of the text; losses stay on the device and are fetched many at a time, so that nothing waits."""
+    """Train on all of the text; losses are copied from the device in batches, to avoid synchronizing."""
     device, count = text.device, len(text)
     every = 10 if device.type == "cpu" else 100
     optimizer = torch.optim.AdamW(
@@ -308,7 +309,7 @@ def _steps(model: Transformer, arm: str, seed: int, text: torch.Tensor, learning
     for step in range(count):
         with _autocast(device):
             loss = model(text[step])
-        # A thread of its own for the device means that two cores take turns, each with the other's data to fetch.
+        # A separate autograd thread alternates with the main one on two cores, which fetch each other's caches.
         with torch.autograd.set_multithreading_enabled(False):
             loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -318,14 +319,14 @@ def _steps(model: Transformer, arm: str, seed: int, text: torch.Tensor, learning
         losses[step] = loss.detach()
         clock.mark()
         if (step + 1) % every == 0 or step + 1 == count:
-            seconds = clock.seconds()  # waits for the device
+            seconds = clock.seconds()  # synchronizes
             fetched = losses[step + 1 - len(seconds) : step + 1].tolist()
             yield Steps(arm, seed, [round(x, 6) for x in fetched], [round(x, 7) for x in seconds])
-            clock = _Clock(device)  # what was done with the losses is no part of the next step
+            clock = _Clock(device)  # do not count the processing of losses in the next step
 
 
 class _Clock:
-    """Seconds between marks: of the device's own clock where it has one, so that marking does not wait."""
+    """Seconds between marks, by device events if the device has them, so that marking does not synchronize."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -350,14 +351,14 @@ class _Clock:
 
 
 def _evaluate(model: nn.Module, held_out: torch.Tensor) -> float:
-    # Uncompiled: a second compilation, without gradients, would take longer than the evaluation.
+    # Uncompiled: compiling again without gradients would take longer than the evaluation.
     with torch.no_grad(), _autocast(held_out.device), torch.compiler.set_stance("force_eager"):
         losses = torch.stack([model(batch) for batch in held_out])
     return round(float(losses.double().mean()), 6)
 
 
 def _unconverted(model: Transformer, size: Size) -> Transformer:
-    """The same parameters in a model that was never converted."""
+    """Return an unconverted model with the same parameters."""
     plain = Transformer(size, seed=0)
     missing = plain.load_state_dict(model.state_dict(), strict=False).missing_keys
     if missing:

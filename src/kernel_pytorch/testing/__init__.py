@@ -1,4 +1,4 @@
-"""Proof machinery, shipped so that third parties can hold their own kernels to the same standard."""
+"""Test utilities for kernels and backends, also for third parties: contract, error budgets, poisoned memory."""
 
 from kernel_pytorch.testing.budget import Comparison, compare
 from kernel_pytorch.testing.contract import BackendContract

@@ -1,11 +1,10 @@
-"""Comparison with the float64 reference, inside a budget that an independent low-precision run sets.
+"""Compare a kernel with the float64 reference, within an error budget derived from independent low-precision runs.
 
-No tolerance is picked by hand. The reference runs in float64, which is the truth, and as the plainest program
-would run it in the tensors' own precision: float32 arithmetic, sums added up one number after another,
-results rounded once; on the arguments, and on arguments moved at random by one rounding, which shows how
-strongly the answer depends on the last bits. In every row a kernel may err twice as much as these runs at their
-worst row, plus one rounding. Errors are relative to the largest number of a row; in results that are what is left
-of larger terms (``Op.cancelling``), to that of the median row at least.
+No tolerance is chosen by hand. The reference runs in float64, as ground truth, and as a plain program in the tensors'
+dtype: float32 arithmetic, sequential accumulation, results rounded once. The latter runs on the arguments, and on
+arguments perturbed at random by one rounding, which measures the conditioning. In every row the kernel's error may be
+twice the largest row error of these runs, plus one rounding. Errors are relative to the amax of a row; for results
+that are small differences of large terms (``Op.cancelling``), relative to at least the amax of the median row.
 """
 
 from __future__ import annotations
@@ -22,12 +21,12 @@ from kernel_pytorch.hardware_abstraction.op import Op
 
 __all__ = ["Comparison", "compare", "exceeded"]
 
-_SLACK = 2.0  # another order of the same sums errs differently; twice as much is the most it may
+_SLACK = 2.0  # another order of accumulation has another error, at most twice as large
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """One tensor against its budget; errors are relative to the largest number of their row."""
+    """The error of one tensor and its budget, relative to the amax of a row."""
 
     tensor: str
     error: float
@@ -43,7 +42,7 @@ class Comparison:
 
 
 def exceeded(comparisons: tuple[Comparison, ...]) -> str:
-    """What exceeds its budget, in words; empty where nothing does."""
+    """Describe the comparisons that exceed their budget; empty if none does."""
     return "; ".join(str(comparison) for comparison in comparisons if not comparison.ok)
 
 
@@ -57,7 +56,7 @@ def compare(
     """Run an implementation and the reference on the same arguments; compare outputs and gradients.
 
     Args:
-        run: takes the op's arguments in order, returns its outputs; differentiable when ``gradients``.
+        run: takes the op's arguments in order and returns its outputs; differentiable if ``gradients``.
 
     Example:
         >>> import torch
@@ -76,14 +75,14 @@ def compare(
     truth = _run(op, op.reference, arguments, torch.float64, upstream, gradients)
     actual = _run(op, run, arguments, None, upstream, gradients)
     numbers = sum(value.numel() for value in arguments.values() if isinstance(value, torch.Tensor))
-    seeds = range(1 if numbers > 1 << 20 else 4)  # a few numbers need several draws to show their worst
+    seeds = range(1 if numbers > 1 << 20 else 4)  # small tensors need several draws to find the worst error
     moved = [{name: _moved(value, working, seed) for name, value in arguments.items()} for seed in seeds]
     plain = op.low_precision(storage) if op.low_precision else op.reference
     with _PlainSums():  # type: ignore[no-untyped-call]
         yardsticks = [_run(op, plain, values, working, upstream, gradients) for values in (arguments, *moved)]
     comparisons = []
     for name, exact in truth.items():
-        # Row by row where rows exist, so that a large row cannot hide a wrong small one.
+        # Compare by row, so that a large row cannot hide a wrong small one.
         hidden = op.outputs[len(op.differentiable_outputs) :] if op.differentiable_outputs else ()
         by_row = exact.ndim >= 1 and name not in hidden
         out = actual[name]
@@ -97,7 +96,7 @@ def compare(
 def _identical(
     op: Op, run: Callable[..., tuple[torch.Tensor, ...]], arguments: Mapping[str, Any]
 ) -> tuple[Comparison, ...]:
-    """Every output byte against the reference's: the error is how many numbers differ, and one is too many."""
+    """Compare outputs byte for byte: the error is the number of different elements, and the budget 0."""
     comparisons = []
     truth, actual = op.reference(*arguments.values()), run(*arguments.values())
     for name, wanted, out in zip(op.outputs, truth, actual, strict=True):
@@ -123,22 +122,21 @@ def _compared(
 
     def relative(values: torch.Tensor) -> float:
         errors = _errors(values, exact, by_row)
-        # A row of exact zeros must come out as zeros.
+        # A row of exact zeros must be zeros.
         return float(torch.where(errors == 0, 0, errors / scale).max())
 
     worst = max(relative(run) for run in yardsticks)
-    budget = _SLACK * (max(worst, unit) + unit)  # a few numbers may all round the same way by luck
+    budget = _SLACK * (max(worst, unit) + unit)  # in a small tensor all roundings may be favourable by chance
     return Comparison(name, relative(out), budget)
 
 
-_PLAIN_PRODUCTS = 1 << 27  # a larger matrix product is left to the library: one after another takes too long
+_PLAIN_PRODUCTS = 1 << 27  # larger matmuls are left to the library: sequential accumulation takes too long
 
 
 class _PlainSums(TorchDispatchMode):
-    """Adds up sums, means and matrix products one number after another.
+    """Computes sums, means and matmuls with sequential accumulation.
 
-    torch's own sums are more careful than a kernel's loop, and a vendor's matrix product often adds several
-    partial sums of a short row.
+    torch's sums are more accurate than a kernel's loop, and a vendor's matmul often adds several partial sums.
     """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -158,7 +156,7 @@ class _PlainSums(TorchDispatchMode):
         kept = [dim for dim in range(x.ndim) if dim not in dims]
         count = math.prod(x.shape[dim] for dim in dims)
         flat = x.permute(*dims, *kept).reshape(count, *(x.shape[dim] for dim in kept)).contiguous()
-        if x.is_cpu or count == 0:  # torch's running sum on a CPU is kept in double
+        if x.is_cpu or count == 0:  # torch's cumsum on a CPU accumulates in double
             total = x.new_zeros(flat.shape[1:])
             for part in flat:
                 total += part
@@ -171,22 +169,22 @@ class _PlainSums(TorchDispatchMode):
 
 
 def _moved(value: Any, working: torch.dtype, seed: int) -> Any:
-    """A tensor in the working precision with each number moved by at most one of its roundings."""
+    """Return a tensor in the working dtype with each element perturbed by at most one rounding."""
     if not isinstance(value, torch.Tensor) or not value.is_floating_point():
         return value
     wide = value.detach().to(working)
     place = (
         wide.device if wide.numel() > 1 << 20 else torch.device("cpu")
-    )  # a small draw needs no device's generator
+    )  # drawn on the CPU: the same for every device
     generator = torch.Generator(device=place).manual_seed(seed)
     step = torch.rand(wide.shape, generator=generator, device=place, dtype=working).sub_(0.5).to(wide.device)
     return torch.where(wide.isfinite(), wide + wide * step.mul_(torch.finfo(working).eps), wide)
 
 
 def _upstream(op: Op, arguments: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """Random output gradients in the outputs' dtype, the same for every run."""
+    """Return random output gradients in the outputs' dtype, the same for every run."""
     outputs = dict(zip(op.outputs, op.fake(*arguments.values()), strict=True))
-    generator = torch.Generator(device="cpu").manual_seed(20261115)  # no case's own seed
+    generator = torch.Generator(device="cpu").manual_seed(20261115)  # differs from the seeds of the cases
     return {
         name: torch.randn(outputs[name].shape, generator=generator).to(outputs[name])
         for name in op.differentiable_outputs
@@ -201,7 +199,7 @@ def _run(
     upstream: dict[str, torch.Tensor],
     gradients: bool,
 ) -> dict[str, torch.Tensor]:
-    """Outputs by name, and gradients as ``d<argument>``, with the tensors converted to dtype where one is given."""
+    """Return outputs by name and gradients as ``d<argument>``, with tensors converted to ``dtype`` if given."""
     values: dict[str, Any] = {}
     for name, value in arguments.items():
         if isinstance(value, torch.Tensor) and value.is_floating_point():
@@ -214,7 +212,7 @@ def _run(
         results = op.meaning(results)
     if gradients:
         wanted = [name for name in op.differentiable if isinstance(values[name], torch.Tensor)]
-        # An output that the reference cuts off takes no gradient in any run: the first run, the truth, tells.
+        # An output that the reference detaches takes no gradient in any run; the first run, float64, decides.
         for name in op.differentiable_outputs:
             if not outputs[name].requires_grad:
                 upstream.pop(name, None)
@@ -228,12 +226,12 @@ def _run(
 
 
 def _by_row(values: torch.Tensor, by_row: bool) -> torch.Tensor:
-    """The largest value of each row; each value itself where there are no rows."""
+    """Return the largest value of each row, or the values themselves without rows."""
     return (values.unsqueeze(0) if values.ndim == 1 else values).amax(dim=-1) if by_row else values
 
 
 def _errors(out: torch.Tensor, exact: torch.Tensor, by_row: bool) -> torch.Tensor:
-    """The largest error of each row; infinite where an infinity or NaN came out that the truth does not round to."""
+    """Return the largest error of each row; infinite for an infinity or NaN that float64 does not round to."""
     representable = exact.to(out.dtype)
     finite = representable.isfinite()
     same = (out == representable) | (out.isnan() & representable.isnan())

@@ -24,10 +24,10 @@ def tiny_checkpoint(folder: Path, kind: str = "llama", seed: int = 0, **sizes: A
     """Write config, safetensors and tokenizer of a two-layer model; returns the folder.
 
     Args:
-        folder: where to write; made if need be.
+        folder: where to write; created if it does not exist.
         kind: a model type of transformers, such as ``"llama"`` or ``"qwen3"``.
         seed: of the weights.
-        sizes: other fields of its configuration.
+        sizes: other fields of the model's configuration.
 
     Example:
         >>> import pathlib, tempfile
@@ -56,7 +56,7 @@ def tiny_checkpoint(folder: Path, kind: str = "llama", seed: int = 0, **sizes: A
         "max_position_embeddings": 512,
         "bos_token_id": tokenizer.bos_token_id,
         "eos_token_id": tokenizer.eos_token_id,
-        "initializer_range": 0.4,  # with the usual 0.02 a model of random weights repeats one token
+        "initializer_range": 0.4,  # with the usual 0.02 a random model repeats one token
     }
     with torch.random.fork_rng(devices=()):
         torch.manual_seed(seed)

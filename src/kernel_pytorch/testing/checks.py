@@ -1,9 +1,9 @@
-"""Making the record of what is known about an op's kernels without their hardware.
+"""Record which architectures an op's Triton kernels compile for, and which cases pass in the interpreter.
 
-``python -m kernel_pytorch.testing.checks rms_norm --write`` compiles the Triton kernels for every catalogue
-architecture, runs them in the interpreter, and writes ``<op>.checks.json``; without an op it does so for every op
-that has a Triton kernel. CI sees that the record is about the
-present sources, makes it anew for one architecture of each vendor, and compares, so it cannot be out of date.
+``python -m kernel_pytorch.testing.checks rms_norm --write`` compiles the Triton kernels for every architecture of the
+catalogue, runs them in the interpreter, and writes ``<op>.checks.json``; without an op, for every op with a Triton
+kernel. CI checks that the record has the digests of the present sources, and repeats it for one architecture of each
+vendor.
 """
 
 from __future__ import annotations
@@ -40,18 +40,18 @@ __all__ = ["make_checks", "refuses", "triton_ops"]
 
 
 def triton_ops() -> list[Op]:
-    """The ops that have a Triton kernel: each has a record of what compiles and passes in the interpreter."""
+    """Return the ops with a Triton kernel, each of which needs a record."""
     return [op for op in registered_ops() if triton_kernels(op)]
 
 
 def triton_kernels(op: Op) -> list[Kernel]:
-    """The op's Triton kernels, each once although several backends list it."""
+    """Return the op's Triton kernels, without duplicates from several backends."""
     found = {kernel.name: kernel for record in backends() for kernel in record.kernels if kernel.op == op.name}
     return [kernel for kernel in found.values() if kernel.language == "triton"]
 
 
 def compile_targets(kernel: Kernel) -> list[Device]:
-    """One catalogue device per architecture that Triton compiles for, of the backends that list the kernel."""
+    """Return one catalogue device per architecture that Triton supports, of the backends that list the kernel."""
     targets: dict[str, Device] = {}
     for record in backends():
         if kernel in record.kernels:
@@ -62,7 +62,7 @@ def compile_targets(kernel: Kernel) -> list[Device]:
 
 
 def compile_all(op: Op, architectures: Collection[str] = ()) -> list[Compilation]:
-    """Every Triton kernel for every architecture, or for these alone, on the op's cases for that."""
+    """Compile every Triton kernel of an op for all architectures, or for these, on its ``compile_cases``."""
     cases = [op.case(name) for name in op.compile_cases]
     return [
         compilation
@@ -76,14 +76,14 @@ def compile_all(op: Op, architectures: Collection[str] = ()) -> list[Compilation
 
 
 def refuses(kernel: Kernel, device: Device, case: Case) -> bool:
-    """Whether the kernel leaves the case, in its first format, to others."""
+    """Return whether the kernel refuses the case in its first dtype."""
     arguments = case.arguments(getattr(torch, case.formats[0]), torch.device("meta"))
     call = function_of(registered_op(kernel.op)).call("forward", tuple(arguments.values()))
     return kernel.refusal(call, device) is not None
 
 
 def interpret_all(op: Op) -> list[Interpretation]:
-    """Every Triton kernel on every small case, in the formats the interpreter computes rightly."""
+    """Run every Triton kernel of an op on every small case, in the dtypes that the interpreter computes correctly."""
     results = []
     for kernel in triton_kernels(op):
         device = compile_targets(kernel)[0]
@@ -97,7 +97,7 @@ def interpret_all(op: Op) -> list[Interpretation]:
                 if reason is not None:
                     raise EvidenceError(f"{kernel.name} on {case.name}: {reason}")
                 with prepared(kernel, device, case, dtype) as arguments, poisoned():
-                    if isinstance(arguments, str):  # a kernel for some of the cases, such as few queries
+                    if isinstance(arguments, str):  # the kernel refuses the case
                         continue
                     compared = compare(op, function_of(op).pinned(kernel.name), arguments)
                 if exceeded(compared):
@@ -108,10 +108,10 @@ def interpret_all(op: Op) -> list[Interpretation]:
 
 
 def make_checks(op: Op, *, interpret: bool = True, architectures: Collection[str] = ()) -> Checks:
-    """The op's record, made in two fresh processes: a kernel module is either interpreted or compiled.
+    """Make the op's record in two new processes, because a kernel module is either interpreted or compiled.
 
     Args:
-        architectures: those to compile for; all if none is named.
+        architectures: the architectures to compile for; empty for all.
     """
     wanted = ["--architectures", *architectures] if architectures else []
     compiled = _in_process(op, "compile", {"TRITON_INTERPRET": "0"}, list[Compilation], wanted)

@@ -1,4 +1,4 @@
-"""The backend contract: what every backend must keep, as a test class that a third party runs on its own.
+"""The backend contract: a test class that every backend must pass, including third parties'.
 
 In a test file::
 
@@ -7,8 +7,8 @@ In a test file::
     class TestAcme(BackendContract):
         backend_name = "acme"
 
-One generic test covers op x kernel x case x format: a kernel is tested by being in the table. Without the
-hardware, Triton kernels run in the interpreter (set ``TRITON_INTERPRET=1``) and others skip with a reason.
+One generic test covers op x kernel x case x dtype, so every kernel of the registry is tested. Without the hardware,
+Triton kernels run in the interpreter (set ``TRITON_INTERPRET=1``) and others skip with a reason.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _OPCHECKS = ("test_schema", "test_autograd_registration", "test_faketensor", "te
 
 @contextlib.contextmanager
 def prepared(kernel: Kernel, device: Device, case: Case, dtype: torch.dtype) -> Iterator[dict[str, Any] | str]:
-    """The case's arguments where the kernel can run here, with the device in place; otherwise the reason."""
+    """Yield the case's arguments, on the pretended device if it is not present, or the reason to skip."""
     reason = cannot_run(kernel, device, dtype)
     if reason is not None:
         yield reason
@@ -49,7 +49,7 @@ def prepared(kernel: Kernel, device: Device, case: Case, dtype: torch.dtype) -> 
 
 
 class BackendContract:
-    """Subclass it, name the backend, and pytest does the rest."""
+    """Subclass it in a test file and set ``backend_name``."""
 
     backend_name: ClassVar[str]
 
@@ -102,7 +102,7 @@ class BackendContract:
                     assert reason is None or (isinstance(reason, str) and reason), f"{kernel.name}: {reason!r}"
 
     def test_kernel_meets_its_budget(self, kernel: Kernel, case: Case, number_format: str) -> None:
-        """Outputs and every gradient against float64, with poisoned memory, through the public path."""
+        """Compare outputs and all gradients with float64, with poisoned memory, by the public function."""
         op = registered_op(kernel.op)
         with self._ready(kernel, case, number_format) as arguments, poisoned():
             comparisons = compare(op, function_of(op).pinned(kernel.name), arguments, gradients=kernel.backward)
@@ -113,10 +113,10 @@ class BackendContract:
         with self._ready(kernel, op.cases[0], number_format) as arguments:
             _require_gradients(op, arguments)
             overload = getattr(torch.ops.kernel_pytorch, op.name).default
-            # torch's check of the autograd registration knows three device types and fails on any other.
+            # torch's check of the autograd registration fails on device types other than three.
             where = torch.device(test_device(self.backend_name).torch_device or "cpu").type
             left_out = set() if where in ("cpu", "cuda", "xpu") else {"test_autograd_registration"}
-            # Its check of the schema multiplies the arguments, which no 8-bit format does.
+            # torch's check of the schema multiplies the arguments, which FP8 tensors do not support.
             if any(isinstance(value, torch.Tensor) and _is_8_bit(value) for value in arguments.values()):
                 left_out.add("test_schema")
             checks = [name for name in _OPCHECKS if name not in left_out]
@@ -124,7 +124,7 @@ class BackendContract:
             torch.library.opcheck(overload, (*values, f"kernel={kernel.name}"), test_utils=checks)
 
     def test_compile_keeps_the_op_whole(self, kernel: Kernel, number_format: str) -> None:
-        """Under fullgraph compilation, the same bits come out as in eager mode, forward and backward."""
+        """Compare fullgraph compilation with eager mode, bit for bit, forward and backward."""
         op = registered_op(kernel.op)
         with self._ready(kernel, op.cases[0], number_format) as arguments:
             leaves = _require_gradients(op, arguments)

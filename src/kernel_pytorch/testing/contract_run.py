@@ -1,4 +1,4 @@
-"""Run the backend contract's numerics on the devices that are here, and record which kernels passed which cases.
+"""Run the backend contract's numerical tests on the present devices, and record the passed cases of each kernel.
 
 ``python -m kernel_pytorch.testing.contract_run`` prints a summary; ``--record`` writes ``tests.<device>.json``, which
 gives the documentation the test status of each kernel. A kernel that exceeds a budget ends the run with an error.
@@ -36,7 +36,7 @@ __all__ = ["run_tests"]
 
 
 def run_tests(kernel: Kernel, device: Device) -> list[PassedCases]:
-    """Every small case of the kernel's op in every format, on a device that is here; refused cases are left out."""
+    """Run every small case of the kernel's op in every dtype on a present device; refused cases are skipped."""
     op = registered_op(kernel.op)
     passed: dict[str, list[str]] = {}
     for case in op.cases:

@@ -1,7 +1,7 @@
-"""Building Triton kernels for devices that are not here.
+"""Cross-compile Triton kernels for devices that are not present.
 
-The kernel's own launcher runs on meta tensors for the pretended device; each launch is caught and compiled
-instead of run. So what is built is exactly what would be launched: no second list of signatures to keep.
+The kernel's launcher runs on meta tensors for a pretended device, and each launch is intercepted and compiled instead
+of run. So exactly the launched specialisations are compiled, without a second list of signatures.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ _TRITON_TYPES = {
 
 
 def cross_compile(kernel: Kernel, device: Device, case: Case, number_format: str) -> list[Compilation]:
-    """Compile every launch of a kernel's forward and backward for a device, and report what each needs.
+    """Compile every launch of a kernel's forward and backward for a device, and return the resources of each.
 
-    Raises the compiler's own error where a kernel does not build.
+    Raises the compiler's error if a kernel does not compile.
     """
     if interpreting():
         raise RuntimeError("TRITON_INTERPRET=1 is set: kernels imported under it cannot be compiled; unset it")
@@ -61,7 +61,7 @@ def cross_compile(kernel: Kernel, device: Device, case: Case, number_format: str
     rows: list[Compilation] = []
     for launch in launches:
         row = _compile(launch, kernel, device, case.name, number_format)
-        if row not in rows:  # a backward may launch what the forward launched
+        if row not in rows:  # a backward may repeat a launch of the forward
             rows.append(row)
     return rows
 
@@ -97,7 +97,7 @@ def _compile(launch: Any, kernel: Kernel, device: Device, case: str, number_form
     constants: dict[tuple[int], Any] = {}
     attributes: dict[tuple[int], Any] = {}
     for index, (parameter, value) in enumerate(zip(function.params, bound.arguments.values(), strict=True)):
-        # As Triton's launcher specialises: None and integers equal to 1 are constants, multiples of 16 are marked.
+        # Specialise like Triton's launcher: None and 1 are constants, and multiples of 16 are marked.
         aligned = isinstance(value, torch.Tensor)
         one = isinstance(value, int) and not isinstance(value, bool) and value == 1
         if parameter.is_constexpr or value is None or one:
@@ -137,7 +137,7 @@ def _target(device: Device) -> Any:
 
 
 def _nvidia_resources(compiled: Any) -> tuple[int, int]:
-    """Registers a thread and spilled bytes a thread, from the assembler's own report."""
+    """Return registers and spilled bytes per thread, from the assembler's report."""
     from triton import knobs
     from triton.backends.nvidia.compiler import get_ptxas
 
@@ -146,7 +146,7 @@ def _nvidia_resources(compiled: Any) -> tuple[int, int]:
     if target is None:
         raise RuntimeError("the compiled PTX names no target")
     arch = target.group(1)
-    tool = get_ptxas(int(re.sub(r"\D", "", arch)))  # of two, and Triton 3.9 chooses another for sm_90 than 3.8
+    tool = get_ptxas(int(re.sub(r"\D", "", arch)))  # Triton ships two; 3.9 chooses another one for sm_90 than 3.8
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "kernel.ptx"
         source.write_text(ptx)
@@ -173,10 +173,9 @@ def _nvidia_resources(compiled: Any) -> tuple[int, int]:
 
 
 def stores_of_nothing(instructions: str) -> list[str]:
-    """The instructions of a disassembled kernel that store the stack's address, which is no number of a kernel.
+    """Return the instructions of a disassembled kernel that store register 1, the stack pointer.
 
-    That is register 1. Nothing is ever written to it but at the beginning, so an assembler that loses track of a
-    value names it: seen with CUDA 12.8.
+    No kernel stores it on purpose. CUDA 12.8's assembler emits such a store instead of a value that it has lost.
 
     Example:
         >>> stores_of_nothing("/*3060*/  @P6 STG.E.U8 desc[UR20][R22.64], R1 ;")
@@ -188,7 +187,7 @@ def stores_of_nothing(instructions: str) -> list[str]:
 
 
 def _amd_resources(compiled: Any) -> tuple[int, int]:
-    """Vector registers and spilled bytes a lane, from the code object's metadata."""
+    """Return vector registers and spilled bytes per lane, from the code object's metadata."""
     text = compiled.asm["amdgcn"]
     registers = max(int(number) for number in re.findall(r"\.vgpr_count:\s+(\d+)", text))
     spills = sum(int(number) for number in re.findall(r"\.vgpr_spill_count:\s+(\d+)", text))

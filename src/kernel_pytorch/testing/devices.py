@@ -1,4 +1,4 @@
-"""Fake devices: run selection, and what can run, as if a CPU tensor lay on another device."""
+"""Pretended devices: run kernel selection, and interpreted kernels, as if CPU tensors were on another device."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ __all__ = ["cannot_run", "interpreting", "pretend", "test_device"]
 
 @contextlib.contextmanager
 def pretend(device: Device | str, torch_type: str = "cpu") -> Iterator[Device]:
-    """Inside the block, tensors of this torch type are taken to lie on the given device.
+    """Treat tensors of this torch device type as if they were on the given device, inside the block.
 
-    Triton kernels then run in Triton's interpreter, where ``TRITON_INTERPRET=1`` was set before their import.
+    Triton kernels then run in Triton's interpreter if ``TRITON_INTERPRET=1`` was set before their import.
 
     Example:
         >>> import torch, kernel_pytorch as kp
@@ -41,12 +41,12 @@ def pretend(device: Device | str, torch_type: str = "cpu") -> Iterator[Device]:
 
 
 def interpreting() -> bool:
-    """Whether Triton kernels imported in this process run in the interpreter."""
+    """Return whether Triton kernels imported in this process run in the interpreter."""
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def test_device(backend_name: str) -> Device:
-    """The device a backend is tested on: one that is here, else the first of its catalogue."""
+    """Return the device to test a backend on: a present one, else the first of its catalogue."""
     record = registry.backend(backend_name)
     here = [device for device in registry.devices() if device.backend == backend_name]
     if here:
@@ -56,17 +56,17 @@ def test_device(backend_name: str) -> Device:
     raise ValueError(f"backend {backend_name!r}: no device is here and its catalogue is empty; add a Device to it")
 
 
-test_device.__test__ = False  # type: ignore[attr-defined]  # pytest would take the name for a test
+test_device.__test__ = False  # type: ignore[attr-defined]  # pytest would collect it as a test
 
 
 def cannot_run(kernel: Kernel, device: Device, dtype: torch.dtype) -> str | None:
-    """Why a kernel cannot be executed in this process for this device, or None when it can."""
+    """Return why a kernel cannot be executed in this process for this device, or None if it can."""
     if device.present:
         if kernel.language == "triton" and interpreting() and device.backend != "cpu":
             return "TRITON_INTERPRET=1 is set; unset it to test on the device"
         return None
     if kernel.language == "torch":
-        return None  # plain torch operations run on the CPU as well
+        return None  # plain torch operations also run on the CPU
     if kernel.language == "triton":
         if not interpreting():
             return f"needs a {device.backend} device, or TRITON_INTERPRET=1 for the interpreter"

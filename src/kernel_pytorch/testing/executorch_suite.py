@@ -1,7 +1,7 @@
-"""ExecuTorch's own backend test suite with the delegate of a backend, counted honestly.
+"""Run ExecuTorch's backend test suite with a backend's delegate, with stricter criteria.
 
-The suite knows the flows of its own tree. As a pytest plugin this file adds one, and notes for every subtest what
-became of it: the suite passes graphs of which nothing was delegated, and its tolerance is loose. Here a subtest is
+The suite has only the flows of its own tree. As a pytest plugin, this file adds one and records the outcome of every
+subtest, because the suite passes graphs of which nothing was delegated, and its tolerance is loose. Here a subtest is
 *delegated* with at least 60 dB, *refused* with reasons, *skipped* by the suite, or *failed*.
 
     python -m kernel_pytorch.testing.executorch_suite [--backend acme] [--write] [test_softmax.py ...]
@@ -42,7 +42,7 @@ def _add_flow(backend: str) -> None:
     def partitioner() -> Any:
         own = target.partitioners(target.checked(target.probe_options))[0]
         if hasattr(own, "beside"):
-            own.beside = ()  # the suite asks what the delegate takes, not who comes after it
+            own.beside = ()  # test this delegate only, without those that follow it
         last["partitioner"] = own
         return own
 
@@ -90,11 +90,11 @@ if NOTES in os.environ:
 
 
 def run(files: list[str], backend: str = "cpu") -> list[dict[str, Any]]:
-    """Run the operators' tests, all of them or some files, and return what became of each subtest.
+    """Run all operator tests, or some files, and return the outcome of each subtest.
 
     Args:
-        files: such as ``"test_relu.py"``; none for all of them, which takes minutes.
-        backend: a backend that lowers; its own delegate alone is tested.
+        files: such as ``"test_relu.py"``; empty for all, which takes minutes.
+        backend: a backend with a ``Lowering``; only its own delegate is tested.
     """
     import executorch.backends.test.suite.operators as operators
 
@@ -114,7 +114,7 @@ def run(files: list[str], backend: str = "cpu") -> list[dict[str, Any]]:
 
 
 def summary(notes: list[dict[str, Any]]) -> str:
-    """How many subtests had which outcome, every reason for a refusal, and every failure."""
+    """Return the number of subtests by outcome, all reasons for refusals, and all failures."""
     counts = Counter(note["outcome"] for note in notes)
     lines = [f"{counts[name]:5} {name}" for name in ("delegated", "refused", "skipped", "failed")]
     reasons = Counter(

@@ -1,4 +1,4 @@
-"""Executes the documentation: every Python block of the pages is a test."""
+"""Collect every Python block of the pages as a test."""
 
 from sybil import Sybil
 from sybil.parsers.myst import PythonCodeBlockParser, SkipParser

@@ -58,7 +58,7 @@ _score_mod = Function(SCORE_MOD_ATTENTION)
 _paged = Function(PAGED_ATTENTION)
 
 spreading: list[Callable[..., Any]] = []
-"""What takes calls without a group, the last one first: a model that is spread over ranks does, inside it."""
+"""Stack of handlers for calls without ``group``; a model that is sharded across ranks pushes one in its forward."""
 
 
 def attention(
@@ -78,7 +78,7 @@ def attention(
     group: Any = None,
     pages: PageTable | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Exact attention: ``softmax(q k^T * scale) v`` over the keys that the mask lets through.
+    """Exact attention: ``softmax(q k^T * scale) v`` over the keys that the mask keeps.
 
     Under autocast, q, k and v are converted to autocast's dtype, as for ``scaled_dot_product_attention``.
 
@@ -86,8 +86,8 @@ def attention(
         q: (batch, q_heads, q_len, head_dim).
         k, v: (batch, kv_heads, kv_len, head_dim), with q_heads a multiple of kv_heads; v may have another
             head_dim. Any strides, any lengths.
-        mask: what to attend to, of ``kp.masks``; everything when left out.
-        scale: ``head_dim ** -0.5`` when left out.
+        mask: a mask of ``kp.masks``; None to attend to all keys.
+        scale: ``head_dim ** -0.5`` if None.
         softcap: soft-capping: scores become ``softcap * tanh(scores / softcap)``, as in Gemma 2.
         bias: added to the scores, after soft-capping; it broadcasts to (batch, q_heads, q_len, kv_len) and has a
             gradient, as T5 needs. -inf leaves a pair out.
@@ -97,13 +97,13 @@ def attention(
         dropout_p: must be 0: attention here is exact.
         return_lse: also return the log-sum-exp of the scores, (batch, q_heads, q_len) in float32, through which
             gradients flow as well.
-        kernel: pin an implementation by name (``kp.explain`` lists them) instead of the best that fits.
+        kernel: pin an implementation by name (``kp.explain`` lists them).
         group: the ranks that a sequence is sharded across, as a ``kp.context_parallel.Context``, a process group or a
-            mesh dimension: q, k and v are then this rank's tokens. ``kp.context_parallel.Chunks`` goes through the
-            keys of one device in chunks instead.
-        pages: k and v are then pages, (pages, kv_heads, page_size, head_dim), and this says which of them each row of
-            the batch has and how many keys. For inference: there is no gradient. The mask counts positions from each
-            row's own length; documents, blocks, intervals and padding do not go with it.
+            mesh dimension: q, k and v are then this rank's tokens. ``kp.context_parallel.Chunks`` processes the keys
+            of one device in chunks instead.
+        pages: a ``kp.PageTable``; k and v are then pages, (pages, kv_heads, page_size, head_dim). For inference:
+            there is no gradient. The mask counts positions from each row's own length; documents, blocks, intervals
+            and padding are not supported.
 
     Returns:
         (batch, q_heads, q_len, v's head_dim), contiguous. A query that attends to nothing gets zeros, an lse of
@@ -149,7 +149,7 @@ def attention(
     if mask is None:
         mask = full()
     tensors = isinstance(q, torch.Tensor) and isinstance(k, torch.Tensor) and isinstance(v, torch.Tensor)
-    compiling = torch.compiler.is_compiling()  # torch.compile takes no private name into a graph
+    compiling = torch.compiler.is_compiling()  # torch.compile cannot trace the private functions below
     kind = q.device.type if tensors and (compiling or any_autocast()) else "meta"
     if kind != "meta" and torch.is_autocast_enabled(kind):
         dtype = torch.get_autocast_dtype(kind)
@@ -157,13 +157,13 @@ def attention(
     if tensors and not compiling and group is None and isinstance(mask, Mask):
         mask = _simplified(mask, q, k)
     if scale is None:
-        # Where q has no head_dim, the check says so.
+        # If q has no head_dim, the op's check raises the error.
         known = tensors and q.ndim > 0 and q.shape[-1] > 0
         scale = float(q.shape[-1]) ** -0.5 if known else 1.0
     plain = softcap is None and bias is None and alibi_slopes is None
     trains = _may_train(q, k, v, bias, sink_logits)
     wanted = "lse" if return_lse else "grad" if trains else "out"
-    # A sink scales the result, before it is rounded: a result in float32 afterwards, any other inside the kernel.
+    # A sink scales the result before it is rounded: outside the kernel for float32, inside it for other dtypes.
     rounded = tensors and result_dtype(q.dtype, "parts") != q.dtype
     rescaled = sink_logits is not None and (group is not None or (plain and not rounded))
     plain = plain and (sink_logits is None or rescaled)
@@ -216,7 +216,7 @@ def _over_pages(
 
 
 def _simplified(mask: Mask, q: torch.Tensor, k: torch.Tensor) -> Mask:
-    """The mask as ``full()`` or ``causal()`` where it is that; one that does not fit is left to the op's check."""
+    """Return ``full()`` or ``causal()`` if the mask equals it. A mask that does not fit is left to the op's check."""
     if q.ndim != 4 or k.ndim != 4 or type(q) not in _PLAIN:
         return mask
     try:
@@ -247,7 +247,7 @@ def _across_ranks(
 
 
 def _may_train(*tensors: torch.Tensor | None) -> bool:
-    """Whether a backward may follow; torch.compile and torch.func do not say, so there it may."""
+    """Return whether a backward may follow; always true under torch.compile and torch.func, where it is unknown."""
     if torch.compiler.is_compiling() or transform_active():
         return True
     if torch.is_grad_enabled():

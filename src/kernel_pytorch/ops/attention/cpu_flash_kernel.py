@@ -1,7 +1,7 @@
-"""PyTorch's flash attention for processors, by its own operators, which return the log-sum-exp and take it back.
+"""PyTorch's flash attention for CPUs by its operators, which return the log-sum-exp and take it in the backward.
 
-In float32 (float64 for float64) whatever the tensors are: its narrow formats take a coarse exponential, which the
-log-sum-exp shows, and are no faster."""
+Computes in float32 (float64 for float64) whatever the tensors' dtype: in 16-bit dtypes torch uses a less accurate
+exponential, visible in the log-sum-exp, and is not faster."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.
 
 
 def _heads(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values as the operators take them: grouped heads as they are from torch 2.13 on."""
+    """Return keys and values for the operators, which support grouped heads from torch 2.13 on."""
     return (k, v) if TORCH_VERSION >= (2, 13) else repeated(q, k, v)
 
 
@@ -69,7 +69,7 @@ def masked_backward(
     scale: float,
     addends: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The backward under a mask of addends, which broadcasts to the scores; every query attends to some key."""
+    """The backward with an additive mask that broadcasts to the scores; every query must attend to some key."""
     k_all, v_all = _heads(q, k, v)
     wide = [_wide(x, lse.dtype) for x in (dout, q, k_all, v_all, out)]
     dq, dk, dv = _BACKWARD(*wide, lse, 0.0, False, attn_mask=addends, scale=scale)

@@ -1,4 +1,4 @@
-"""cuDNN's attention over intervals of keys, with the backward that gives the same bits each time."""
+"""cuDNN's attention over intervals of keys, with the deterministic backward."""
 
 from functools import partial
 

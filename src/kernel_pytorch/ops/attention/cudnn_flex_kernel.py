@@ -1,4 +1,4 @@
-"""cuDNN's attention over intervals of keys, from cuDNN's frontend library. A new mask compiles no kernel."""
+"""cuDNN's attention over intervals of keys, from cuDNN's frontend library. A new mask needs no compilation."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class _Plan:
-    """A ``cudnn.flex_attention.MaskPlan``, kept with the layout it is of."""
+    """A ``cudnn.flex_attention.MaskPlan``, cached on the layout that it was made from."""
 
     plan: Any
 
@@ -30,7 +30,7 @@ class _Plan:
 
 
 def interval_ends(known: Layout, batch: int) -> torch.Tensor:
-    """The intervals as cuDNN takes them: (1, odd, batch * q_len), [0, F0) and [F1, F2) and so on for each query."""
+    """Return the intervals in cuDNN's format: (1, odd, batch * q_len), with [0, F0), [F1, F2), ... for each query."""
     first, last = (x.expand(batch, -1, -1) for x in known.intervals())
     empty = last <= first
     first, last = (torch.where(empty, known.kv_len, x) for x in (first, last))
@@ -52,7 +52,7 @@ def _made(known: Layout, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, trai
 
 
 def _plan(mask: Mask, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, trains: bool) -> Any:
-    """The plan of a mask for tensors of one kind, (batch, length, heads, dim); kept with the mask's layout."""
+    """Return the plan of a mask for tensors of one kind, (batch, length, heads, dim), cached on the mask's layout."""
     known = mask.layout(q.shape[1], k.shape[1])
     key = ("cudnn-flex", str(q.device), q.dtype, len(q), q.shape[2:], k.shape[2], v.shape[3], trains)
     return known.keep(key, partial(_made, q=q, k=k, v=v, trains=trains)).plan
@@ -66,9 +66,9 @@ _compiled: OrderedDict[tuple[Any, ...], Any] = OrderedDict()
 
 
 def _compiled_for(tensors: tuple[torch.Tensor, ...], plan: Any, make: Callable[[], Any], *rest: Any) -> Any:
-    """The library's compiled kernel for tensors of these shapes and strides; the 64 used last are kept.
+    """Return the library's compiled kernel for tensors of these shapes and strides, from a cache of 64.
 
-    Kernels of other shapes share machine code: what is made anew is the library's record of the call.
+    Kernels of different shapes share machine code; a cache miss only rebuilds the library's call descriptor.
     """
     key = (*(_signature(x) for x in tensors), plan.metadata, *rest)
     found = _compiled.get(key)
@@ -84,7 +84,7 @@ def _compiled_for(tensors: tuple[torch.Tensor, ...], plan: Any, make: Callable[[
 
 
 def _rows(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """(batch, heads, length, dim) as (batch, length, heads, dim), copied only where alignment asks for it."""
+    """Return (batch, heads, length, dim) as (batch, length, heads, dim), copied only if alignment requires it."""
     return tuple(x.transpose(1, 2) if _aligned(x) else x.contiguous().transpose(1, 2) for x in tensors)
 
 

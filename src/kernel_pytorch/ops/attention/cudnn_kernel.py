@@ -1,6 +1,6 @@
-"""cuDNN's attention, by PyTorch's own operators for it, which return the log-sum-exp and take it back.
+"""cuDNN's attention by PyTorch's operators, which return the log-sum-exp and take it in the backward.
 
-Grouped heads are passed as they are: cuDNN reads each key head once for its group, and sums its gradients."""
+cuDNN supports grouped-query attention: it reads each key head once for its group, and sums its gradients."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def backward(
     scale: float,
     wanted: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    unused = torch.empty((), dtype=torch.int64, device=q.device)  # seed and offset of a dropout there is not
+    unused = torch.empty((), dtype=torch.int64, device=q.device)  # seed and offset of dropout, which is off
     dq, dk, dv = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
         adjacent(dout),
         adjacent(q),

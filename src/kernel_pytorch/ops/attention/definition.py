@@ -1,4 +1,4 @@
-"""Attention: out = softmax(q k^T * scale, over the keys the mask lets through) v. The definition and its cases.
+"""Attention: out = softmax(q k^T * scale, over the keys that the mask keeps) v. The definition and its cases.
 
 Shapes: B batch, H query heads, G key and value heads (H a multiple of G), Q queries, K keys, D head dimension,
 E value head dimension. ``lse`` is the logarithm of the sum of exponentials of each query's scaled scores, in
@@ -37,19 +37,19 @@ def lse_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def lse_flows(wanted: str) -> bool:
-    """Whether gradients flow through lse."""
+    """Return whether lse is differentiable."""
     return wanted in ("lse", "parts")
 
 
 def result_dtype(dtype: torch.dtype, wanted: str) -> torch.dtype:
-    """The dtype of out and the gradients."""
+    """Return the dtype of out and of the gradients."""
     return lse_dtype(dtype) if wanted == "parts" else dtype
 
 
 def reference(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask, scale: float, wanted: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The definition, computed in q's own precision, with every score in memory."""
+    """The definition, computed in q's dtype, with all scores in memory."""
     groups = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
     p, lse = _probabilities(q, k, mask, scale)
@@ -59,10 +59,10 @@ def reference(
 def low_precision(
     storage: torch.dtype,
 ) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
-    """The definition as every algorithm without all scores in memory computes it, on matrix units.
+    """The definition with the roundings of a flash algorithm on matrix units.
 
-    Probabilities and score gradients are in the tensors' dtype; what the softmax takes from the gradients of a
-    query's scores comes from sum(out * dout), which does not cancel as sum(p * dp) does where a query has few keys.
+    Probabilities and score gradients are in the tensors' dtype. The softmax backward takes sum(out * dout) instead of
+    sum(p * dp), so score gradients do not cancel exactly where a query has few keys.
     """
 
     def run(
@@ -111,9 +111,9 @@ def _probabilities(q: torch.Tensor, k: torch.Tensor, mask: Mask, scale: float) -
 
 
 def masked_softmax(scores: torch.Tensor, keep: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The probabilities of every query and key, and the log-sum-exp of every query."""
+    """Return the probabilities of every query and key, and the log-sum-exp of every query."""
     attends = keep.any(dim=-1, keepdim=True) & torch.ones_like(scores[..., :1], dtype=torch.bool)
-    # Rows without a key would give NaN, also backwards: they take part with plain scores and are cut off after.
+    # Rows without a key would give NaN, also in the backward: compute them unmasked and zero them afterwards.
     safe = torch.where(keep | ~attends, scores, -math.inf)
     lse = torch.logsumexp(safe, dim=-1)
     p = torch.exp(safe - lse.unsqueeze(-1)) * (keep & attends)
@@ -157,7 +157,7 @@ def check_attention(call: Call) -> None:
         raise ValueError(f"scale={scale!r}: use a finite number, such as head_dim ** -0.5")
     if call["wanted"] not in _WANTED:
         raise ValueError(f"wanted={call['wanted']!r}: use one of {', '.join(_WANTED)}")
-    if relative_intervals(mask.node) is not None:  # fits any lengths, batch and heads: no layout is needed
+    if relative_intervals(mask.node) is not None:  # valid for any lengths, batch and heads: no layout is needed
         return
     known = mask.layout(q.shape[2], k.shape[2])
     if known.batch not in (1, q.shape[0]):
@@ -188,7 +188,7 @@ def fake_backward(
 
 
 def _attended(call: Call) -> float:
-    """Query-key pairs that attend, over all heads and the batch."""
+    """Return the number of query-key pairs that the mask keeps, over all heads and the batch."""
     q: TensorSpec = call["q"]
     k: TensorSpec = call["k"]
     density: float = call["mask"].density(q.shape[2], k.shape[2])
@@ -206,14 +206,14 @@ def traffic(call: Call) -> int:
 
 
 def flops(call: Call) -> int:
-    """Two multiply-adds a pair and head dimension forward, five backward, on attended pairs alone."""
+    """Return the FLOPs: two multiply-adds per kept pair and head dimension forward, five backward."""
     q, v = call["q"], call["v"]
     pair = 2 * (q.shape[3] + v.shape[3]) if call.phase == "forward" else 2 * (3 * q.shape[3] + 2 * v.shape[3])
     return int(_attended(call) * pair)
 
 
 def problem(call: Call) -> Problem:
-    """The mask's constructors and the format's width; lengths, heads, and how many keys a query attends to."""
+    """Return the mask's constructors, the dtype's width, lengths, heads, and the keys that a query attends to."""
     q: TensorSpec = call["q"]
     k: TensorSpec = call["k"]
     mask: Mask = call["mask"].simplified(q.shape[2], k.shape[2])
@@ -232,12 +232,12 @@ def problem(call: Call) -> Problem:
 
 @lru_cache(maxsize=2)
 def _dense_mask(mask: Mask, q_len: int, kv_len: int, device: torch.device) -> torch.Tensor:
-    """Made once, as a user would: what is timed is the attention."""
+    """Return the mask as a dense tensor, cached, so that a benchmark times the attention only."""
     return mask.dense(q_len, kv_len).to(device)
 
 
 def sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask, scale: float, wanted: str) -> torch.Tensor:
-    """What a user would call without us: causal and full as flags, every other mask as a dense boolean."""
+    """Baseline: SDPA, with causal and full masks as flags and every other mask as a dense boolean."""
     flag = mask.is_causal and q.shape[2] == k.shape[2]
     dense = None if flag or mask.is_full else _dense_mask(mask, q.shape[2], k.shape[2], q.device)
     return torch.nn.functional.scaled_dot_product_attention(
@@ -284,12 +284,12 @@ def _table(*shape: int, share: float, seed: int = 0) -> torch.Tensor:
 
 
 def _transposed_heads(x: torch.Tensor) -> torch.Tensor:
-    """As a projection leaves them: (batch, length, heads, dim) in memory."""
+    """Return x in the layout of a projection's output: (batch, length, heads, dim) in memory."""
     return x.transpose(1, 2).contiguous().transpose(1, 2)
 
 
 def _far_from_zero(x: torch.Tensor) -> torch.Tensor:
-    """One large number a row, the same in all: scores beyond what float16 holds, that differ by ordinary amounts."""
+    """Add one large element to all rows alike: scores exceed float16's range, but their differences are ordinary."""
     x[..., 0] = 320
     return x
 

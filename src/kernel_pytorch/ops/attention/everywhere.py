@@ -25,12 +25,12 @@ _FORMATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 @dataclass
 class ReplacedCalls:
-    """The calls of ``scaled_dot_product_attention`` in a block: those served, by mask, and those left to torch."""
+    """Counts of the SDPA calls in a block: those served, by mask, and those left to torch, by reason."""
 
     masks: Counter[str] = field(default_factory=Counter)
     """Calls served by ``kp.attention``, by mask."""
     left_to_torch: Counter[str] = field(default_factory=Counter)
-    """Calls that torch served as before, by reason."""
+    """Calls left to torch, by reason."""
 
     @property
     def served(self) -> int:
@@ -46,10 +46,10 @@ class ReplacedCalls:
 def attention_everywhere(*, kernel: str | None = None) -> Iterator[ReplacedCalls]:
     """Serve the calls of ``torch.nn.functional.scaled_dot_product_attention`` inside the block, on this thread.
 
-    ``is_causal`` and masks given as tensors are recognised as masks of ``kp.masks`` (all true, causal, windows,
-    padding, documents), so that kernels skip what they leave out; other addends are added to the scores, with their
-    gradient. A call that cannot be served, such as one with dropout, goes to torch as before, and is counted with its
-    reason. So is ``nn.MultiheadAttention``, which hides its call from everyone.
+    ``is_causal`` and mask tensors are recognised as masks of ``kp.masks`` (all true, causal, windows, padding,
+    documents), so that kernels skip masked tiles. Other additive masks are added to the scores, with their gradient.
+    A call that cannot be served, such as one with dropout, goes to torch and is counted with its reason. So does
+    ``nn.MultiheadAttention``, whose call cannot be intercepted.
 
     Args:
         kernel: pin a kernel of ``kp.attention`` by name.
@@ -122,7 +122,7 @@ def _refusal(
     is_causal: bool,
     enable_gqa: bool,
 ) -> str | None:
-    """Why a call is not for ``kp.attention``, or None. What torch refuses is left to torch, with its own error."""
+    """Return why ``kp.attention`` cannot serve a call, or None. Invalid calls are left to torch and its errors."""
     given = [query, key, value] + ([] if attn_mask is None else [attn_mask])
     if any(type(x) not in _PLAIN or x.is_nested for x in given):
         return f"a tensor of type {next((type(x).__name__ for x in given if type(x) not in _PLAIN), 'nested')}"
@@ -166,6 +166,6 @@ def _mask(
         return full(), None
     if q_len == kv_len:
         return causal(), None
-    # torch counts is_causal from the first query and key, masks of kp.masks from the last ones.
+    # torch aligns is_causal to the first query and key, kp.masks to the last ones.
     last = torch.arange(1, q_len + 1).clamp_(max=kv_len)
     return intervals(torch.zeros_like(last), last), None

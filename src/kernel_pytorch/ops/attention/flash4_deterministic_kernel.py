@@ -1,4 +1,4 @@
-"""FlashAttention-4 with the backward that gives the same bits each time."""
+"""FlashAttention-4 with the deterministic backward."""
 
 from functools import partial
 

@@ -32,7 +32,7 @@ class _Sequences:
 
 @dataclass(frozen=True)
 class _Tiles:
-    """For each row of tiles, how many are partial and which, how many are full and which; and the intervals."""
+    """For each row of tiles, the counts and indices of its partial and full tiles; and the intervals."""
 
     partial_count: torch.Tensor
     partial: torch.Tensor
@@ -77,18 +77,18 @@ def _window_arguments(window: Window) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class _Call:
-    """How one call is made: the library's arguments, and how tensors enter and leave."""
+    """The library's arguments for one call, and the conversion of tensors to and from its layout."""
 
     arguments: dict[str, Any]
     packed: bool = False
 
     def enter(self, x: torch.Tensor) -> torch.Tensor:
-        """(batch, heads, length, dim) as the library takes it: length before heads, batch entries side by side."""
+        """Convert (batch, heads, length, dim) to the library's layout: length before heads, batch entries joined."""
         x = x.transpose(1, 2)
         return x if not self.packed else x[0] if len(x) == 1 else x.flatten(0, 1)
 
     def enter_rows(self, x: torch.Tensor) -> torch.Tensor:
-        """(batch, heads, length), as ``enter``: heads stay before length."""
+        """Convert (batch, heads, length) like ``enter``; heads stay before length."""
         return x if not self.packed else x[0] if len(x) == 1 else x.transpose(0, 1).flatten(1)
 
 
@@ -123,7 +123,7 @@ def _call(mask: Mask, q: torch.Tensor, k: torch.Tensor, by_key: bool) -> _Call:
 
 
 def _leave(packed: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
-    """A result of several batch entries side by side, as (batch, heads, length, ...)."""
+    """Convert a result with joined batch entries to (batch, heads, length, ...)."""
     return own.copy_(packed.unflatten(0, (len(own), -1)).transpose(1, 2))
 
 

@@ -1,6 +1,6 @@
-"""The mask function that FlashAttention-4 compiles for partial tiles: is the key in one of the query's intervals?
+"""The mask function that FlashAttention-4 compiles for partial tiles: whether a key is in one of a query's intervals.
 
-The intervals are data that the function reads, so that another mask is no other kernel. Imported with the library.
+The function reads the intervals from tensors, so a new mask needs no compilation. Imported with the library.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ __all__ = ["in_intervals"]
 
 @cache
 def in_intervals(slots: int, batched: bool) -> Callable[..., Any]:
-    """The mask function for a number of intervals a query, which may differ by batch entry."""
+    """Return the mask function for a number of intervals per query, which may differ by batch entry."""
 
     @cute.jit
     def attends(batch, head, m_idx, n_idx, seqlen_info, aux_tensors):  # type: ignore[no-untyped-def]

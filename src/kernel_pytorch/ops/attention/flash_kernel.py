@@ -1,6 +1,6 @@
-"""PyTorch's own flash attention for GPUs, by its operators, which return the log-sum-exp and take it back.
+"""PyTorch's flash attention for GPUs by its operators, which return the log-sum-exp and take it in the backward.
 
-Grouped heads are passed as they are."""
+The operators support grouped-query attention."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def backward(
     scale: float,
     wanted: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    unused = torch.empty(2, dtype=torch.uint64, device=q.device)  # seed and offset of a dropout there is not
+    unused = torch.empty(2, dtype=torch.uint64, device=q.device)  # seed and offset of dropout, which is off
     dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_backward(
         adjacent(dout),
         adjacent(q),

@@ -1,8 +1,8 @@
 """``attn_implementation="kernel_pytorch"`` for Hugging Face transformers: the attention and mask functions.
 
-``register_with_transformers`` is called when ``kernel_pytorch`` is imported. Where transformers is imported already,
-it adds both functions to transformers' registries; otherwise it leaves an import hook that does so at the end of the
-import of ``transformers.modeling_utils``. transformers is never imported from here.
+``register_with_transformers`` is called when ``kernel_pytorch`` is imported. If transformers is already imported, it
+adds both functions to transformers' registries; otherwise it installs an import hook that does so after
+``transformers.modeling_utils`` is imported. This module never imports transformers.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def register_with_transformers() -> None:
 
 
 class _Hook(importlib.abc.MetaPathFinder):
-    """Runs ``_register`` after the import of one module; every other import goes past it."""
+    """Import hook that runs ``_register`` after one module is imported, and ignores all others."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -76,10 +76,10 @@ def _make_mask(**arguments: Any) -> torch.Tensor:
 
 
 def carried(mask: Mask) -> torch.Tensor:
-    """A mask as transformers hands masks on: a tensor of four dimensions, here with the mask's code.
+    """Return a 4-D tensor that carries the encoded mask through transformers' models.
 
-    Its shape is (1, 1009, 1, n), which broadcasts with the scores of no model: one with attention of its own, which
-    does not ask transformers' registry, raises an error instead of adding the code to its scores.
+    Its shape is (1, 1009, 1, n), which does not broadcast with any model's scores. So a model with its own attention,
+    which does not use transformers' registry, raises an error instead of adding the code to its scores.
     """
     numbers = torch.cat([torch.tensor([mask.code.numel()]), mask.code])
     whole = torch.nn.functional.pad(numbers, (0, -numbers.numel() % _NO_HEADS))
@@ -112,7 +112,7 @@ def attention_forward(
     s_aux: torch.Tensor | None = None,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention as transformers calls it, through ``kp.attention``; see docs/attention.md."""
+    """The attention function for transformers' registry, by ``kp.attention``; see docs/attention.md."""
     from kernel_pytorch.ops.attention import attention
 
     if dropout:
@@ -136,7 +136,7 @@ def attention_forward(
         causes = getattr(module, "is_causal", True) if is_causal is None else is_causal
         mask = causal() if causes and q_len > 1 else full()
         if causes and 1 < q_len < kv_len:
-            # An empty static cache: transformers means the first keys, as is_causal of SDPA does.
+            # Empty static cache: the queries are aligned to the first keys, as with is_causal of SDPA.
             key, value = key[:, :, :q_len], value[:, :, :q_len]
             bias = None if bias is None else bias[..., :q_len]
     elif attention_mask.dtype == torch.uint64:

@@ -1,8 +1,8 @@
-"""Masks of Hugging Face models as masks of ``kp.masks``, without a tensor of tokens by tokens.
+"""Convert masks of Hugging Face models to ``kp.masks``, without a (tokens, tokens) tensor.
 
-transformers describes a mask by a function of indices, composed of a few known ones. What is composed of those alone
-becomes an expression of ``kp.masks``; any other function is evaluated some rows at a time, and its rows become
-intervals of keys. Both are exact.
+transformers describes a mask by a function of indices, composed of a few known functions. Compositions of those
+become expressions of ``kp.masks``. Any other function is evaluated in row chunks, and each row becomes intervals of
+keys. Both are exact.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _UNBOUNDED = 1 << 30
 
 @dataclass(frozen=True)
 class _Span:
-    """The queries and keys of a call, as positions in the whole sequence."""
+    """The positions of a call's queries and keys in the whole sequence."""
 
     batch: int
     q_offset: int
@@ -36,7 +36,7 @@ class _Span:
 
     @property
     def aligned(self) -> bool:
-        """Whether the last query is at the last key, as masks of ``kp.masks`` have it."""
+        """Whether the last query is at the last key, as ``kp.masks`` requires."""
         return self.q_offset + self.q_len == self.kv_offset + self.kv_len
 
 
@@ -54,7 +54,7 @@ def make_mask(
     device: torch.device | str = "cpu",
     **_: Any,
 ) -> torch.Tensor:
-    """The mask that transformers' ``create_causal_mask`` and its siblings ask for, as a tensor that carries it."""
+    """Return the mask of transformers' ``create_causal_mask`` and similar functions, as a tensor that carries it."""
     span = _Span(batch_size, int(q_offset), q_length, kv_offset, kv_length)
     real = _real_tokens(attention_mask, span)
     known = _expression(mask_function, span) if span.aligned else None
@@ -65,7 +65,8 @@ def make_mask(
 
 
 def _real_tokens(attention_mask: torch.Tensor | None, span: _Span) -> torch.Tensor | None:
-    """(batch, keys) booleans, true where a key is a token; None where all are. Keys not seen yet are none."""
+    """Return (batch, keys) booleans, true for tokens and false for padding and keys not seen yet; None if all are
+    tokens."""
     if attention_mask is None:
         return None
     missing = span.kv_offset + span.kv_len - attention_mask.shape[1]
@@ -75,7 +76,7 @@ def _real_tokens(attention_mask: torch.Tensor | None, span: _Span) -> torch.Tens
 
 
 def _padding(real: torch.Tensor | None) -> Mask | None:
-    """Padding on one side as a mask; None where tokens are scattered."""
+    """Return padding on one side as a mask; None if padding is between tokens."""
     if real is None:
         return full()
     lengths, kv_len = real.sum(dim=1), real.shape[1]
@@ -88,7 +89,7 @@ def _padding(real: torch.Tensor | None) -> Mask | None:
 
 
 def _expression(function: Callable[..., Any], span: _Span) -> Mask | None:
-    """The mask of a function that is composed of transformers' own; None for any other."""
+    """Return the mask of a composition of transformers' own mask functions; None for any other function."""
     if getattr(function, "__module__", "") != "transformers.masking_utils":
         return None
     name = function.__qualname__.split(".")[0]
@@ -113,7 +114,7 @@ def _expression(function: Callable[..., Any], span: _Span) -> Mask | None:
 
 
 def _packed(numbers: torch.Tensor, span: _Span) -> Mask | None:
-    """Documents numbered along the sequence, (batch, tokens)."""
+    """Return the document mask of (batch, tokens) document numbers."""
     if span.kv_offset or span.q_offset or numbers.shape[1] != span.kv_len or bool((numbers.diff(dim=1) < 0).any()):
         return None
     rows = [torch.unique_consecutive(row, return_counts=True)[1].tolist() for row in numbers.cpu()]
@@ -140,7 +141,7 @@ def _evaluated(
 
 
 def _by_vmap(function: Callable[..., Any]) -> Callable[..., torch.Tensor]:
-    """A function of single indices over all of them; one that indexes tensors by its indices needs the mode."""
+    """Vectorize a function of scalar indices; functions that index tensors by them need ``index_by_tensors``."""
     mapped: Any = function
     for dims in ((None, None, None, 0), (None, None, 0, None), (None, 0, None, None), (0, None, None, None)):
         mapped = torch.vmap(mapped, in_dims=dims, out_dims=0)

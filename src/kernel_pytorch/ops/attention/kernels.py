@@ -1,4 +1,4 @@
-"""The attention kernels as records: which call each one can serve, and the reason where it cannot."""
+"""Records of the attention kernels, with ``supports``: which calls each one can serve, or the reason why not."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _FLASH_4_DIMS = (32, 64, 96, 128, 160, 192, 256)
 _CUDNN_FLEX_DIMS = (8, 16, 24, 32, 40, 64, 72, 80, 96, 128)
 """The head dimensions whose outputs and gradients met their float64 budgets on an H200."""
 MOST_INTERVALS = 16
-"""Of keys for a query, in cuDNN's interval masks: its time grows with their number."""
+"""Maximum number of intervals per query in cuDNN's masks: its time grows with their number."""
 
 
 def _tiled_supports(call: Call, device: Device) -> str | None:
@@ -83,7 +83,7 @@ def _paged_triton_supports(call: Call, device: Device) -> str | None:
 
 
 def _fixed_form(call: Call) -> str | None:
-    """Why kernels of other libraries cannot serve the call, whatever its mask, or None."""
+    """Return why kernels of other libraries cannot serve the call, whatever its mask, or None."""
     q, k = call["q"], call["k"]
     if 0 in q.shape or 0 in k.shape:
         return "takes no empty tensors"
@@ -95,7 +95,7 @@ def _fixed_form(call: Call) -> str | None:
 
 
 def _torch_mask(call: Call) -> str | None:
-    """Why PyTorch's own kernels cannot serve the call's mask, or None."""
+    """Return why PyTorch's own kernels cannot serve the call's mask, or None."""
     q, k = call["q"], call["k"]
     if reason := _fixed_form(call):
         return reason
@@ -126,7 +126,7 @@ def _native_supports(call: Call, device: Device) -> str | None:
 
 @cache
 def _runtime_missing() -> str | None:
-    """Asked once: a runtime that is built later serves the next process."""
+    """Return why the C++ runtime cannot be used, or None. Cached for the process."""
     from kernel_pytorch.lowering.build import BuildError, Runtime, runtime_prefix
 
     try:
@@ -159,7 +159,7 @@ def _flash_supports(call: Call, device: Device) -> str | None:
 
 
 def _adopted(call: Call, device: Device, library: Library) -> str | None:
-    """Why a kernel of an adopted library cannot serve the call, whatever its mask, or None."""
+    """Return why a kernel of an adopted library cannot serve the call, whatever its mask, or None."""
     q = call["q"]
     if device.arch != "sm_90":
         return f"passed its cases on sm_90 alone, and this is {device.arch}"
@@ -209,7 +209,7 @@ def _cudnn_flex_supports(call: Call, device: Device) -> str | None:
         )
     relative = relative_intervals(mask.node)
     if relative is not None and len(relative) <= MOST_INTERVALS:
-        return None  # without a layout, which every step of decoding would make anew
+        return None  # do not build the layout, which would differ in every decoding step
     known = mask.layout(q.shape[2], k.shape[2])
     if known.tables:
         return "takes intervals of keys, and the mask has block tables"

@@ -1,10 +1,9 @@
-"""The delegate's attention in C++, in eager mode, on torch's own threads.
+"""The C++ runtime's attention in eager mode, on torch's threads.
 
-The backward is that of cpu-flash for full and causal masks and for small calls, and that of the tiled kernel for
-all others.
+The backward is cpu-flash's for full and causal masks and for small calls, and the tiled kernel's for all others.
 
-A call becomes a payload of one op over the tensors where they are, strides and all, which is kept for the next call
-of its shapes and mask.
+A call becomes a program with one operator on the tensors in place, with their strides. Programs are cached by shapes
+and mask.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ _SMALL_PAIRS = 1 << 14
 
 
 class _Tables:
-    """A payload in the making, whose sizes are all known."""
+    """Builder of a payload with static sizes."""
 
     def __init__(self) -> None:
         self.payload = Payload()
@@ -47,7 +46,7 @@ class _Tables:
     def add(
         self, name: str, shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype, *, out: bool
     ) -> None:
-        """A tensor as a view of one flat run of numbers."""
+        """Add a tensor as a strided view of flat memory."""
         span = _span(shape, strides)
         table = self.payload.outputs if out else self.payload.inputs
         table.append(Parameter(name, dtype, (self.number(span),)))
@@ -69,14 +68,14 @@ def _program(
     for name, shape, kind in (("out", (*rows, shapes[2][3]), dtype), ("lse", rows, torch.float32)):
         made.add(name, shape, torch.empty(shape, device="meta").stride(), kind, out=True)
     made.payload.ops.append(Op(OpCode.ATTENTION, (0, 1, 2, None), (3, 4), tuple(mask.code.tolist()), (scale,)))
-    # A program has one set of scratch memory: calls from two threads take turns.
+    # A program has one scratch buffer, so calls from several threads take a lock.
     taken = [(dtype, _span(shape, stride)) for shape, stride in zip(shapes, strides, strict=True)]
     given = [(dtype, math.prod(rows) * shapes[2][3]), (torch.float32, math.prod(rows))]
     return DirectProgram(made.payload, on_torch_threads=threads).at_addresses(taken, given), threading.Lock()
 
 
 def _span(shape: Sequence[int], strides: Sequence[int]) -> int:
-    """The elements from the first to the last of a tensor in memory."""
+    """Return the number of elements from the first to the last element of a tensor in memory."""
     return 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
 
 
@@ -85,7 +84,7 @@ def forward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     shapes = q.shape, k.shape, v.shape
     rows = shapes[0][:3]
-    if not (q.numel() and k.numel() and v.numel()):  # no row, or rows without a key
+    if not (q.numel() and k.numel() and v.numel()):  # no rows, or rows without keys
         return q.new_zeros((*rows, shapes[2][3])), q.new_full(rows, -torch.inf, dtype=torch.float32)
     strides = q.stride(), k.stride(), v.stride()
     run, lock = _program(shapes, strides, q.dtype, mask, scale, torch.get_num_threads())
@@ -109,7 +108,7 @@ def backward(
     scale: float,
     wanted: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    # What cpu-flash refuses: gradients of lse, empty tensors, two head dimensions, scales of 0 and below.
+    # cpu-flash does not support gradients of lse, empty tensors, two head dimensions, or scales up to 0.
     if lse_flows(wanted) or q.shape[3] != v.shape[3] or scale < 1e-30 or not (q.numel() and k.numel()):
         return tiled_kernel.backward(device, dout, dlse, q, k, v, out, lse, mask, scale, wanted)
     known = mask.simplified(q.shape[2], k.shape[2])
@@ -123,9 +122,9 @@ def backward(
 
 @lru_cache(maxsize=64)
 def _small_addends(mask: Mask, q_len: int, kv_len: int, dtype: torch.dtype) -> torch.Tensor | None:
-    """0 where a pair attends and -inf where not, for calls so small that skipping tiles gains nothing.
+    """Return the mask as additive values, 0 and -inf, for calls so small that skipping tiles is not faster.
 
-    None for larger calls, and for masks under which some query attends to nothing.
+    None for larger calls, and for masks with a query that attends to nothing.
     """
     if q_len * kv_len > _SMALL_PAIRS:
         return None

@@ -1,8 +1,8 @@
-"""Attention over keys in pages, as serving engines keep them: the page table, the definition and its cases.
+"""Paged attention, for the paged KV caches of serving engines: the page table, the definition and its cases.
 
 Row b of the batch has ``lengths[b]`` keys. Its key n is row ``n % page_size`` of page ``table[b, n // page_size]``.
-Everything else is as in ``attention``, row by row: the last query is at the position of the row's last key, and the
-mask counts from there. Both tensors stay on the device, so a call needs no look at them.
+Each row is computed like ``attention``: the last query is at the position of the row's last key, and the mask counts
+from there. Both tensors stay on the device and are not synchronized.
 
 Shapes: B batch, H query heads, G key and value heads, Q queries, D head dimension, E value head dimension, P pages.
 """
@@ -28,12 +28,12 @@ __all__ = ["PAGED_ATTENTION", "PageTable", "row_keys"]
 
 @dataclass(frozen=True, eq=False)
 class PageTable:
-    """Which pages hold the keys and values of each row of a batch, for ``kp.attention(..., pages=)``.
+    """The pages with the keys and values of each row of a batch, for ``kp.attention(..., pages=)``.
 
     Args:
-        table: page indices, int32 of shape (batch, most pages of a row). Entries past a row's length are not read;
-            those before it must be pages that exist, which nothing checks: the table stays on the device.
-        lengths: the keys of each row, int32 of shape (batch,), at most ``table.shape[1] * page_size``.
+        table: page indices, int32 of shape (batch, maximum pages of a row). Entries past a row's length are not read.
+            The other indices must be valid; they are not checked, because the table stays on the device.
+        lengths: number of keys of each row, int32 of shape (batch,), at most ``table.shape[1] * page_size``.
 
     Example:
         >>> import torch, kernel_pytorch as kp
@@ -48,7 +48,7 @@ class PageTable:
 
 
 def row_keys(pages_PGND: torch.Tensor, table_P: torch.Tensor, length: int) -> torch.Tensor:
-    """The keys or values of one row, in their order, as (1, heads, length, dim)."""
+    """Gather the keys or values of one row as (1, heads, length, dim)."""
     used = table_P[: -(-length // pages_PGND.shape[2])].long()
     return pages_PGND[used].transpose(0, 1).flatten(1, 2)[None, :, :length]
 
@@ -56,7 +56,7 @@ def row_keys(pages_PGND: torch.Tensor, table_P: torch.Tensor, length: int) -> to
 def _by_row(
     attend: Callable[..., tuple[torch.Tensor, torch.Tensor]],
 ) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
-    """An implementation of ``attention``, made one over pages: row by row, with the row's own keys."""
+    """Convert an implementation of ``attention`` to one over pages, which gathers the keys of each row."""
 
     def run(
         q: torch.Tensor,
@@ -84,11 +84,11 @@ def _by_row(
 
 
 reference = _by_row(ATTENTION.reference)
-"""The definition: the keys of each row gathered, and attention as it is defined without pages."""
+"""The definition: gather the keys of each row, then the definition of ``attention``."""
 
 
 def low_precision(storage: torch.dtype) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
-    """The definition with the roundings of a kernel that keeps no scores: see ``attention``."""
+    """The definition with the roundings of a flash algorithm: see ``attention``."""
     assert ATTENTION.low_precision is not None
     return _by_row(ATTENTION.low_precision(storage))
 
@@ -125,7 +125,7 @@ def check(call: Call) -> None:
 
 
 def _gathered(call: Call) -> Call:
-    """The call over the keys of the longest row that the table has room for."""
+    """Return the call without pages over the longest row that the table has room for."""
     q, pages = call["q"], call["table"].shape[1]
     arguments = {name: call[name] for name in ("q", "k", "v", "mask", "scale")}
     for name in ("k", "v"):
@@ -165,7 +165,7 @@ def gathered(
     mask: Mask,
     scale: float,
 ) -> torch.Tensor:
-    """What a user would write without us: a copy of the keys, a mask of the lengths, and torch's attention."""
+    """Baseline in plain torch: a copy of the keys, a mask from the lengths, and SDPA."""
     keys, values = (x[table.long()].transpose(1, 2).flatten(2, 3) for x in (k, v))
     q_len, kv_len = q.shape[2], keys.shape[2]
     keep = torch.stack([torch.zeros(q_len, kv_len, dtype=torch.bool) for _ in range(len(q))])
@@ -195,7 +195,7 @@ def _case(
 
     def make(dtype: torch.dtype, device: torch.device, draw: Draw) -> Mapping[str, Any]:
         width = max(1, -(-max(lengths) // page_size))
-        count = len(lengths) * width + 3  # a pool has pages that belong to nobody
+        count = len(lengths) * width + 3  # some pages are unused
         order = torch.randperm(count, generator=torch.Generator().manual_seed(0))[: len(lengths) * width]
         return {
             "q": draw(len(lengths), heads, q_len, dim).to(dtype),
@@ -235,7 +235,7 @@ PAGED_ATTENTION = Op(
     name="paged_attention",
     arguments=("Tensor q", "Tensor k", "Tensor v", "Tensor table", "Tensor lengths", "Tensor mask", "float scale"),
     outputs=("out", "lse"),
-    differentiable=("q",),  # no output is: nothing flows back, but torch wants an argument and a result in a schema
+    differentiable=("q",),  # no output is differentiable, but torch needs an argument in the schema
     differentiable_outputs=(),
     saved=("q",),
     reference=reference,

@@ -1,6 +1,6 @@
-"""Attention over pages in plain torch operations: the keys of each row gathered, then attention without pages.
+"""Paged attention in plain torch operations: gathers the keys of each row, then computes attention without pages.
 
-It copies the lengths to the host and the keys of every row.
+Copies the lengths to the host (a synchronization) and the keys of every row.
 """
 
 from __future__ import annotations

@@ -35,10 +35,10 @@ _FORMATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
 class Terms(NamedTuple):
-    """What modifies the scores: the arguments that ``score_mod_attention`` adds to those of ``attention``."""
+    """The terms that modify the scores: the arguments of ``score_mod_attention`` after those of ``attention``."""
 
     bias: Any = None
-    """(batch, q_heads, q_len, kv_len) or what broadcasts to it: a tensor, or its spec in a call."""
+    """Broadcasts to (batch, q_heads, q_len, kv_len); a tensor, or its spec in a ``Call``."""
     slopes: Any = None
     """(q_heads,)."""
     sinks: Any = None
@@ -46,11 +46,11 @@ class Terms(NamedTuple):
     softcap: float = 0.0
     """0 for none."""
     bias_grad: bool = False
-    """Whether bias takes a gradient: it needs memory for the gradients of scores."""
+    """Whether bias requires a gradient, which needs memory for the score gradients."""
 
 
 def sink_share(sinks: torch.Tensor | None, lse: torch.Tensor) -> torch.Tensor:
-    """The probability of every query's sink, (batch, q_heads, q_len)."""
+    """Return the probability of every query's sink, (batch, q_heads, q_len)."""
     if sinks is None:
         return torch.zeros_like(lse)
     share = (sinks.to(lse.dtype).view(-1, 1) - lse).exp()
@@ -58,12 +58,12 @@ def sink_share(sinks: torch.Tensor | None, lse: torch.Tensor) -> torch.Tensor:
 
 
 def sink_gradient(sinks: torch.Tensor, lse: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
-    """The sinks' gradient; delta is what each query's softmax takes from all score gradients, as lse is shaped."""
+    """Return the sinks' gradient; delta is sum(out * dout) - dlse of each query, shaped like lse."""
     return -(sink_share(sinks, lse) * delta).sum(dim=(0, 2)).to(sinks.dtype)
 
 
 def distances(q_len: int, kv_len: int, like: torch.Tensor) -> torch.Tensor:
-    """|i - j| of every query and key, (q_len, kv_len)."""
+    """Return |i - j| of every query and key, (q_len, kv_len)."""
     i = torch.arange(kv_len - q_len, kv_len, device=like.device, dtype=like.dtype)
     j = torch.arange(kv_len, device=like.device, dtype=like.dtype)
     return (i.unsqueeze(-1) - j).abs()
@@ -83,7 +83,7 @@ def _added(scores: torch.Tensor, bias: torch.Tensor | None, slopes: torch.Tensor
 def reference(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask, scale: float, wanted: str, *terms: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The definition, computed in q's own precision, with every score in memory."""
+    """The definition, computed in q's dtype, with all scores in memory."""
     scores, keep, v = _scores(q, k, v, mask, scale, Terms(*terms))
     p, lse = masked_softmax(scores, keep)
     return p @ v, (lse if lse_flows(wanted) else lse.detach())
@@ -92,7 +92,7 @@ def reference(
 def _scores(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask, scale: float, terms: Terms
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The scores, which of them attend, and the values: for each query head, with the sink as a last key."""
+    """Return the scores, which of them are kept, and the values, per query head and with the sink as the last key."""
     groups = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
     scores = _added(_capped(q @ k.transpose(-1, -2) * scale, terms.softcap), terms.bias, terms.slopes)
@@ -101,12 +101,12 @@ def _scores(
         sinks = terms.sinks.to(scores.dtype).view(-1, 1, 1).expand(*scores.shape[:3], 1)
         scores, keep = torch.cat([scores, sinks], dim=-1), functional.pad(keep, (0, 1), value=True)
         v = functional.pad(v, (0, 0, 0, 1))
-    left_out = scores == -math.inf  # a bias or a sink of -inf leaves a pair out, as the mask does
+    left_out = scores == -math.inf  # a bias or a sink of -inf masks a pair
     return scores.masked_fill(left_out, 0.0), keep & ~left_out, v
 
 
 def low_precision(storage: torch.dtype) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
-    """The definition with the roundings of a kernel that keeps no scores: see ``attention``."""
+    """The definition with the roundings of a flash algorithm: see ``attention``."""
 
     def run(
         q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask, scale: float, wanted: str, *terms: Any
@@ -120,7 +120,7 @@ def low_precision(storage: torch.dtype) -> Callable[..., tuple[torch.Tensor, tor
 
 
 class _Streamed(torch.autograd.Function):
-    """The softmax's gradient from sum(out * dout), with out as it was stored."""
+    """Softmax whose backward uses sum(out * dout), with out as it was stored."""
 
     @staticmethod
     def forward(
@@ -200,7 +200,7 @@ def traffic(call: Call) -> int:
 
 
 def written_out(*arguments: Any) -> torch.Tensor:
-    """What a user would write without us: matrix products and a softmax."""
+    """Baseline in plain torch: matmuls and a softmax."""
     return reference(*arguments)[0]
 
 

@@ -48,7 +48,7 @@ class _ModifiedScores(Scores):
             if piece.bias is not None:
                 scores += piece.bias
             dead = scores.amax(dim=-1, keepdim=True) == -math.inf
-            # Rows that the bias leaves empty take part with equal scores, which is no NaN, and are cut off after.
+            # Rows that the bias masks completely would give NaN: compute them with equal scores and zero them later.
             scores.masked_fill_(dead, 0.0)
             nothing = dead if nothing is None else dead | nothing
         elif piece.bias is not None:

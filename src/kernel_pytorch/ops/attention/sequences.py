@@ -1,4 +1,4 @@
-"""A mask as FlashAttention-4 takes it, where it is that: a window, packed sequences with a window, or tiles."""
+"""Convert masks to FlashAttention-4's arguments: a window, packed sequences with a window, or a list of tiles."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from kernel_pytorch.masks.layout import Layout
 __all__ = ["TILE", "PackedSequences", "Window", "packed_sequences", "tile_refusal", "window_of"]
 
 TILE = 128
-"""The tile of queries and of keys that FlashAttention-4 walks in a block table, forward and backward."""
+"""FlashAttention-4's tiles of queries and of keys in a block table, forward and backward."""
 
 
 @dataclass(frozen=True)
 class Window:
-    """A query attends to the keys from ``left`` before its own position to ``right`` after it; None is no bound."""
+    """A query attends to keys from ``left`` before its position to ``right`` after it; None for no bound."""
 
     left: int | None = None
     right: int | None = None
@@ -31,14 +31,14 @@ class Window:
 
 @dataclass(frozen=True)
 class PackedSequences:
-    """Sequences side by side, with the same window inside each."""
+    """Packed sequences, with the same window inside each."""
 
     lengths: tuple[tuple[int, ...], ...]
     """For each batch entry, or one row for all."""
     window: Window
 
     def offsets(self, batch: int) -> list[int]:
-        """Where each sequence begins, over all batch entries in one row, and where the last ends."""
+        """Return the start of each sequence, with all batch entries joined, and the end of the last."""
         rows = self.lengths if len(self.lengths) == batch else self.lengths * batch
         found = [0]
         for length in (length for row in rows for length in row if length):
@@ -55,7 +55,7 @@ def _smaller(a: int | None, b: int | None) -> int | None:
 
 
 def window_of(node: Node) -> Window | None:
-    """The mask as one window, or None."""
+    """Return the mask as one window, or None."""
     if node.kind == mask_code.FULL:
         return Window()
     if node.kind == mask_code.CAUSAL:
@@ -69,9 +69,9 @@ def window_of(node: Node) -> Window | None:
 
 
 def packed_sequences(node: Node) -> PackedSequences | None:
-    """The mask as packed sequences with one window inside each, or None."""
+    """Return the mask as packed sequences with one window inside each, or None."""
     if node.kind == mask_code.AND:
-        # A window counts from each query's own position, so it is the same inside a sequence as outside.
+        # A window is relative to each query's position, so it is the same inside a sequence.
         for documents, other in (node.children, node.children[::-1]):
             packed, window = packed_sequences(documents), window_of(other)
             if packed and window:
@@ -83,7 +83,7 @@ def packed_sequences(node: Node) -> PackedSequences | None:
 
 
 def tile_refusal(known: Layout) -> str | None:
-    """Why a mask with block tables is no list of tiles for FlashAttention-4, or None."""
+    """Return why a mask with block tables cannot be a list of tiles for FlashAttention-4, or None."""
     if known.finest_block % TILE:
         return f"walks tiles of {TILE}; the mask's blocks are of {known.finest_block}"
     walk = known.walk(TILE, TILE)

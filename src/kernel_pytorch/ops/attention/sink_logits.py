@@ -10,7 +10,7 @@ __all__ = ["with_sink_logits"]
 def with_sink_logits(
     out: torch.Tensor, lse: torch.Tensor, sink_logits: torch.Tensor, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The attention that also gives its head's sink a share, from the attention without: exact, any kernel serves it.
+    """Add sinks to the result of any attention kernel; exact.
 
     The softmax over the keys and the sink is the softmax over the keys times ``sigmoid(lse - sink)``.
 
@@ -18,7 +18,7 @@ def with_sink_logits(
         out: the attention without sinks, unrounded.
         lse: its log-sum-exp, (batch, q_heads, q_len), through which gradients flow.
         sink_logits: (q_heads,).
-        dtype: that of the result.
+        dtype: of the result.
     """
     if not isinstance(sink_logits, torch.Tensor) or not sink_logits.is_floating_point():
         shown = sink_logits.dtype if isinstance(sink_logits, torch.Tensor) else repr(sink_logits)
@@ -28,6 +28,6 @@ def with_sink_logits(
             f"sink_logits has shape {list(sink_logits.shape)}: use one for each of {out.shape[1]} q heads"
         )
     sinks = sink_logits.to(lse.dtype).view(-1, 1)
-    # A query without a key has an lse of -inf: with a sink of -inf as well, the difference would be NaN.
+    # A query without a key has lse = -inf; with a sink of -inf the difference would be NaN.
     share = torch.sigmoid(lse.clamp_min(torch.finfo(lse.dtype).min) - sinks)
     return (out * share.unsqueeze(-1)).to(dtype), torch.logaddexp(lse, sinks)

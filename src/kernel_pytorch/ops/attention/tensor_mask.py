@@ -9,31 +9,31 @@ from kernel_pytorch.masks import Mask, from_dense, full
 
 __all__ = ["mask_and_bias", "recognised"]
 
-_FAR_BELOW = -1e30  # what models write for "do not attend"; in float16 its lowest number
+_FAR_BELOW = -1e30  # models use lower values for "do not attend"; in float16 its lowest value
 _LARGEST_READ = 1 << 28  # pairs
 
 
 _read: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-"""What a tensor was recognised as, with its version: the layers of a model share one mask."""
+"""Cache of recognised tensors with their versions: the layers of a model share one mask."""
 
 
 def mask_and_bias(tensor: torch.Tensor, q_len: int, kv_len: int) -> tuple[Mask, torch.Tensor | None]:
-    """As ``recognised``; asking again about a tensor that was not changed costs nothing."""
+    """``recognised`` with a cache for tensors that have not changed."""
     if _fake(tensor) or tensor.is_inference() or tensor.requires_grad:
         return recognised(tensor, q_len, kv_len)
     key = (tensor._version, q_len, kv_len)
     found: tuple[object, tuple[Mask, torch.Tensor | None]] | None = _read.get(tensor)
     if found is None or found[0] != key:
         found = (key, recognised(tensor, q_len, kv_len))
-        if found[1][1] is None:  # a bias would keep the tensor alive
+        if found[1][1] is None:  # caching a bias would keep the tensor alive
             _read[tensor] = found
     return found[1]
 
 
 def recognised(tensor: torch.Tensor, q_len: int, kv_len: int) -> tuple[Mask, torch.Tensor | None]:
-    """A tensor that SDPA takes as ``attn_mask``, as a mask and what is left to be added to the scores.
+    """Convert an ``attn_mask`` of SDPA to a mask and, where needed, an additive bias.
 
-    Booleans that all heads share become a mask. Addends become a mask where all of them are 0 or far below every
+    Booleans that all heads share become a mask. Additive values become a mask if all of them are 0 or far below every
     score, and a bias otherwise.
 
     Args:
@@ -48,7 +48,7 @@ def recognised(tensor: torch.Tensor, q_len: int, kv_len: int) -> tuple[Mask, tor
     if not tensor.requires_grad and not _fake(tensor):
         kept = wide == 0
         lowest = max(_FAR_BELOW, torch.finfo(tensor.dtype).min)
-        # A row of finite addends that leaves nothing out of the softmax is a row that attends to all, and no mask.
+        # Every row needs a 0: a row of low but finite values masks nothing, its softmax is over all keys.
         if bool((kept | (wide <= lowest)).all()) and bool(kept.any(dim=-1).all()):
             mask = _recognised(kept, q_len, kv_len)
             if mask is not None:

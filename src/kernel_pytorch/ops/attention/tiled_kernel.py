@@ -1,8 +1,8 @@
 """Attention in plain torch operations, tile by tile: trains on any device and skips what the mask leaves out.
 
-A tile of queries meets its keys in pieces: neighbouring tiles of keys become one piece, scattered ones are
-gathered. Scores of one piece are all that is ever in memory. All heads are multiplied at once where they share
-the mask. Arithmetic and partial results are in float32 (float64 for float64).
+A tile of queries processes its keys in pieces: adjacent tiles of keys become one piece, scattered ones are gathered.
+Only the scores of one piece are in memory. Heads that share a mask are multiplied together. Arithmetic and partial
+results are in float32 (float64 for float64).
 
 Shapes: B batch, G key heads, R = query heads of a group x queries of a tile, P keys of a piece.
 """
@@ -33,11 +33,11 @@ _KEYS_A_PIECE = 1024  # scores of a piece fit the second-level cache of a core
 @dataclass(frozen=True)
 class Piece:
     keys: slice | torch.Tensor
-    """A range of keys, or the indices of scattered ones."""
+    """A range of keys, or the indices of gathered keys."""
     bias: torch.Tensor | None
-    """(R, P): 0 where a pair attends, -inf where not; None where every pair does."""
+    """(R, P): 0 for kept pairs, -inf for masked ones; None if all are kept."""
     nothing: torch.Tensor | None
-    """(R, 1) booleans: the rows that attend to no key of the piece; None where there are none."""
+    """(R, 1) booleans: the rows without a key in the piece; None if there are none."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ def _work(known: Layout, batch: int, heads: int, group: int) -> Iterator[Work]:
 
 
 class _Cutter:
-    """Cuts the keys that tiles of queries meet into pieces; masks that repeat along the sequence are made once."""
+    """Splits the keys of query tiles into pieces, and caches masks that repeat along the sequence."""
 
     def __init__(self, known: Layout, group: int, like: torch.Tensor) -> None:
         self.known, self.group, self.like = known, group if known.heads == 1 else 1, like
@@ -76,7 +76,7 @@ class _Cutter:
 
     @staticmethod
     def of(known: Layout, group: int, like: torch.Tensor) -> _Cutter:
-        """The cutter that the layout keeps for such calls: small calls would spend half their time on making it."""
+        """Return the layout's cached cutter for such calls; building it takes half the time of a small call."""
         walk = known.walk(known.finest_block, known.finest_block)
         if len(walk.span) + len(walk.full) + len(walk.partial) > _KEPT_TILES:
             return _Cutter(known, group, like)
@@ -84,7 +84,7 @@ class _Cutter:
         return known.keep(key, lambda known: _Cutter(known, group, like.new_empty(0)))
 
     def trim(self) -> None:
-        """Keep for the next call what is small."""
+        """Drop large cache entries after a call."""
         if sum(x.numel() * x.element_size() for x in self.tensors()) > _KEPT_BYTES:
             self.made.clear()
 
@@ -138,7 +138,7 @@ class _Cutter:
     def _allowed(
         self, work: Work, chosen: list[int], ranges: list[tuple[int, int]], partial: dict[int, int]
     ) -> torch.Tensor:
-        """(queries, keys) booleans; each tile compares with its own slots, which block tables make differ."""
+        """Return (queries, keys) booleans; with block tables, each tile has slots of its own."""
         queries = work.queries
         batch = work.entry if self.first.shape[0] > 1 else 0
         width = sum(last - first for first, last in ranges)
@@ -159,14 +159,14 @@ class _Cutter:
         empty = ~allowed.any(dim=1, keepdim=True)
         nothing = None
         if bool(empty.any()):
-            # A row without a key takes part with all of them, which is no NaN, and is cut off after.
+            # A row without a key would give NaN: compute it unmasked and zero it later.
             bias.masked_fill_(empty, 0.0)
             nothing = empty.repeat(self.group, 1).to(self.like.device)
         return bias.repeat(self.group, 1).to(self.like.device), nothing
 
 
 def grouped(x: torch.Tensor, work: Work) -> torch.Tensor:
-    """The tile's rows as (B * G, R, numbers): the query heads that share keys stand below each other."""
+    """Return the tile's rows as (B * G, R, dim), with the query heads of a group stacked."""
     tile = x[work.batch, work.heads, work.queries]
     kv_heads = work.kv_heads.stop - work.kv_heads.start
     rows = tile.shape[1] // kv_heads * tile.shape[2]
@@ -174,14 +174,14 @@ def grouped(x: torch.Tensor, work: Work) -> torch.Tensor:
 
 
 def _pick(x: torch.Tensor, work: Work, keys: slice | torch.Tensor) -> torch.Tensor:
-    """The piece's keys or values as (B * G, P, numbers)."""
+    """Return the piece's keys or values as (B * G, P, dim)."""
     own = x[work.batch, work.kv_heads]
     picked = own[:, :, keys] if isinstance(keys, slice) else own.index_select(2, keys)
     return picked.flatten(0, 1)
 
 
 class Scores:
-    """The scores of a tile of queries and a piece of keys, -inf where the mask leaves a pair out."""
+    """The scores of a tile of queries and a piece of keys, -inf for masked pairs."""
 
     def forward(
         self,
@@ -190,14 +190,14 @@ class Scores:
         q_tile: torch.Tensor,
         k_piece: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """(B * G, R, P) scores, and the rows in which no key is attended to, or None."""
+        """Return (B * G, R, P) scores, and the rows without a key, or None."""
         k_t = k_piece.transpose(1, 2)
         if piece.bias is None:
             return torch.bmm(q_tile, k_t), piece.nothing
         return torch.baddbmm(piece.bias.expand(q_tile.shape[0], *piece.bias.shape), q_tile, k_t), piece.nothing
 
     def backward(self, work: Work, piece: Piece, ds: torch.Tensor) -> torch.Tensor:  # noqa: ARG002
-        """The gradient of q_tile k_piece^T from that of the scores of the last ``forward``."""
+        """Return the gradient of q_tile k_piece^T from that of the scores of the last ``forward``."""
         return ds
 
 
@@ -223,7 +223,7 @@ def tiled_forward(
         acc: torch.Tensor | None = None
         sums = torch.empty(0)
         pieces = list(cutter.pieces(work))
-        unsummed = wanted == "out" and len(pieces) == 1  # nothing to merge with, and nobody asks for the lse
+        unsummed = wanted == "out" and len(pieces) == 1  # nothing to merge, and lse is not requested
         for piece in pieces:
             scores, nothing = scoring.forward(work, piece, q_tile, _pick(k_wide, work, piece.keys))
             p = torch.softmax(scores, dim=-1)
@@ -292,7 +292,7 @@ def tiled_backward(
     delta = (out.to(wide) * dout_wide).sum(dim=-1)
     if lse_flows(wanted):
         delta = delta - dlse
-    # exp(score - inf) is 0: a query that attends to nothing gives nothing, instead of NaN.
+    # exp(score - inf) is 0, so a query that attends to nothing gives zeros instead of NaN.
     lse_safe = lse.masked_fill(lse == -math.inf, math.inf)
     dq, dk, dv = (torch.zeros(x.shape, dtype=wide, device=x.device) for x in (q, k, v))
     cutter = _Cutter.of(known, group, q_wide)

@@ -1,12 +1,12 @@
 """Attention in Triton, one source for NVIDIA, AMD and Intel: dense and block-sparse, forward and backward.
 
-A program owns a tile of queries (forward, dq) or of keys (dk, dv) and walks over the tiles its mask names: a
+A program owns a tile of queries (forward, dq) or of keys (dk, dv) and loops over the tiles that its mask lists: a
 span of full tiles, other full tiles, and partial ones, where it compares keys with the intervals of each query.
-What the mask leaves out is never read. Every sum is kept in float32 and owned by one program, so nothing is
-added atomically and the backward gives the same bits each time.
+Masked tiles are never read. Accumulation is in float32 by one program, without atomics, so the backward is
+deterministic.
 
-The same functions serve ``score_mod_attention``: an argument that is None (bias, slopes, outer, sinks) is known when
-the kernel is compiled, and leaves no instruction behind.
+The same functions serve ``score_mod_attention``: an argument that is None (bias, slopes, outer, sinks) is known at
+compile time, and its code is removed.
 
 Shapes: B batch, H query heads, G key heads, M queries, N keys, D head dimension, E value head dimension.
 """
@@ -38,7 +38,7 @@ _BIAS_GRADIENT_BYTES = 256 << 20  # of partial results, where batch entries shar
 
 @dataclass(frozen=True)
 class Tile:
-    """How a kernel is cut: numbers that change the speed and never the result."""
+    """Tile sizes and launch parameters. They change the speed, not the result."""
 
     queries: int
     keys: int
@@ -49,20 +49,20 @@ class Tile:
 def tiles(
     dim: int, itemsize: int, device: Device, known: Layout, terms: Terms = _NO_TERMS
 ) -> tuple[Tile, Tile, Tile]:
-    """The cuts of the forward, of dq, and of dk and dv, for the wider of the two head dimensions.
+    """Return the tiles of the forward, of dq, and of dk and dv, for the wider of the two head dimensions.
 
-    The best of a sweep on an H200; other GPUs have sizes that fit their registers and shared memory.
+    The best of a sweep on an H200; other GPUs get sizes that fit their registers and shared memory.
     """
     wide = triton.next_power_of_2(dim)
     if itemsize == 4:  # no matrix unit multiplies float32 exactly: small tiles, or the registers spill
         small = Tile(32, 32, 4, 1) if wide > 64 else Tile(64, 32, 4, 1)
         return small, small, Tile(32, 32, 4, 1) if wide > 64 else Tile(32, 64, 4, 1)
-    if terms.bias is not None:  # its tile, and the pointers to it, are in registers too
+    if terms.bias is not None:  # its tile and pointers take registers too
         return Tile(64, 64, 4, 2) if wide <= 128 else Tile(64, 32, 4, 2), Tile(64, 32, 4, 2), Tile(32, 64, 4, 2)
     if wide > 128:
         return Tile(64, 32, 4, 2), Tile(64, 32, 8, 1), Tile(32, 64, 8, 1)
     if "wgmma" in device.matrix_units or "tcgen05" in device.matrix_units:
-        # Large tiles read fewer indices and reuse more; thin masks are mostly edges, which small tiles fit better.
+        # Large tiles read fewer indices and reuse more; sparse masks have mostly partial tiles, which fit small ones.
         blocks = bool(known.tables) and known.finest_block >= 128
         thin = not blocks and (bool(known.tables) or known.density < 0.25)
         if wide > 64:
@@ -99,7 +99,7 @@ def _allowed(first_M, last_M, slot, slot_stride, m, m_inside, n, SLOTS: tl.const
 
 @triton.jit
 def _load_rows(base, stride, rows, inside, columns, DIM: tl.constexpr, CHECK: tl.constexpr):
-    """Rows of a matrix as (rows, columns): past the end of the head dimension, and of the rows where CHECK, zeros."""
+    """Load rows of a matrix as (rows, columns), with zeros past the head dimension and, if CHECK, past the rows."""
     pointers = base + rows[:, None] * stride + columns[None, :]
     if CHECK:
         return tl.load(pointers, mask=inside[:, None] & (columns < DIM)[None, :], other=0.0)
@@ -110,7 +110,7 @@ def _load_rows(base, stride, rows, inside, columns, DIM: tl.constexpr, CHECK: tl
 
 @triton.jit
 def _dot(a, b, PRECISE: tl.constexpr):
-    """A product in float32; PRECISE keeps matrix units from rounding float32 operands."""
+    """A matmul in float32; PRECISE keeps matrix units from rounding float32 operands."""
     if PRECISE:
         return tl.dot(a, b, input_precision="ieee")
     return tl.dot(a, b)
@@ -130,9 +130,9 @@ def _tanh(x):
 
 @triton.jit
 def _exp(x, MODIFIED: tl.constexpr):
-    """The exponential of a difference of scores: plain ones are to base 2, modified ones as they are defined.
+    """The exponential of a difference of scores. Plain scores are scaled to base 2, MODIFIED ones are not.
 
-    A bias may be large and its differences small: the change of base comes after the difference.
+    A bias may be large and its differences small, so the change of base comes after the difference.
     """
     if MODIFIED:
         x *= 1.4426950408889634
@@ -141,7 +141,7 @@ def _exp(x, MODIFIED: tl.constexpr):
 
 @triton.jit
 def _modified(products, scale, bias_MN, bias_m, bias_n, slope, outer, offset, m, m_inside, n, n_inside):
-    """The scores, -inf where the bias leaves a pair out, and the derivative of the soft-capping.
+    """The scores, -inf where the bias is -inf, and the derivative of the soft-capping.
 
     m and n, and whether they are inside, have the shapes in which they broadcast to the products.
     """
@@ -210,7 +210,7 @@ def _forward_step(
     else:
         new_top = tl.maximum(top, tl.max(scores, axis=1) * scale)
     if MASKED or MODIFIED:
-        # A query that has met no key yet has no maximum; zero keeps the exponentials zero instead of NaN.
+        # Before the first key the maximum is -inf; zero keeps the exponentials zero instead of NaN.
         base = tl.where(new_top == -float("inf"), 0.0, new_top)
     else:
         base = new_top
@@ -275,7 +275,7 @@ def _forward(
     SLOTS: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    # Later queries of a causal mask have more keys: the longest work first.
+    # Later queries of a causal mask have more keys: start the longest programs first.
     tile_m = tl.num_programs(0) - 1 - tl.program_id(0)
     b = (tl.program_id(1) // heads).to(tl.int64)
     h = (tl.program_id(1) % heads).to(tl.int64)
@@ -326,7 +326,7 @@ def _forward(
             True, D, E, BLOCK_D, BLOCK_E, BLOCK_N, PRECISE, SLOTS,
         )  # fmt: skip
 
-    if sinks is not None:  # one more score, without a value
+    if sinks is not None:  # one more score in the softmax, without a value
         sink = tl.load(sinks + h)
         if not MODIFIED:
             sink *= 1.4426950408889634
@@ -379,7 +379,7 @@ def _dq_step(
         p = tl.where(allowed, p, 0.0)
     ds = p * (_dot(dout, tl.trans(v), PRECISE) - delta[:, None])
     if dbias_MN is not None:
-        # A launch meets each pair once; launches for other batch entries add to the same sums, one after another.
+        # A launch visits each pair once; launches for other batch entries add to the same memory in sequence.
         pointers = dbias_MN + m[:, None].to(tl.int64) * kv_len + n[None, :]
         both = m_inside[:, None] & inside[None, :]
         tl.store(pointers, tl.load(pointers, mask=both, other=0.0) + ds, mask=both)
@@ -420,7 +420,7 @@ def _dq(
     q = _load_rows(q_BHMD + b * q_b + h * q_h, q_m, m, m_inside, d, D, True)
     dout = _load_rows(dout_BHME + b * dout_b + h * dout_h, dout_m, m, m_inside, e, E, True)
     row_out = (b * heads + h) * q_len + m
-    # What each query's softmax takes from every score gradient; kept for dk and dv, as is the lse.
+    # sum(out * dout) - dlse of each query, subtracted from its score gradients; stored for dk and dv.
     out = _load_rows(out_BHME, E, row_out, m_inside, e, E, True)
     delta = tl.sum(out.to(tl.float32) * dout.to(tl.float32), axis=1)
     if HAS_DLSE:
@@ -535,7 +535,7 @@ def _dkdv(
     dv = tl.zeros((BLOCK_N, BLOCK_E), dtype=tl.float32)
     first_M = first_DSM + b * first_b
     last_M = last_DSM + b * first_b
-    # The query heads of a group add to the same keys: one program takes them in turn.
+    # The query heads of a group share their keys: one program loops over them.
     for member in range(group):
         h = g * group + member
         q_MD = q_BHMD + b * q_b + h * q_h
@@ -595,9 +595,9 @@ def _dkdv(
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:
-    """x with adjacent numbers in each row, copied only where its strides do not give that.
+    """Return x with contiguous rows, copied only if its strides require it.
 
-    Rows are counted in 32 bits within a head: what a projection left with heads side by side may reach further.
+    Offsets within a head are 32-bit; strided heads of a projection may exceed that.
     """
     adjacent = x.stride(-1) == 1 or x.shape[-1] == 1
     return x if adjacent and x.shape[2] * x.stride(2) < 1 << 31 else x.contiguous()
@@ -606,7 +606,7 @@ def _rows(x: torch.Tensor) -> torch.Tensor:
 def _mask_arguments(
     known: Layout, tile: Tile, device: torch.device, *, by_key: bool = False
 ) -> tuple[tuple[torch.Tensor, ...], tuple[int, int, int]]:
-    """The mask's tensors, and the strides from a batch entry and a head to their rows and intervals."""
+    """Return the mask's tensors, and the batch and head strides of its rows and intervals."""
     walk = known.walk(tile.queries, tile.keys, by_key=by_key, device=device)
     first, last = known.intervals(device)
     rows = len(walk.span) // (known.batch * known.heads)
@@ -617,12 +617,12 @@ def _mask_arguments(
 
 
 def _fitted(tile: Tile, known: Layout) -> Tile:
-    """The tile, shrunk where the mask's tables have smaller blocks."""
+    """Return the tile, reduced to the block size of the mask's tables."""
     return replace(tile, queries=min(tile.queries, known.finest_block), keys=min(tile.keys, known.finest_block))
 
 
 def _constants(q: torch.Tensor, v: torch.Tensor, known: Layout, tile: Tile) -> dict[str, Any]:
-    """The compile-time arguments that the three kernels share."""
+    """Return the constexpr arguments that the three kernels share."""
     return {
         "D": q.shape[3],
         "E": v.shape[3],
@@ -638,12 +638,12 @@ def _constants(q: torch.Tensor, v: torch.Tensor, known: Layout, tile: Tile) -> d
 
 
 def _modifies(terms: Terms) -> bool:
-    """Whether scores are others than those of plain attention; a sink does not change them."""
+    """Return whether the scores differ from plain attention's; a sink does not change them."""
     return terms.bias is not None or terms.slopes is not None or terms.softcap != 0
 
 
 def _term_arguments(q: torch.Tensor, k: torch.Tensor, terms: Terms) -> dict[str, Any]:
-    """What the three kernels share of what modifies the scores; None where nothing does."""
+    """Return the arguments for score terms that the three kernels share; None for absent terms."""
     names = ("bias", "bias_b", "bias_h", "bias_m", "bias_n", "slopes", "outer")
     found: dict[str, Any] = dict.fromkeys(names)
     found["MODIFIED"] = _modifies(terms)
@@ -661,10 +661,10 @@ def _term_arguments(q: torch.Tensor, k: torch.Tensor, terms: Terms) -> dict[str,
 def _bias_gradients(
     q: torch.Tensor, k: torch.Tensor, terms: Terms
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Zeros for the score gradients: by pair, (entries, H, M, N), or summed over the queries, (B, H, N).
+    """Return zeros for the score gradients: by pair, (entries, H, M, N), or summed over the queries, (B, H, N).
 
-    None where the bias takes no gradient, or where it is the same for all keys. Batch entries that share a bias share
-    the sums too, in launches of as many entries as fit ``_BIAS_GRADIENT_BYTES``.
+    None if the bias takes no gradient, or is the same for all keys. Batch entries that share a bias accumulate into
+    the same memory, in launches of as many entries as fit ``_BIAS_GRADIENT_BYTES``.
     """
     bias = terms.bias
     if bias is None or not terms.bias_grad or bias.shape[3] == 1:
@@ -679,7 +679,7 @@ def _bias_gradients(
 
 
 def _inner_scale(scale: float, terms: Terms) -> float:
-    """What products of q and k are multiplied with first: for tanh, for modified scores, or for scores to base 2."""
+    """Return the first factor of q k^T: for tanh, for modified scores, or for scores to base 2."""
     if terms.softcap:
         return scale / terms.softcap
     return scale if _modifies(terms) else scale * _LOG2_E
@@ -695,7 +695,7 @@ def forward(
     wanted: str,
     *modifying: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The forward of ``attention``, and with ``Terms`` as further arguments that of ``score_mod_attention``."""
+    """The forward of ``attention``; with the fields of ``Terms`` as arguments, of ``score_mod_attention``."""
     terms = Terms(*modifying)
     q, k, v = _rows(q), _rows(k), _rows(v)
     batch, heads, q_len, _ = q.shape
@@ -710,7 +710,7 @@ def forward(
     known = mask.layout(q_len, kv_len)
     tile = _fitted(tiles(max(q.shape[3], v.shape[3]), q.element_size(), device, known, terms)[0], known)
     tensors, strides = _mask_arguments(known, tile, q.device)
-    if scale < 0:  # the kernel's running maximum wants a positive scale
+    if scale < 0:  # the kernel's running maximum needs a positive scale
         q, scale = -q, -scale
     scale = max(scale, 1e-30)  # and -inf times zero would be NaN
     _forward[(triton.cdiv(q_len, tile.queries), batch * heads)](
@@ -735,9 +735,9 @@ def backward(
     wanted: str,
     *modifying: Any,
 ) -> tuple[torch.Tensor, ...]:
-    """The gradients of q, k and v, and for ``score_mod_attention`` those of bias and sinks."""
+    """Return the gradients of q, k and v, and for ``score_mod_attention`` those of bias and sinks."""
     terms = Terms(*modifying)
-    # Matrix units multiply numbers of one format; the gradient of parts comes in float32.
+    # Matrix units need operands of one dtype; the gradient of partial results is float32.
     q, k, v, dout = _rows(q), _rows(k), _rows(v), _rows(dout.to(q.dtype))
     batch, heads, q_len, _ = q.shape
     kv_heads, kv_len = k.shape[1:3]
@@ -781,7 +781,7 @@ def backward(
             total = by_pair
         elif by_key is not None:
             total = by_key.unsqueeze(2)
-        else:  # the score gradients of a query add up to what its sink and its lse take
+        else:  # the score gradients of a query sum to those of its sink and lse
             total = delta * sink_share(terms.sinks, lse) + (dlse if lse_flows(wanted) else 0.0)
             total = total.masked_fill(lse == -math.inf, 0.0).unsqueeze(3)
         dbias = total.sum_to_size(terms.bias.shape).to(terms.bias.dtype)

@@ -1,4 +1,4 @@
-"""Attention over pages by the split-over-keys Triton kernel, which looks pages up as it goes."""
+"""Paged attention by the split-KV Triton kernel, which reads the page table."""
 
 from __future__ import annotations
 

@@ -4,8 +4,8 @@ A program owns some rows (queries x the query heads of a group, so that keys are
 the key tiles that these rows attend to. It writes a partial result with its log-sum-exp, and a second kernel merges
 the partial results in a fixed order. Keys that no row attends to are not read.
 
-Masks made of causal, windows and sinks are passed as numbers (``masks/relative.py``); others as the intervals of each
-query, or, where they have block tables or many intervals, as a list of tiles.
+Masks made of causal, windows and sinks are passed as integers (``masks/relative.py``); others as the intervals of
+each query, or, with block tables or many intervals, as a list of tiles.
 
 Shapes: B batch, H query heads, G key heads, M queries, N keys, D head dimension, E value head dimension, S splits,
 P pages of a row.
@@ -46,19 +46,19 @@ _NO_INTERVAL = RelativeInterval(last=0)
 
 @dataclass(frozen=True)
 class Split:
-    """How a call is cut: numbers that change the speed and never the result."""
+    """Tile sizes and number of splits. They change the speed, not the result."""
 
     keys: int
     """Keys of a tile."""
     warps: int
     stages: int
     programs: int
-    """Programs for each compute unit, which the number of splits aims at."""
+    """Target number of programs per compute unit, from which the number of splits is derived."""
 
 
 @lru_cache(maxsize=256)
 def split_for(dim: int, itemsize: int, device: Device, paged: bool = False) -> Split:
-    """The cut for a device, for the wider of the two head dimensions: the best of a sweep on an H200."""
+    """Return the parameters for a device and the wider head dimension: the best of a sweep on an H200."""
     wide = max(16, triton.next_power_of_2(dim))
     if itemsize == 4:  # no matrix unit multiplies float32 exactly: small tiles, or the registers spill
         return Split(16 if wide > 128 else 32, 8 if wide > 64 else 4, 2, 2)
@@ -73,7 +73,7 @@ def split_for(dim: int, itemsize: int, device: Device, paged: bool = False) -> S
 
 @triton.jit
 def _range(first_M, last_M, m_inside):
-    """From the first to the last key of any row, as (first, last); (2 ** 30, 0) where there is none."""
+    """The first and the last key of any row as (first, last); (2 ** 30, 0) if there is none."""
     some = m_inside & (first_M < last_M)
     return tl.min(tl.where(some, first_M, 1 << 30), axis=0), tl.max(tl.where(some, last_M, 0), axis=0)
 
@@ -161,7 +161,7 @@ def _split_kv(
                 end_1 = tl.load(last_M + q_len + m, mask=m_inside, other=0)
         low_0, high_0 = _range(begin_0, end_0, m_inside)
         if SLOTS == 2:
-            # Two ranges of keys in their order; what both have belongs to the earlier one.
+            # Two ranges of keys in order; their overlap belongs to the first.
             a_low, a_high = low_0, high_0
             b_low, b_high = _range(begin_1, end_1, m_inside)
             swap = b_low < a_low
@@ -177,7 +177,7 @@ def _split_kv(
     acc = tl.zeros((BLOCK_M, BLOCK_E), dtype=tl.float32)
     top = tl.full((BLOCK_M,), -float("inf"), dtype=tl.float32)
     total = tl.zeros((BLOCK_M,), dtype=tl.float32)
-    # Tile, slot and pages are loaded one tile ahead, so that the keys' addresses are known when their turn comes.
+    # Tile, slot and pages are loaded one tile ahead, so that the keys' addresses are known in time.
     next_tile, next_slot, next_page = 0, 0, step
     if MASK == 2:
         next_tile = tl.load(tiles + listed + begin, mask=begin < end, other=0)
@@ -215,7 +215,7 @@ def _split_kv(
                 allowed = allowed | ((n[None, :] >= begin_1[:, None]) & (n[None, :] < end_1[:, None]))
         scores = tl.where(allowed & inside[None, :], scores, -float("inf"))
         new_top = tl.maximum(top, tl.max(scores, axis=1))
-        # A row that has met no key yet has no maximum; zero keeps the exponentials zero instead of NaN.
+        # Before the first key the maximum is -inf; zero keeps the exponentials zero instead of NaN.
         base = tl.where(new_top == -float("inf"), 0.0, new_top)
         p = tl.exp2(scores - base[:, None])
         shrink = tl.exp2(top - base)
@@ -270,7 +270,7 @@ def _merge(parts, log2_parts, out, lse, splits, E: tl.constexpr, BLOCK_E: tl.con
 
 @dataclass(frozen=True)
 class _Listed:
-    """The tiles that each (batch entry, head) visits; a slot of -1 where every key of the tile is attended to."""
+    """The tiles that each (batch entry, head) visits; slot -1 marks a full tile."""
 
     offsets: torch.Tensor
     tiles: torch.Tensor
@@ -301,7 +301,7 @@ def _listed(known: Layout, keys: int, device: torch.device) -> _Listed:
 
 @lru_cache(maxsize=4096)
 def _splits(programs: int, tiles: int, places: int) -> int:
-    """The fewest splits that keep the device nearly as busy as the best number does; each has at least two tiles."""
+    """Return the smallest number of splits with nearly the best occupancy; each split has at least two tiles."""
 
     def busy(splits: int) -> float:
         waves = programs * splits / places
@@ -314,7 +314,7 @@ def _splits(programs: int, tiles: int, places: int) -> int:
 
 
 def _relative_tiles(intervals: tuple[RelativeInterval, ...], q_len: int, kv_len: int, keys: int) -> int:
-    """The most tiles that the queries visit."""
+    """Return the maximum number of tiles that the queries visit."""
     found = 0
     for interval in intervals:
         first, last = interval.at(kv_len - q_len, kv_len)[0], interval.at(kv_len - 1, kv_len)[1]
@@ -323,7 +323,7 @@ def _relative_tiles(intervals: tuple[RelativeInterval, ...], q_len: int, kv_len:
 
 
 def _interval_tiles(known: Layout, keys: int) -> int:
-    """The most tiles that the queries of a batch entry visit."""
+    """Return the maximum number of tiles that the queries of a batch entry visit."""
     some = known.last > known.first
     first = np.where(some, known.first, known.kv_len).min(axis=-1)
     last = np.where(some, known.last, 0).max(axis=-1)
@@ -347,8 +347,8 @@ def split_kv(
 
     Args:
         k, v: (batch, kv_heads, kv_len, head_dim), or with ``pages`` (num_pages, kv_heads, page_size, head_dim).
-        pages: the page table (batch, most pages of a row) and the number of keys of each row (batch,), both int32.
-        split, splits: how to cut the call, instead of the defaults for the device.
+        pages: the page table (batch, maximum pages of a row) and the number of keys of each row (batch,), both int32.
+        split, splits: override the defaults for the device.
     """
     q, k, v = _rows(q), _rows(k), _rows(v)
     batch, heads, q_len, dim = q.shape
@@ -366,7 +366,7 @@ def split_kv(
     group = keys_group = heads // kv_heads
     keys, mask_strides, first_b = cut.keys, (0, 0), 0
     table, lengths = (q, q) if pages is None else pages
-    first = last = offsets = tiles = slots = q  # read only where the mask has them
+    first = last = offsets = tiles = slots = q  # placeholders; read only if the mask has them
     intervals = relative_intervals(mask.node)
     if intervals is not None and len(intervals) <= MOST_RELATIVE_INTERVALS:
         kind, count = _RELATIVE, max(1, len(intervals))

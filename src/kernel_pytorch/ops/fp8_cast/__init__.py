@@ -1,4 +1,4 @@
-"""fp8_cast: a matrix to an 8-bit floating-point format, both layouts, with its scales and what was lost."""
+"""fp8_cast: quantize a matrix to FP8 in both layouts, with scales and saturated, underflowed, non-finite counts."""
 
 from __future__ import annotations
 
@@ -18,36 +18,36 @@ _function = Function(FP8_CAST)
 
 @dataclass(frozen=True)
 class Cast:
-    """A matrix in an 8-bit format: ``data * inverse`` is about x, ``data_t * inverse_t`` about its transpose."""
+    """A matrix in FP8: ``data * inverse`` approximates x, ``data_t * inverse_t`` its transpose."""
 
     data: torch.Tensor
     """(rows, columns), contiguous."""
     data_t: torch.Tensor
-    """(columns, rows), contiguous; (0, 0) where it was not asked for."""
+    """(columns, rows), contiguous; (0, 0) if not requested."""
     inverse: torch.Tensor
-    """float32, one over the scales of ``data``, in the shape and layout that ``torch._scaled_mm`` takes."""
+    """float32, the inverse scales of ``data``, in the shape and layout that ``torch._scaled_mm`` takes."""
     inverse_t: torch.Tensor
-    """The same for ``data_t``; without elements where that was not asked for."""
+    """The same for ``data_t``; empty if not requested."""
     amax: torch.Tensor
-    """float32, no dimensions: the largest magnitude among the finite numbers of x."""
+    """float32 scalar: the amax of the finite elements of x."""
     counts: torch.Tensor
-    """int64 (2, 4), of data and data_t: numbers that outgrew the history, became zero, were not finite; and all."""
+    """int64 (2, 4), for data and data_t: saturated, underflowed, non-finite and all elements."""
     next_history: torch.Tensor
-    """The history for the next cast; without elements where none was given."""
+    """The amax history for the next cast; empty if none was given."""
 
     @property
     def saturated(self) -> torch.Tensor:
-        """How many finite numbers were too large for the scale of the history, which was then not used."""
+        """The number of finite elements that exceeded the delayed scale, which was then not used."""
         return self.counts[:, 0]
 
     @property
     def underflowed(self) -> torch.Tensor:
-        """How many numbers other than zero became zero, in ``data`` and in ``data_t``."""
+        """The number of nonzero elements that became zero, in ``data`` and in ``data_t``."""
         return self.counts[:, 1]
 
     @property
     def nonfinite(self) -> torch.Tensor:
-        """How many numbers were infinite or NaN, and are NaN in ``data`` and in ``data_t``."""
+        """The number of infinite and NaN elements, which are NaN in ``data`` and in ``data_t``."""
         return self.counts[:, 2]
 
 
@@ -61,23 +61,22 @@ def fp8_cast(
     power_of_two: bool = False,
     kernel: str | None = None,
 ) -> Cast:
-    """``encode(x * scale)`` with scales that use the format's range; no gradient flows through it.
+    """Quantize a matrix to FP8: ``encode(x * scale)``. No gradient flows through it.
 
-    The scale of a group is the largest float32 that keeps the group's largest magnitude inside the format: nothing
-    saturates. Every byte is defined, ``definition.py`` has the equations and what each copy is for.
+    The scale of a group is the largest float32 that keeps the group's amax inside the format, so nothing saturates.
+    Every byte is defined; ``definition.py`` has the equations and the purpose of each layout.
 
     Args:
         x: float32, float16 or bfloat16, any strides; leading dimensions count as rows.
-        number_format: ``e4m3fn`` or ``e5m2``, or on MI300 ``e4m3fnuz`` or ``e5m2fnuz`` (``precision.for_device``).
-        granularity: one scale for the ``tensor``, for each ``row``, for each ``block`` of 128 adjacent numbers of a
-            row, or for each ``square`` of 128 x 128.
-        transposed: also make the transposed copy. For row and block it has scales of its own: it is x's transpose,
-            cast.
-        history: the largest magnitudes of earlier casts, newest first, float32: the scale then comes from them and
-            x is read once, unless its own amax exceeds that scale or is far below it, and then x is cast again with
-            a scale of its own (delayed scaling; granularity tensor alone).
-        power_of_two: round the scales down to powers of two, which makes scaling itself exact.
-        kernel: pin an implementation by name instead of the best that fits.
+        number_format: ``e4m3fn`` or ``e5m2``, or on MI300 ``e4m3fnuz`` or ``e5m2fnuz``
+            (``hardware_abstraction.formats.for_device``).
+        granularity: one scale per ``tensor``, per ``row``, per ``block`` (1x128) or per ``square`` (128x128).
+        transposed: also return the quantized transpose. For row and block it has scales of its own.
+        history: amax of earlier casts, newest first, float32, for delayed scaling (granularity tensor only). The
+            scale then comes from the history and x is read once. If x's amax exceeds that scale or is far below it,
+            x is requantized with its own amax.
+        power_of_two: round the scales down to powers of two, so that scaling is exact.
+        kernel: pin an implementation by name instead of the first that can serve the call.
 
     Example:
         >>> import torch
@@ -108,7 +107,7 @@ def refusal(device: Device, shape: tuple[int, ...], granularity: str) -> str | N
     """Return why the Triton kernel cannot cast such a matrix on the device, or None.
 
     1x1 float32 input with 128x128 scaling: ptxas 12.8 stores a register that was never written, and on an H200 the
-    transposed data was wrong. ``testing.cross_compile`` looks for that.
+    transposed data was wrong. ``testing.cross_compile`` checks for such stores.
     """
     if granularity == "square" and tuple(shape) == (1, 1):
         return "1x1 input with 128x128 scaling is miscompiled by ptxas 12.8"

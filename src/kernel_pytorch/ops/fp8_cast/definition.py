@@ -1,66 +1,66 @@
-"""fp8_cast: a matrix to an 8-bit floating-point format with its scales. The definition and its cases.
+"""fp8_cast: quantize a matrix to FP8 with scales. The definition and its cases.
 
-Shapes: R rows, C columns of x. Every number of x belongs to one group, and each group g has one scale s_g:
+Shapes: R rows, C columns of x. Every element of x belongs to one group, and each group g has one scale s_g:
 
-    amax_g    = the largest |x| among the finite numbers of the group
+    amax_g    = the largest |x| among the finite elements of the group
     s_g       = 1                                                    where amax_g = 0
                 min(2^126, the largest float32 with s_g * amax_g <= L)    otherwise; L the format's largest value
                 rounded down to a power of two where ``power_of_two``
     data      = encode(float32(x * s_g))                             nearest, ties to even, saturating
     inverse_g = float32(1 / s_g)                                     so that x is about data * inverse_g
 
-``float32()`` is one rounding to nearest, and ``encode`` is ``Format.encode``: the result is defined to the byte,
-and computing in another order or with a compiler may not change it. Rounding s_g down means that with scales
-from the amax nothing saturates; the bound 2^126 keeps s_g finite for a subnormal amax (and 1 / s_g a normal
-number), at the price that numbers below 2^-126 * L do not use the format's whole range.
+``float32()`` is one rounding to nearest, and ``encode`` is ``Format.encode``: every byte of the result is defined,
+and must not depend on the order of operations or the compiler. s_g is rounded down, so with scales from the amax
+nothing saturates. The bound 2^126 keeps s_g finite for a subnormal amax (and 1 / s_g a normal number); elements below
+2^-126 * L then do not use the format's whole range.
 
-A number that is not finite becomes NaN, whatever its scale; it is counted and left out of the amax.
+A non-finite element becomes NaN, whatever its scale. It is counted and left out of the amax.
 
 Delayed scaling reads x once instead of twice: the scale comes from the amax of earlier casts, ``history``, newest
-first. With h the largest of its entries that are finite (an entry that is not is left out):
+first. With h the largest finite entry:
 
     s = s(h) / 2      where h > 0 and amax fits: amax = 0, or 2^9 n <= float32(s(h) / 2 * amax) <= L
         s(amax)       otherwise: with no history yet, or where amax exceeds the delayed scale or is far below it
 
-where s() is as above and n is the smallest normal number of the format. A tensor that does not fit is cast again
-with a scale of its own in the same call, so that nothing saturates, and one outlier in the history does not flush
-later tensors to zero. Both are rare:
+where s() is as above and n is the smallest normal number of the format. A tensor that does not fit is requantized
+with its own amax in the same call, so that nothing saturates, and one outlier in the history does not flush later
+tensors to zero. Both are rare:
 
     above   the factor 2 is headroom. It costs one of the 15 and more binades of normal numbers of a format.
     below   9 binades of normal numbers are left between n and amax. A normally distributed tensor then has its full
             precision, and tensors with long tails (Laplace, Student's t with 3 degrees of freedom, a log-normal of
-            deviation 1.5, an outlier at 100 deviations) lose at most 0.6 dB to a scale of their own. With 8 binades
-            it is 1.5 dB, with 6 it is 8 dB. The second cast is for an amax below about 1/28 of the largest entry in
-            e4m3, and below a millionth in e5m2.
+            deviation 1.5, an outlier at 100 deviations) lose at most 0.6 dB compared with their own scale. With 8
+            binades it is 1.5 dB, with 6 it is 8 dB. Requantized are tensors with an amax below about 1/28 of the
+            largest entry in e4m3, and below a millionth in e5m2.
 
 ``next_history`` is history with amax put in front and the oldest entry dropped.
 
-    granularity   one scale for                  shape of inverse           shape of inverse_t
-    tensor        the whole matrix               ()                         the same number
-    row           a row                          (R, 1)                     (C, 1)
-    block         128 adjacent numbers of a row  (R, ceil(C / 128))         (C, ceil(R / 128))
-    square        128 x 128 numbers              (ceil(R / 128), ceil(C / 128))   its transpose
+    granularity   one scale per                  shape of inverse           shape of inverse_t
+    tensor        matrix                         ()                         the same element
+    row           row                            (R, 1)                     (C, 1)
+    block         1x128 block                    (R, ceil(C / 128))         (C, ceil(R / 128))
+    square        128x128 block                  (ceil(R / 128), ceil(C / 128))   its transpose
 
-What the copies are for. A matrix unit multiplies rows by rows: both operands of an 8-bit GEMM lie with the
-dimension that is summed over last, and a scale must be constant along it, or along 128 of it. For a linear layer
-y = x W^T, with x (M, K), W (N, K) and dy (M, N), ``data`` and ``data_t`` of each tensor serve the three GEMMs:
+Why there are two layouts: an FP8 GEMM takes both operands with the reduction dimension last, and a scale must be
+constant along it, or along 128 elements of it. For a linear layer y = x W^T, with x (M, K), W (N, K) and dy (M, N),
+``data`` and ``data_t`` of each tensor serve the three GEMMs:
 
-    y  = x  W^T     sums over K     data of x,     data of W
-    dx = dy W       sums over N     data of dy,    data_t of W
-    dW = dy^T x     sums over M     data_t of dy,  data_t of x
+    y  = x  W^T     reduces over K     data of x,     data of W
+    dx = dy W       reduces over N     data of dy,    data_t of W
+    dW = dy^T x     reduces over M     data_t of dy,  data_t of x
 
-So ``data_t`` of the granularities row and block is scaled by ITS OWN rows, the columns of x, and is another
-rounding of x, not the transpose of ``data``. For tensor and square the scales agree, and data_t is data's
+So with the granularities row and block, ``data_t`` is scaled by ITS OWN rows, the columns of x. It is another
+quantization of x, not the transpose of ``data``. With tensor and square the scales agree, and data_t is data's
 transpose to the byte. In ``torch._scaled_mm(a.data, b.data.t(), a.inverse, b.inverse.t())`` the scales have the
-layout that torch asks for: those of block lie column after column (strides 1, R), the others row after row.
+layout that torch requires: column-major (strides 1, R) for block, row-major for the others.
 
-``counts`` holds, for data in its first row and for data_t in its second (zeros where there is none):
+``counts`` has a row for data and one for data_t (zeros if it was not requested):
 
-    saturated     finite numbers with |float32(x * s)| > L under the scale from the history, which were too large
-                  for it and made the call use a scale of its own; 0 without a history
-    underflowed   numbers that are not zero and became zero under the scale that was used in the end
+    saturated     finite elements with |float32(x * s)| > L under the delayed scale, for which the call was
+                  requantized; 0 without a history
+    underflowed   nonzero elements that became zero under the final scale
     nonfinite     infinities and NaN in x
-    numbers       how many there are in all
+    numbers       all elements
 """
 
 from __future__ import annotations
@@ -93,31 +93,31 @@ BLOCK = 128
 GRANULARITIES = ("tensor", "row", "block", "square")
 LARGEST_SCALE = 2.0**126
 NORMAL_BINADES = 9
-"""How many binades of normal numbers a delayed scale must leave below the amax; see the module's text."""
+"""Number of binades of normal numbers that a delayed scale must leave below the amax; see the module's docstring."""
 HISTORY = 16
-"""How many casts a history usually remembers; any length works."""
+"""Default length of an amax history; any length works."""
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def inverse_shape(granularity: str, rows: int, columns: int) -> tuple[int, ...]:
-    """The shape of the scales of a matrix."""
+    """Return the shape of the scales of a matrix."""
     across, down = -(-columns // BLOCK), -(-rows // BLOCK)
     return {"tensor": (), "row": (rows, 1), "block": (rows, across), "square": (down, across)}[granularity]
 
 
 def empty_inverse(x: torch.Tensor, granularity: str, rows: int, columns: int) -> torch.Tensor:
-    """Memory for the scales of a matrix, in the layout of the module's table."""
+    """Allocate the scales of a matrix, in the layout of the module's table."""
     shape = inverse_shape(granularity, rows, columns)
     if granularity == "block":
         return x.new_empty(shape[::-1], dtype=torch.float32).t()
     return x.new_empty(shape, dtype=torch.float32)
 
 
-# The reference: numpy in float64, where a product of two float32 numbers is exact, and the table of the format.
+# The reference: numpy in float64, where products of two float32 values are exact, and the format's table of values.
 
 
 def _largest(magnitude: npt.NDArray[np.float64], granularity: str) -> npt.NDArray[np.float64]:
-    """The largest number of each group, in the shape of the scales."""
+    """Return the amax of each group, in the shape of the scales."""
     rows, columns = magnitude.shape
     shape = inverse_shape(granularity, rows, columns)
     found = np.zeros(shape)
@@ -144,7 +144,7 @@ def _scales(amax: npt.NDArray[np.float64], chosen: Format, power_of_two: bool) -
 
 
 def _spread(scale: npt.NDArray[np.float32], granularity: str, rows: int, columns: int) -> npt.NDArray[np.float32]:
-    """The scale of every number."""
+    """Expand scales to one per element."""
     if granularity in ("block", "square"):
         scale = scale.repeat(BLOCK, axis=1)[:, :columns]
     if granularity == "square":
@@ -155,12 +155,12 @@ def _spread(scale: npt.NDArray[np.float32], granularity: str, rows: int, columns
 def _quantise(
     x: npt.NDArray[np.float32], scale: npt.NDArray[np.float32], granularity: str, chosen: Format
 ) -> tuple[npt.NDArray[np.uint8], list[int]]:
-    """The codes of a matrix, and how many numbers underflowed and were not finite."""
+    """Return the codes of a matrix, and its underflowed and non-finite counts."""
     spread = _spread(scale, granularity, *x.shape)
     finite = np.isfinite(x)
     with np.errstate(over="ignore", invalid="ignore", under="ignore"):
         product = x * spread
-    # A finite number that overflows float32 saturates like any other.
+    # A finite element whose product overflows float32 saturates too.
     clipped = np.clip(product, -chosen.largest, chosen.largest)
     codes = chosen.encode(np.where(finite, clipped, np.nan))
     underflowed = finite & (x != 0) & (chosen.decode(codes) == 0)
@@ -175,7 +175,7 @@ def reference(
     history: torch.Tensor | None,
     power_of_two: bool,
 ) -> tuple[torch.Tensor, ...]:
-    """The definition, in numpy: slow, and exact to the byte."""
+    """The definition, in numpy: slow, and byte for byte exact."""
     chosen = format_named(number_format)
     x_RC = x.detach().to("cpu", torch.float32).numpy()
     magnitude = np.where(np.isfinite(x_RC), np.abs(x_RC), 0).astype(np.float64)
@@ -214,7 +214,7 @@ def reference(
 
 
 def _remembered(history: torch.Tensor, chosen: Format, power_of_two: bool) -> npt.NDArray[np.float32] | None:
-    """The scale that a history gives; None where it has nothing to say."""
+    """Return the delayed scale of a history; None if it has no positive finite entry."""
     entries = history.detach().to("cpu").numpy().astype(np.float64)
     largest = np.asarray(entries[np.isfinite(entries)].max(initial=0.0))
     return _scales(largest, chosen, power_of_two) / np.float32(2) if largest > 0 else None
@@ -287,7 +287,7 @@ def traffic(call: Call) -> int:
 
 def flops(call: Call) -> int:
     x: TensorSpec = call["x"]
-    return 2 * math.prod(x.shape)  # a comparison for the amax and a product; the conversion is no arithmetic
+    return 2 * math.prod(x.shape)  # a comparison for the amax and a multiplication; conversions are not counted
 
 
 def plain(
@@ -298,7 +298,7 @@ def plain(
     history: torch.Tensor | None,
     power_of_two: bool,
 ) -> tuple[torch.Tensor, ...]:
-    """What a user would write without us: no statistics, no care for zeros, whole blocks only."""
+    """Baseline in plain torch: without counts, without zero handling, for whole blocks only."""
     chosen = FORMATS[number_format]
 
     def cast(matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -407,7 +407,7 @@ FP8_CAST = Op(
         "bool power_of_two",
     ),
     outputs=("data", "data_t", "inverse", "inverse_t", "amax", "counts", "next_history"),
-    differentiable=("x",),  # no output is: nothing flows back, but torch wants an argument and a result in a schema
+    differentiable=("x",),  # no output is differentiable, but torch needs an argument in the schema
     differentiable_outputs=(),
     saved=("x",),
     exact=True,

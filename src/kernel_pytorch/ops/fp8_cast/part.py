@@ -1,7 +1,7 @@
-"""The cast of a part of a matrix by the largest magnitude of the whole: together the parts are its cast.
+"""Tensorwise FP8 quantization of a shard by the amax of the whole matrix, for FSDP2's FP8 all-gather.
 
-``fp8_cast`` of a matrix with one scale for the tensor takes two steps, its amax and the codes; where the matrix lies
-in parts on several devices, the amax has to go around between them.
+Each rank computes the amax of its shard, the ranks reduce it, and each quantizes its shard with the result. Together
+the shards are byte for byte ``fp8_cast`` of the whole matrix.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["amax_of_part", "cast_of_part", "inverses_from"]
 
 
 def amax_of_part(x_RC: torch.Tensor) -> torch.Tensor:
-    """The largest magnitude among its finite numbers, float32 without dimensions; 0 where there is none."""
+    """Return the amax of the finite elements as a float32 scalar; 0 if there are none."""
     prepared = _prepared(x_RC, "e4m3fn", False)
     if prepared is not None:
         from kernel_pytorch.ops.fp8_cast.triton_part import amax
@@ -32,7 +32,7 @@ def amax_of_part(x_RC: torch.Tensor) -> torch.Tensor:
 
 
 def inverses_from(amaxes: torch.Tensor, number_format: str, power_of_two: bool) -> torch.Tensor:
-    """For the largest magnitude of each matrix, what ``fp8_cast`` gives as its ``inverse``."""
+    """Return the ``inverse`` of ``fp8_cast`` for the amax of each matrix."""
     scales = scale_from_amax(amaxes, FORMATS[number_format].largest, power_of_two)
     return scales.double().reciprocal().float()
 
@@ -40,11 +40,11 @@ def inverses_from(amaxes: torch.Tensor, number_format: str, power_of_two: bool) 
 def cast_of_part(
     x_RC: torch.Tensor, amax: torch.Tensor, number_format: str, power_of_two: bool, counts: torch.Tensor, row: int
 ) -> torch.Tensor:
-    """The codes of some rows or columns of a matrix, byte for byte as in ``fp8_cast`` of all of it.
+    """Return the quantized data of some rows or columns of a matrix, byte for byte as in ``fp8_cast`` of all of it.
 
     Args:
-        amax: the largest magnitude among the finite numbers of the whole matrix, float32 without dimensions.
-        counts: int64 (rows, 2, 4), contiguous; what is lost is added to ``counts[row, 0]``.
+        amax: the amax of the finite elements of the whole matrix, a float32 scalar.
+        counts: int64 (rows, 2, 4), contiguous; the counts are added to ``counts[row, 0]``.
 
     Example:
         >>> import torch
@@ -73,7 +73,7 @@ def cast_of_part(
 
 
 def _prepared(x_RC: torch.Tensor, number_format: str, power_of_two: bool) -> Any:
-    """Triton's cast of such matrices, where its kernel would be chosen; None elsewhere."""
+    """Return Triton's cast of such matrices if its kernel would be selected, else None."""
     device = device_preferring(KERNEL_TRITON, x_RC.device, "float64")
     if device is None or x_RC.numel() == 0 or not dispatch.plain_call(x_RC):
         return None

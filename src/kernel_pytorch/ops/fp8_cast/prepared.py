@@ -12,11 +12,11 @@ from kernel_pytorch.hardware_abstraction.device import Device
 __all__ = ["CastSpec", "TransposeSpec", "prepare"]
 
 _ROW_BYTES = 64
-"""Of one row of the counts: int64 (2, 4)."""
+"""Bytes of one row of the counts, int64 (2, 4)."""
 
 
 class CastSpec(NamedTuple):
-    """A kind of cast. Hashed in every call, so a NamedTuple."""
+    """A kind of cast. A NamedTuple, because it is hashed in every call."""
 
     shape: torch.Size
     stride: tuple[int, ...]
@@ -27,12 +27,12 @@ class CastSpec(NamedTuple):
     """0 without delayed scaling."""
     power_of_two: bool
     reuse_scale: bool
-    """Whether to try the scale of the last cast with the same counts first, as for a weight: it is read once if its
+    """Whether to try the scale of the last cast with the same counts first. For weights: they are read once if the
     power of two has not changed."""
 
 
 class TransposeSpec(NamedTuple):
-    """A kind of transposition of quantized data."""
+    """A kind of transpose of quantized data."""
 
     shape: torch.Size
 
@@ -41,7 +41,7 @@ def prepare(device: Device, spec: CastSpec | TransposeSpec) -> Callable[..., Any
     """Return a function that casts, or transposes quantized data, as ``spec`` says; None if no kernel can.
 
     A cast takes ``(x, counts, row, history)``, adds to ``counts[row]``, updates the history, and returns data,
-    data_t, inverse and inverse_t. A transposition takes the data.
+    data_t, inverse and inverse_t. A transpose takes the data.
     """
     if isinstance(spec, TransposeSpec):
         from kernel_pytorch.ops.fp8_cast.triton_turn import PreparedTurn

@@ -1,8 +1,8 @@
 """fp8_cast in plain torch operations, byte for byte as defined: runs wherever torch does.
 
-torch's own cast rounds to nearest even, but what it makes of numbers beyond the largest and of infinities
-depends on the format, the device and torch's version (in 2.13 on a CPU, e4m3fn turns infinity into 448). So the
-cast only ever sees numbers inside the format's range, and one NaN.
+torch's cast rounds to nearest even, but its result for values beyond the format's range and for infinities depends
+on the format, the device and the version (torch 2.13 on a CPU converts infinity to 448 in e4m3fn). So values are
+clamped to the range first, and non-finite ones replaced by one NaN.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from kernel_pytorch.ops.fp8_cast.definition import BLOCK, LARGEST_SCALE, NORMAL_
 
 
 def group_amax(magnitude_RC: torch.Tensor, granularity: str) -> torch.Tensor:
-    """The largest number of each group, in the shape of the scales; 0 for a group of none."""
+    """Return the amax of each group, in the shape of the scales; 0 for an empty group."""
     rows, columns = magnitude_RC.shape
     if granularity == "tensor":
         return magnitude_RC.amax() if magnitude_RC.numel() else magnitude_RC.new_zeros(())
@@ -32,13 +32,13 @@ def group_amax(magnitude_RC: torch.Tensor, granularity: str) -> torch.Tensor:
 
 
 def scale_from_amax(amax: torch.Tensor, largest: float, power_of_two: bool) -> torch.Tensor:
-    """The largest float32 s with s * amax <= largest, at most 2^126; 1 where amax is 0.
+    """Return the largest float32 s with s * amax <= largest, at most 2^126; 1 where amax is 0.
 
-    In float64, where the product is exact: the quotient rounded to float32 is that number or the next above.
+    Compares in float64, where the product is exact: the quotient rounded to float32 is s or the next float32 above.
     """
     exact = amax.double()
     scale = (largest / exact.clamp_min(largest / LARGEST_SCALE)).float()
-    # The float32 below a positive one has the bit pattern before it.
+    # The next smaller positive float32 has the next smaller bit pattern.
     scale = (scale.view(torch.int32) - (scale.double() * exact > largest).int()).view(torch.float32)
     if power_of_two:
         scale = (scale.view(torch.int32) & 0x7F800000).view(torch.float32)
@@ -46,7 +46,7 @@ def scale_from_amax(amax: torch.Tensor, largest: float, power_of_two: bool) -> t
 
 
 def _spread(scale: torch.Tensor, granularity: str, rows: int, columns: int) -> torch.Tensor:
-    """The scales in a shape that multiplies a matrix."""
+    """Expand scales to a shape that broadcasts with the matrix."""
     if granularity in ("block", "square"):
         scale = scale.repeat_interleave(BLOCK, dim=1)[:, :columns]
     if granularity == "square":
@@ -57,13 +57,13 @@ def _spread(scale: torch.Tensor, granularity: str, rows: int, columns: int) -> t
 def _quantised(
     x_RC: torch.Tensor, finite_RC: torch.Tensor, scale: torch.Tensor, granularity: str, chosen: Format
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The contiguous matrix in the format, and (0, underflowed, not finite, all)."""
+    """Return the contiguous quantized data, and (0, underflowed, non-finite, all) counts."""
     product = x_RC * _spread(scale, granularity, *x_RC.shape)
     magnitude = product.abs()
-    underflowed = (magnitude <= chosen.smallest_subnormal / 2) & (x_RC != 0)  # the tie goes to zero, which is even
+    underflowed = (magnitude <= chosen.smallest_subnormal / 2) & (x_RC != 0)  # ties round to zero, the even code
     lost = torch.stack([numbers.count_nonzero() for numbers in (underflowed, finite_RC.logical_not())])
     counts = torch.nn.functional.pad(torch.nn.functional.pad(lost, (1, 0)), (0, 1), value=x_RC.numel())
-    # A NaN of the format's own sign, also out of 0 times an infinite scale.
+    # The format's NaN code, also for 0 times an infinite scale.
     number = finite_RC & (product == product)
     inside = torch.where(number, product.clamp(-chosen.largest, chosen.largest), torch.nan)
     return x_RC.new_empty(x_RC.shape, dtype=chosen.dtype).copy_(inside), counts
@@ -74,7 +74,7 @@ def _inverse(x: torch.Tensor, scale: torch.Tensor, granularity: str, rows: int, 
 
 
 def _transposed_copy(data_RC: torch.Tensor) -> torch.Tensor:
-    """As bytes, for not every device copies 8-bit floats with strides."""
+    """Return the contiguous transpose, copied as bytes: not every device copies strided FP8 tensors."""
     data_CR = data_RC.new_empty((data_RC.shape[1], data_RC.shape[0]), dtype=torch.uint8)
     return data_CR.copy_(data_RC.view(torch.uint8).t()).view(data_RC.dtype)
 
@@ -113,7 +113,7 @@ def forward(
         if granularity == "square":
             inverse_t = _inverse(x, scale.t(), granularity, columns, rows)
     elif transposed:
-        # Turned once: every operation below would walk across memory otherwise.
+        # Transpose once: every operation below would otherwise read with large strides.
         x_CR, magnitude_CR, finite_CR = (matrix.t().contiguous() for matrix in (x_RC, magnitude_RC, finite_RC))
         own = scale_from_amax(group_amax(magnitude_CR, granularity), chosen.largest, power_of_two)
         data_t, counts_t = _quantised(x_CR, finite_CR, own, granularity, chosen)

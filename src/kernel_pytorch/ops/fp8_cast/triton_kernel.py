@@ -1,9 +1,9 @@
 """fp8_cast in Triton, one source for NVIDIA and AMD: byte for byte as defined.
 
-Memory-bound: a number of x is read once and written once or twice (both layouts out of one tile, which is turned in
-shared memory). Only scales of the tensor or of rows need the largest magnitudes first, which reads x a second time,
-partly out of the cache; scales of blocks and squares lie within a tile, scales from a history are there before, and
-one that is a power of two may be guessed from an earlier cast, at the price of a second cast where that was wrong.
+Memory-bound: an element of x is read once and written once or twice (both layouts from one tile, which is transposed
+in shared memory). Only tensorwise and rowwise scales need the amax first, which reads x a second time, partly from
+the cache. Block scales depend on one tile only, and delayed scales are known before. A power-of-two scale may be
+guessed from an earlier cast; if the guess was wrong, x is quantized again.
 """
 
 # mypy: allow-incomplete-defs, allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
@@ -49,15 +49,15 @@ from kernel_pytorch.ops.fp8_cast.triton_tiles import (
 )
 from kernel_pytorch.ops.triton_launch import Launches, Place, empty, zeros
 
-# Rows, columns and warps of a tile: the fastest of those tried on an H200.
+# Rows, columns and warps of a tile: the fastest of a sweep on an H200.
 _TILE = (64, 64, 4)
 _ROW_TILE = (128, 64, 4)
-_PART_TILE = (128, 128, 8)  # a block of the definition
+_PART_TILE = (128, 128, 8)  # one 128x128 block
 _AMAX_TILE = (8, 1024, 4, 2)
-_ROW_AMAX_TILE = (32, 128, 4, 8)  # and how many of them below each other
+_ROW_AMAX_TILE = (32, 128, 4, 8)  # and the number of tiles of a program, one below the other
 
 
-# The first reading.
+# The first pass: amax.
 
 
 @triton.jit
@@ -65,14 +65,14 @@ def _amax(
     x, amax, rows, columns, row_stride, column_stride,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
-    """The largest magnitude of TILES tiles below each other."""
+    """The amax of TILES tiles, one below the other."""
     across = tl.cdiv(columns, COLUMNS)
     first, j = tile_of_program(across, True)
     first *= TILES
     largest = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
-    for below in tl.static_range(TILES):  # all of them are loaded before the first is looked at
+    for below in tl.static_range(TILES):  # unrolled, so that all loads are issued first
         values = load_tile(x, first + below, j, rows, columns, row_stride, column_stride, ROWS, COLUMNS)
-        largest = tl.maximum(largest, tl.abs(values))  # of a number and a NaN, a GPU takes the number
+        largest = tl.maximum(largest, tl.abs(values))  # the GPU's maximum ignores NaN
     found = tl.max(tl.max(largest, axis=0), axis=0)
     if not is_finite(found):
         largest = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
@@ -88,7 +88,7 @@ def _amax_of_rows(
     x, amax, row_amax, rows, columns, row_stride, column_stride,
     BY_COLUMN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
-    """TILES tiles below each other: the more of them, the fewer programs compete for the number of a column."""
+    """Row and column amax of TILES tiles, one below the other: more tiles mean fewer atomics per column."""
     across = tl.cdiv(columns, COLUMNS)
     i, j = tile_of_program(across, True)
     i *= TILES
@@ -113,7 +113,7 @@ def _scales_of_rows(
     row_amax, amax, final_amax, inverse, inverse_t, rows, columns,
     LARGEST: tl.constexpr, POWER_OF_TWO: tl.constexpr, TURNED: tl.constexpr, NUMBERS: tl.constexpr,
 ):  # fmt: skip
-    """What was found for rows, and for columns after them, becomes their scales: once, not in every tile."""
+    """Convert the amax of rows, then of columns, to scales: once, instead of in every tile."""
     place = tl.program_id(0) * NUMBERS + tl.arange(0, NUMBERS)
     inside = place < rows + (columns if TURNED else 0)
     found = tl.load(row_amax + place, mask=inside, other=0).to(tl.float32, bitcast=True)
@@ -126,12 +126,12 @@ def _scales_of_rows(
         tl.store(final_amax, tl.load(amax).to(tl.float32, bitcast=True))
 
 
-# The cast.
+# The second pass: quantization.
 
 
 @triton.jit
 def _scale_to_try(before, LARGEST: tl.constexpr, POWER_OF_TWO: tl.constexpr, GUESSED: tl.constexpr):
-    """From the largest magnitude of earlier casts: with headroom, but where it is GUESSED to be this one's."""
+    """The scale of the amax of earlier casts: with headroom, unless it is GUESSED to be this tensor's amax."""
     return scale_from_amax(before, LARGEST, POWER_OF_TWO) * (1.0 if GUESSED else 0.5)
 
 
@@ -144,7 +144,7 @@ def cast_whole(
     LARGEST: tl.constexpr, HALF_SMALLEST: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr,
     NAN: tl.constexpr, FNUZ: tl.constexpr, HARDWARE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """One tile with the tensor's scale: from its amax, or from a HISTORY, finding the amax."""
+    """Quantize one tile with the tensorwise scale: from its amax, or from a HISTORY, computing the amax."""
     i, j = tile_of_program(tl.cdiv(columns, COLUMNS), HISTORY > 0)
     source = (x, row_stride, column_stride)
     v_0, v_1, v_2, v_3 = quarters(quarter_of_matrix, i, j, rows, columns, ROWS, COLUMNS, source)
@@ -178,15 +178,13 @@ def settle(
     LARGEST: tl.constexpr, HALF_SMALLEST: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr,
     NAN: tl.constexpr, FNUZ: tl.constexpr, HARDWARE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """After a cast by the history's scale: cast all of it again where the amax does not fit it.
+    """After a cast with the delayed scale: requantize all of it if the amax does not fit that scale.
 
-    Or, where the scale was GUESSED, where it is not the one that the numbers have.
+    With a GUESSED scale: if the guess was not the scale of the amax.
     """
     add_numbers(counts, rows, columns, TURNED)
     largest = tl.load(amax).to(tl.float32, bitcast=True)
-    before = tl.load(amax + 1).to(
-        tl.float32, bitcast=True
-    )  # the history itself may be brought up to date meanwhile
+    before = tl.load(amax + 1).to(tl.float32, bitcast=True)  # another program may update the history meanwhile
     remembered = _scale_to_try(before, LARGEST, POWER_OF_TWO, GUESSED)
     scale = scale_from_amax(largest, LARGEST, POWER_OF_TWO)
     if GUESSED:
@@ -216,7 +214,7 @@ def settle(
 
 @triton.jit
 def _scales_of_parts(of_part, inverse, number, part, numbers, LARGEST: tl.constexpr, POWER_OF_TWO: tl.constexpr):
-    """The scales of the parts of rows that lie in a tile; keeps their reciprocals, part after part."""
+    """The scales of the rows, 1x128 blocks or 128x128 block of a tile; stores their reciprocals."""
     scale = scale_from_amax(of_part, LARGEST, POWER_OF_TWO)
     tl.store(inverse + part.to(tl.int64) * numbers + number, reciprocal(scale), mask=number < numbers)
     return scale
@@ -227,7 +225,7 @@ def _scale_of_quarter(
     values, row_scale, inverse, i, j, k, rows,
     BLOCKS: tl.constexpr, LARGEST: tl.constexpr, POWER_OF_TWO: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """The scales of the rows of a quarter, or of their parts in this tile, as a column."""
+    """The scales of a quarter's rows, or of their blocks in this tile, as a column."""
     row = i * ROWS + tl.arange(0, ROWS // 4) * 4 + k
     if BLOCKS:
         of_row = tl.max(magnitudes(values), axis=1)
@@ -252,7 +250,7 @@ def _cast_parts(
     LARGEST: tl.constexpr, HALF_SMALLEST: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr,
     NAN: tl.constexpr, FNUZ: tl.constexpr, HARDWARE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """One tile with scales of rows, blocks or squares."""
+    """Quantize one tile with rowwise, 1x128 or 128x128 block scaling."""
     add_numbers(counts, rows, columns, TURNED)
     across, down = tl.cdiv(columns, COLUMNS), tl.cdiv(rows, ROWS)
     i, j = tile_of_program(across, GRANULARITY != "row")
@@ -309,8 +307,8 @@ def _cast_parts(
 
 # Launching.
 
-# What kernels are given, in the order in which a call of PreparedCast lists it. The magnitudes of rows become their
-# scales; what is lost by a history's scale may not count in the end, and is counted apart at first.
+# The arguments of the kernels, in the order of PreparedCast.__call__. The buffer of row amaxes becomes that of row
+# scales. Counts under a delayed scale go to a buffer of their own, since a requantization discards them.
 _ARGUMENTS = (
     "x", "data", "data_t", "inverse", "inverse_t", "amax", "tried", "final_amax", "row_amax", "row_scale", "counts",
     "own_counts", "history", "rows", "columns", "row_stride", "column_stride", "history_length",
@@ -335,23 +333,23 @@ def forward(
     length = next_history.shape[0]
     cast = prepared(device, x, number_format, granularity, transposed, length, power_of_two)
     data, data_t, inverse, inverse_t = cast(x, Place(counts, torch.int64), remembered, Place(amax, torch.float32))
-    if inverse_t is inverse:  # results of an op must not be the same memory
+    if inverse_t is inverse:  # the results of a custom op must not alias
         inverse_t = inverse.new_empty(0)
     return data, data_t, inverse, inverse_t, amax, counts, next_history
 
 
 class PreparedCast:
-    """The cast of matrices of one kind: what is the same for all of them is worked out once.
+    """The cast of matrices of one kind, with grids, constants and launches computed once.
 
-    Called with a matrix that has numbers, the place of contiguous counts, to which what is lost is added, that of a
-    history of this length, which is brought up to date, and perhaps one for the largest magnitude; gives data,
-    data_t, inverse and inverse_t. The GPU of the matrix must be the current one. A layer makes three such calls a
-    step, and its GPU may wait for them, so torch is asked for nothing but memory.
+    Called with a non-empty matrix, the ``Place`` of contiguous counts to add to, that of an amax history of this
+    length to update, and optionally one for the amax; returns data, data_t, inverse and inverse_t. The matrix must be
+    on the current GPU. A layer makes three such calls a step and its GPU may wait for them, so the only call of torch
+    is the allocation.
 
     Args:
-        guessed: the history is one number, the largest magnitude of an earlier cast, and nothing but a guess. A scale
-            is usually the same power of two as then, and x is read once; where it is not, x is cast again. So what
-            comes of it is the cast without a history, whatever the guess.
+        guessed: whether the history is one element, the amax of an earlier cast, used as a guess. The scale usually
+            is the same power of two as then, and x is read once; if not, x is requantized. The result is the cast
+            without a history, whatever the guess.
     """
 
     def __init__(
@@ -465,5 +463,5 @@ def prepared(
     length: int,
     power_of_two: bool,
 ) -> PreparedCast:
-    """The cast of matrices such as x, with a history of this length, or 0 for none."""
+    """Return the cached ``PreparedCast`` of matrices such as x, with a history of this length, 0 for none."""
     return _prepared(device, x.shape, x.stride(), number_format, granularity, transposed, length, power_of_two)

@@ -1,4 +1,4 @@
-"""For a part of a matrix, each of the two readings of Triton's cast alone."""
+"""The two passes of Triton's tensorwise cast, amax and quantization, as separate launches for shards."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["amax", "cast_by_amax"]
 
 
 def amax(cast: PreparedCast, x: torch.Tensor) -> torch.Tensor:
-    """The largest magnitude among the finite numbers."""
+    """Return the amax of the finite elements."""
     found = x.new_zeros((), dtype=torch.float32)
     place = Place(found, torch.int32)
     _launch(cast, 0, (), x=x, amax=place)
@@ -21,7 +21,7 @@ def amax(cast: PreparedCast, x: torch.Tensor) -> torch.Tensor:
 
 
 def cast_by_amax(cast: PreparedCast, x: torch.Tensor, amax: torch.Tensor, counts: Place) -> torch.Tensor:
-    """The codes with the scale that this amax gives; what is lost is added to the counts."""
+    """Quantize with the scale of this amax, and add to the counts."""
     data = x.new_empty(cast.shape, dtype=cast.dtype)
     codes, known = Place(data, torch.uint8), Place(amax, torch.int32)
     unread = x.new_empty(1, dtype=torch.float32)
@@ -34,7 +34,7 @@ def cast_by_amax(cast: PreparedCast, x: torch.Tensor, amax: torch.Tensor, counts
 
 
 def _launch(cast: PreparedCast, number: int, aligned: tuple[int, ...], **arguments: Any) -> None:
-    """One of the kernels of a cast with the scale of the tensor."""
+    """Launch one of the kernels of a tensorwise cast."""
     names = ("rows", "columns", "row_stride", "column_stride", "history_length")
     arguments.update(zip(names, cast.sizes, strict=True))
     x = arguments["x"]

@@ -1,12 +1,12 @@
-"""What the casts to 8 bits in Triton are made of: codes, scales, counts, and tiles that are read, cast and turned.
+"""Building blocks of the FP8 casts in Triton: encoding, scales, counts, and tiles that are read, cast and transposed.
 
-What tiles find out together, the largest magnitudes and the counts, they add to one small buffer that starts as
-zeros: magnitudes as the bit patterns of floats, which are ordered as the numbers are.
+Tiles accumulate their amax and counts in one small buffer of zeros by atomics. The amax is stored as the bit pattern
+of a float, which orders like the float itself.
 
-Telling apart what is lost takes more instructions than the cast. So a tile is cast as if all were well, and four
-codes at a time are looked at. In the format with the short range some numbers of most tiles become zeros: zeros are
-counted, unless one was a zero before. Only a tile with such a one or with a NaN or an infinity (in the long range:
-with any zero) is read again to be counted number by number.
+Classifying every element (underflowed, non-finite) takes more instructions than the cast. So a tile is first cast,
+and the codes are inspected four at a time. In e4m3 some elements of most tiles become zero: zeros are counted, unless
+an element was zero before. Only a tile with such an element, or with a NaN or an infinity (in e5m2: with any zero),
+is read again and counted element by element.
 """
 
 # mypy: allow-incomplete-defs, allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
@@ -22,10 +22,10 @@ from kernel_pytorch.hardware_abstraction.device import Device
 from kernel_pytorch.hardware_abstraction.formats import Format
 from kernel_pytorch.ops.fp8_cast.definition import NORMAL_BINADES
 
-# Number formats.
+# FP8 formats.
 
 
-# Two numbers at a time, the second one into the low byte; what is not a number keeps being none.
+# Two elements per instruction, the second into the low byte; NaN stays NaN.
 _E4M3_WORD: tl.constexpr = tl.constexpr(
     "{.reg .b16 lo, hi; cvt.rn.satfinite.e4m3x2.f32 lo, $2, $1; cvt.rn.satfinite.e4m3x2.f32 hi, $4, $3; "
     "mov.b32 $0, {lo, hi};}"
@@ -41,7 +41,7 @@ def encode(
     product, finite, LARGEST: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr, NAN: tl.constexpr,
     FNUZ: tl.constexpr,
 ):  # fmt: skip
-    """The codes of float32 numbers in integer arithmetic, saturating; NaN where not finite."""
+    """Encode float32 in integer arithmetic, saturating; NaN for non-finite elements."""
     inside = tl.where(finite, tl.minimum(tl.maximum(product, -LARGEST), LARGEST), 0.0)
     bits = inside.to(tl.uint32, bitcast=True) & 0x7FFFFFFF
     magnitude = bits.to(tl.float32, bitcast=True)
@@ -49,7 +49,7 @@ def encode(
     shift: tl.constexpr = 23 - MANTISSA
     normal = bits + ((bits >> shift) & 1) + ((1 << (shift - 1)) - 1)
     normal = (normal >> shift) - ((127 - BIAS) << MANTISSA)
-    # Subnormal numbers: multiples of the smallest. Adding 2^23 leaves the nearest in the low bits.
+    # Subnormal numbers are multiples of the smallest one. Adding 2^23 leaves the nearest in the low bits.
     multiple = magnitude * (2.0 ** (BIAS - 1 + MANTISSA)) + 8388608.0
     subnormal = multiple.to(tl.uint32, bitcast=True) - 0x4B000000
     code = tl.where(magnitude < 2.0 ** (1 - BIAS), subnormal, normal)
@@ -64,7 +64,7 @@ def encode_words(
     p_0, p_1, p_2, p_3, LARGEST: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr, NAN: tl.constexpr,
     FNUZ: tl.constexpr, HARDWARE: tl.constexpr,
 ):  # fmt: skip
-    """The codes of four numbers each, the first in the low byte. An infinity saturates by the GPU's instruction."""
+    """Encode four elements per word, the first in the low byte. The GPU's instruction saturates infinities."""
     if HARDWARE:
         WORD: tl.constexpr = _E4M3_WORD if MANTISSA == 3 else _E5M2_WORD
         words = tl.inline_asm_elementwise(WORD, "=r,f,f,f,f", [p_0, p_1, p_2, p_3], tl.uint32, True, 1)
@@ -81,13 +81,13 @@ def is_finite(x):
     return tl.abs(x) < float("inf")
 
 
-# Quotients as they are defined, from one that may be a few units off: a correctly rounded division branches, and what
-# a kernel loads would wait for it. Products of two float32 numbers are exact in float64.
+# Correctly rounded quotients from one that may be a few ulps off: a correctly rounded division branches, and loads
+# would wait for it. Products of two float32 values are exact in float64.
 
 
 @triton.jit
 def scale_from_amax(amax, LARGEST: tl.constexpr, POWER_OF_TWO: tl.constexpr):
-    """The largest float32 s with s * amax <= largest, at most 2^126; 1 where amax is 0."""
+    """The largest float32 s with s * amax <= largest, at most 2^126; 1 if amax is 0."""
     magnitude = tl.maximum(amax, LARGEST * 2.0**-126)
     near = (LARGEST / magnitude).to(tl.float64)
     exact = magnitude.to(tl.float64)
@@ -101,7 +101,7 @@ def scale_from_amax(amax, LARGEST: tl.constexpr, POWER_OF_TWO: tl.constexpr):
 
 @triton.jit
 def reciprocal(scale):
-    """The float32 number nearest to it."""
+    """The reciprocal, correctly rounded to float32."""
     exact = scale.to(tl.float64)
     near = (1.0 / scale).to(tl.float64)
     near += near * (1.0 - near * exact)
@@ -111,7 +111,7 @@ def reciprocal(scale):
 
 @triton.jit
 def largest_remembered(history, length, HISTORY: tl.constexpr):
-    """The largest entry that is finite; 0 where there is none."""
+    """The largest finite entry of an amax history; 0 if there is none."""
     place = tl.arange(0, HISTORY)
     entries = tl.load(history + place, mask=place < length, other=0.0)
     return tl.max(tl.where(is_finite(entries), tl.maximum(entries, 0.0), 0.0), axis=0)
@@ -122,11 +122,11 @@ _BINADES: tl.constexpr = tl.constexpr(NORMAL_BINADES)
 
 @triton.jit
 def needs_own_scale(before, amax, remembered, LARGEST: tl.constexpr, BIAS: tl.constexpr):
-    """Whether a tensor must be cast again with a scale of its own, and which scale it exceeds then, or 0.
+    """Whether a tensor must be requantized with its own amax, and the delayed scale if it exceeds that, else 0.
 
     Args:
         before: the largest entry of the history, 0 if there is none.
-        remembered: the delayed scale, that of the history.
+        remembered: the delayed scale.
     """
     reached = amax * remembered
     exceeds = (before > 0.0) & (reached > LARGEST)
@@ -134,24 +134,24 @@ def needs_own_scale(before, amax, remembered, LARGEST: tl.constexpr, BIAS: tl.co
     return (before == 0.0) | exceeds | below, tl.where(exceeds, remembered, 0.0)
 
 
-# What tiles find out together, in a buffer of zeros, as 32-bit numbers: the largest magnitude, what the history says,
-# four counts of a first try in 64 bits each, the largest magnitude as a float. In bytes:
+# Layout of the shared buffer, in 32-bit words: the amax, the history's largest entry, four 64-bit counts of the cast
+# with the delayed scale, the amax as a float. In bytes:
 SCRATCH_TRIED, SCRATCH_LARGEST, SCRATCH = 8, 40, 48
 
 
 @triton.jit
 def offer(address, magnitude):
-    """Raise the number there, kept as its bit pattern, to this one."""
+    """Atomic maximum of a magnitude, stored as its bit pattern."""
     tl.atomic_max(address, magnitude.to(tl.int32, bitcast=True), sem="relaxed")
 
 
 COPY: tl.constexpr = tl.constexpr(4)
-"""From the counts of a copy to those of the transposed copy: saturated, underflowed, not finite, all its numbers."""
+"""Offset from the counts of data to those of data_t: saturated, underflowed, non-finite, all elements."""
 
 
 @triton.jit
 def add_count(counts, count, TURNED: tl.constexpr):
-    """Most often there is nothing to add, and nobody to wait for."""
+    """Add to a count; skip the atomic when the count is zero."""
     count = tl.full((), 0, tl.int64) + count
     if count > 0:
         tl.atomic_add(counts, count, sem="relaxed")
@@ -161,7 +161,7 @@ def add_count(counts, count, TURNED: tl.constexpr):
 
 @triton.jit
 def add_numbers(counts, rows, columns, TURNED: tl.constexpr):
-    """The first program adds how many numbers there are."""
+    """Add the number of elements, in the first program only."""
     if tl.program_id(0) == 0:
         numbers = (tl.full((), 0, tl.int64) + rows) * columns  # sizes of 1 are constants
         tl.atomic_add(counts + 3, numbers, sem="relaxed")
@@ -171,14 +171,14 @@ def add_numbers(counts, rows, columns, TURNED: tl.constexpr):
 
 @triton.jit
 def add_missed(counts, lost, TURNED: tl.constexpr):
-    """Add what ``lost_in`` found in the numbers of a tile."""
+    """Add the counts that ``lost_in`` found in a tile."""
     add_count(counts + 1, tl.sum(tl.sum(lost & 0xFFFF, axis=1), axis=0), TURNED)
     add_count(counts + 2, tl.sum(tl.sum(lost >> 16, axis=1), axis=0), TURNED)
 
 
 @triton.jit
 def lost_in(x, product, finite, HALF_SMALLEST: tl.constexpr):
-    """1 for a number that became zero, 2^16 for one that is not finite."""
+    """1 for an underflowed element, 2^16 for a non-finite one: two counts in one sum."""
     under = (x != 0.0) & (tl.abs(product) <= HALF_SMALLEST)
     return tl.where(finite, under.to(tl.int32), 1 << 16)
 
@@ -187,7 +187,7 @@ def lost_in(x, product, finite, HALF_SMALLEST: tl.constexpr):
 def load_tile(
     x, i, j, rows, columns, row_stride, column_stride, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):  # fmt: skip
-    """Tile (i, j) of a matrix in float32, zeros beyond its end."""
+    """Load tile (i, j) of a matrix as float32, zeros outside the matrix."""
     corner = x + i.to(tl.int64) * ROWS * row_stride + j.to(tl.int64) * COLUMNS * column_stride
     row, column = tl.arange(0, ROWS), tl.arange(0, COLUMNS)
     inside = (row < rows - i * ROWS)[:, None] & (column < columns - j * COLUMNS)[None, :]
@@ -197,24 +197,24 @@ def load_tile(
 
 @triton.jit
 def remember(history, next_history, length, amax, HISTORY: tl.constexpr):
-    """The history of the next cast: amax in front, the oldest entry dropped."""
+    """Write the history for the next cast: amax in front, the oldest entry dropped."""
     place = tl.arange(0, HISTORY)
     older = tl.load(history + place - 1, mask=(place > 0) & (place < length), other=0.0)
-    tl.debug_barrier()  # both may be the same memory
+    tl.debug_barrier()  # history and next_history may alias
     tl.store(next_history + place, tl.where(place == 0, amax, older), mask=place < length)
 
 
-# Tiles. A tile's place is one 64-bit number; places inside it fit into 32 bits, which takes half the registers.
-# A tile is held as four quarters, quarter k its rows k, k + 4, k + 8 and so on: the codes of four rows below each
-# other then lie in one thread and make one word, and a tile is turned by words instead of by bytes.
+# Tiles. The offset of a tile is 64-bit; offsets inside it are 32-bit, which takes half the registers. A tile is held
+# as four quarters, quarter k with rows k, k + 4, k + 8 and so on: the codes of four consecutive rows then lie in one
+# thread and make one word, and a tile is transposed by words instead of by bytes.
 
 
 @triton.jit
 def tile_of_program(across, LAST_FIRST: tl.constexpr):
-    """The tile that this program is for, of so many beside each other.
+    """The tile (i, j) of this program; ``across`` is the number of tiles in a row of tiles.
 
-    Who reads a matrix as the first begins with its last tiles, which were written last and may still be in the cache;
-    who reads it a second time goes the other way round, for the same reason.
+    LAST_FIRST reverses the order. The first pass over a matrix starts with its last tiles, which were written last
+    and may still be in the cache; the second pass goes the other way, for the same reason.
     """
     tile = tl.program_id(0)
     if LAST_FIRST:
@@ -226,7 +226,7 @@ def tile_of_program(across, LAST_FIRST: tl.constexpr):
 def load_quarter(
     x, i, j, k, rows, columns, row_stride, column_stride, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):  # fmt: skip
-    """A quarter of tile (i, j) of a matrix in float32, zeros beyond its end."""
+    """Load a quarter of tile (i, j) of a matrix as float32, zeros outside the matrix."""
     corner = x + i.to(tl.int64) * ROWS * row_stride + j.to(tl.int64) * COLUMNS * column_stride
     row, column = tl.arange(0, ROWS // 4) * 4 + k, tl.arange(0, COLUMNS)
     inside = (row < rows - i * ROWS)[:, None] & (column < columns - j * COLUMNS)[None, :]
@@ -236,7 +236,7 @@ def load_quarter(
 
 @triton.jit
 def store_quarter(data, codes, i, j, k, rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """The codes of a quarter of tile (i, j) into a matrix whose rows follow each other."""
+    """Store the codes of a quarter of tile (i, j) to a contiguous matrix."""
     corner = data + i.to(tl.int64) * ROWS * columns + j.to(tl.int64) * COLUMNS
     row, column = tl.arange(0, ROWS // 4) * 4 + k, tl.arange(0, COLUMNS)
     inside = (row < rows - i * ROWS)[:, None] & (column < columns - j * COLUMNS)[None, :]
@@ -245,7 +245,7 @@ def store_quarter(data, codes, i, j, k, rows, columns, ROWS: tl.constexpr, COLUM
 
 @triton.jit
 def codes_of_quarter(products, words, k: tl.constexpr, MANTISSA: tl.constexpr, AGAIN: tl.constexpr):
-    """Those in the words of a tile; or encoded AGAIN, four numbers of a row in one word, as they are to be stored."""
+    """The codes of a quarter from the words of a tile; or encoded AGAIN, four elements of a row in one word."""
     if AGAIN:
         WORD: tl.constexpr = _E4M3_WORD if MANTISSA == 3 else _E5M2_WORD
         codes = tl.inline_asm_elementwise(WORD, "=r,f,f,f,f", [products], tl.uint8, True, 4)
@@ -256,7 +256,7 @@ def codes_of_quarter(products, words, k: tl.constexpr, MANTISSA: tl.constexpr, A
 
 @triton.jit
 def not_zero(word):
-    """The top bit of each byte of a word that is not a zero but for its sign; other bits mean nothing."""
+    """Set the top bit of each byte that is neither 0x00 nor 0x80; the other bits are undefined."""
     return (word & 0x7F7F7F7F) + 0x7F7F7F7F
 
 
@@ -264,7 +264,7 @@ def not_zero(word):
 def store_turned(
     data_t, word, i, j, rows, columns, WORDS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):  # fmt: skip
-    """The transpose of tile (i, j). By words where the rows of the transpose consist of such."""
+    """Store the transpose of tile (i, j), by words if the rows of the transpose are aligned to words."""
     row, column = tl.arange(0, ROWS // 4), tl.arange(0, COLUMNS)
     in_column = column < columns - j * COLUMNS
     turned = tl.trans(word)
@@ -291,26 +291,26 @@ def emit(
 ):  # fmt: skip
     """Cast and store the quarters of tile (i, j), each with its scales.
 
-    Returns what ``counted`` takes: the largest magnitude, whether it is none but ``recount`` must have a look, and
-    how many numbers became zeros.
+    Returns the arguments of ``counted``: the amax, whether it is invalid so that ``recount`` must run, and the number
+    of elements that became zero.
     """
     p_0, p_1, p_2, p_3 = v_0 * s_0, v_1 * s_1, v_2 * s_2, v_3 * s_3
     words = encode_words(p_0, p_1, p_2, p_3, LARGEST, MANTISSA, BIAS, NAN, FNUZ, HARDWARE)
     if PLAIN:
         products = (p_0, p_1, p_2, p_3)
         for k in tl.static_range(4):
-            # Fewer instructions than to take the words apart, which are needed as they are.
+            # Fewer instructions than unpacking the words, which are needed packed.
             codes = codes_of_quarter(products[k], words, k, MANTISSA, HARDWARE and TURNED)
             store_quarter(data, codes, i, j, k, rows, columns, ROWS, COLUMNS)
     if TURNED:
         store_turned(data_t, words, i, j, rows, columns, WORDS, ROWS, COLUMNS)
-    # Anything not finite has a larger bit pattern than any number.
+    # Non-finite values have larger bit patterns than finite ones.
     seen = _larger(_larger(tl.abs(v_0), tl.abs(v_1)), _larger(tl.abs(v_2), tl.abs(v_3))).to(tl.int32, bitcast=True)
     if MANTISSA == 3:
         least = tl.minimum(tl.minimum(tl.abs(v_0), tl.abs(v_1)), tl.minimum(tl.abs(v_2), tl.abs(v_3)))
-        # One reduction for all: what is suspicious counts as larger than any number.
+        # One reduction for both: a zero code counts as larger than any finite magnitude.
         flagged = tl.where(least == 0.0, 0x7FFFFFFF, seen)
-        # Four counts in a word, of up to COLUMNS each; then two, of up to ROWS * COLUMNS / 2.
+        # Four counts per word, of up to COLUMNS each; then two, of up to ROWS * COLUMNS / 2.
         tl.static_assert((COLUMNS <= 0xFF) & (ROWS * COLUMNS // 2 <= 0xFFFF))
         kept, flagged = tl.reduce(((not_zero(words) >> 7) & 0x01010101, flagged), 1, _sum_and_largest)
         kept, largest = tl.reduce(((kept & 0x00FF00FF) + ((kept >> 8) & 0x00FF00FF), flagged), 0, _sum_and_largest)
@@ -338,7 +338,7 @@ def counted(
     PLAIN: tl.constexpr, TURNED: tl.constexpr, BOTH: tl.constexpr, HALF_SMALLEST: tl.constexpr, NAN: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """After ``emit``: counts what was lost in tile (i, j); the largest of its finite magnitudes."""
+    """After ``emit``: add the counts of tile (i, j); return the amax of its finite elements."""
     largest, odd, underflowed = found
     if odd:
         largest = recount(
@@ -356,13 +356,13 @@ def recount(
     PLAIN: tl.constexpr, TURNED: tl.constexpr, BOTH: tl.constexpr, HALF_SMALLEST: tl.constexpr, NAN: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Count what was lost in tile (i, j), write NaN for what is not finite; the largest of the finite magnitudes.
+    """Count tile (i, j) element by element, write NaN for non-finite elements; return the amax of the finite ones.
 
     Args:
-        quarter: gives the numbers and the scales of a quarter once more, as those that were cast would take the
-            registers of every tile for the sake of a few.
+        quarter: loads the elements and scales of a quarter again. Keeping them would take registers in every tile
+            for the sake of a few tiles.
     """
-    tl.debug_barrier()  # what emit has written, a NaN may replace, from another thread
+    tl.debug_barrier()  # another thread may replace a code that emit has stored by NaN
     missed = tl.zeros((ROWS // 4, COLUMNS), dtype=tl.int32)
     seen = tl.zeros((ROWS // 4, COLUMNS), dtype=tl.float32)
     row, column = tl.arange(0, ROWS // 4) * 4, tl.arange(0, COLUMNS)
@@ -371,7 +371,7 @@ def recount(
         finite = is_finite(values)
         missed += lost_in(values, values * scales, finite, HALF_SMALLEST)
         seen = tl.maximum(seen, magnitudes(values))
-        # Beyond the end of the matrix there are zeros, which are finite.
+        # Elements outside the matrix are zeros, which are finite.
         if PLAIN:
             corner = data + i.to(tl.int64) * ROWS * columns + j.to(tl.int64) * COLUMNS
             tl.store(corner + (row + k)[:, None] * columns + column[None, :], NAN, mask=finite == 0)
@@ -383,13 +383,13 @@ def recount(
     return tl.max(tl.max(seen, axis=1), axis=0)
 
 
-# A matrix that need not be in memory is a function that gives a quarter of tile (i, j) and its scales, and arguments
-# for it. With one scale for all of it these are a pair: the scale, and what the numbers are worked out of.
+# A matrix that is not in memory is a function that computes a quarter of tile (i, j) and its scales, with its
+# arguments. With tensorwise scaling the arguments are a pair: the scale, and the inputs of the elements.
 
 
 @triton.jit
 def quarter_of_matrix(i, j, k, rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr, arguments):
-    """Of a matrix in memory, with one scale, or one for each column."""
+    """A quarter of a matrix in memory, with a tensorwise scale, or one per column."""
     scale, source = arguments
     x, row_stride, column_stride = source
     return load_quarter(x, i, j, k, rows, columns, row_stride, column_stride, ROWS, COLUMNS), scale
@@ -399,9 +399,9 @@ def quarter_of_matrix(i, j, k, rows, columns, ROWS: tl.constexpr, COLUMNS: tl.co
 def quarters(
     quarter: tl.constexpr, i, j, rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr, source
 ):  # fmt: skip
-    """The numbers of all of tile (i, j).
+    """Load all four quarters of tile (i, j).
 
-    Whoever works out a scale asks for them before: neither then waits for the other.
+    Callers load them before they compute the scale, so that neither waits for the other.
     """
     arguments = (1.0, source)
     v_0, _ = quarter(i, j, 0, rows, columns, ROWS, COLUMNS, arguments)
@@ -418,7 +418,7 @@ def cast_tile(
     LARGEST: tl.constexpr, HALF_SMALLEST: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr,
     NAN: tl.constexpr, FNUZ: tl.constexpr, HARDWARE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Tile (i, j), as ``quarters`` gives it, with one scale; the largest of its finite magnitudes."""
+    """Cast tile (i, j), loaded by ``quarters``, with a tensorwise scale; return the amax of its finite elements."""
     found = emit(
         v_0, v_1, v_2, v_3, scale, scale, scale, scale, data, data_t, i, j, rows, columns,
         True, TURNED, WORDS, LARGEST, MANTISSA, BIAS, NAN, FNUZ, HARDWARE, ROWS, COLUMNS,
@@ -436,7 +436,7 @@ def cast_again(
     LARGEST: tl.constexpr, HALF_SMALLEST: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr,
     NAN: tl.constexpr, FNUZ: tl.constexpr, HARDWARE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Tile (i, j) once more with another scale; counts the numbers that were too large for the ``exceeded`` one."""
+    """Requantize tile (i, j) with another scale; count the elements that saturated under the ``exceeded`` scale."""
     v_0, v_1, v_2, v_3 = quarters(quarter, i, j, rows, columns, ROWS, COLUMNS, source)
     cast_tile(
         v_0, v_1, v_2, v_3, scale, quarter, source, data, data_t, counts, i, j, rows, columns, TURNED, WORDS, BOTH,
@@ -451,7 +451,7 @@ def cast_again(
 
 @triton.jit
 def magnitudes(values):
-    """Those of the finite numbers; 0 for the others."""
+    """The magnitudes of the finite elements; 0 for the others."""
     return tl.where(is_finite(values), tl.abs(values), 0.0)
 
 
@@ -459,7 +459,7 @@ def magnitudes(values):
 
 
 def hardware_encodes(device: Device, chosen: Format) -> bool:
-    """Whether the GPU has an instruction for the format that rounds as defined, and the kernel is not interpreted."""
+    """Return whether the GPU has an encoding instruction with the defined rounding and the kernel is compiled."""
     compiled = isinstance(cast_tile, triton.JITFunction)
     return (
         compiled and chosen.encoding != "fnuz" and device.arch in ("sm_89", "sm_90", "sm_100", "sm_103", "sm_120")
@@ -468,7 +468,7 @@ def hardware_encodes(device: Device, chosen: Format) -> bool:
 
 @lru_cache
 def encoding(device: Device, chosen: Format) -> dict[str, float | int | bool]:
-    """What kernels need to know of a format."""
+    """Return the constexpr arguments that describe a format."""
     return {
         "LARGEST": chosen.largest,
         "HALF_SMALLEST": chosen.smallest_subnormal / 2,

@@ -1,4 +1,4 @@
-"""The transposed copy of a matrix of 8-bit codes in Triton: each is read once and written once."""
+"""Transpose of FP8 data in Triton: each element is read once and written once."""
 
 # mypy: allow-incomplete-defs, allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
 
@@ -19,7 +19,7 @@ _ARGUMENTS = ("data", "data_t", "rows", "columns")
 
 @triton.jit
 def _quarter(data, i, j, k, rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """A quarter of the codes of tile (i, j), as ``triton_tiles`` has them."""
+    """A quarter of the codes of tile (i, j), in the layout of ``triton_tiles``."""
     corner = data + i.to(tl.int64) * ROWS * columns + j.to(tl.int64) * COLUMNS
     row, column = tl.arange(0, ROWS // 4) * 4 + k, tl.arange(0, COLUMNS)
     inside = (row < rows - i * ROWS)[:, None] & (column < columns - j * COLUMNS)[None, :]
@@ -40,7 +40,7 @@ def _turn(
 
 
 class PreparedTurn:
-    """For matrices of one shape on one GPU, contiguous and with numbers."""
+    """The transpose of contiguous, non-empty matrices of one shape on one GPU."""
 
     def __init__(self, shape: tuple[int, int]) -> None:
         rows, columns = self.sizes = shape

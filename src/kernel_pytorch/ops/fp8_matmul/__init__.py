@@ -1,4 +1,4 @@
-"""fp8_matmul: the product of two 8-bit matrices, each with its scales, added up in float32."""
+"""fp8_matmul: scaled matmul of two FP8 matrices."""
 
 from __future__ import annotations
 
@@ -25,19 +25,17 @@ def fp8_matmul(
     *,
     kernel: str | None = None,
 ) -> torch.Tensor:
-    """``(a * inverse_a) @ (b * inverse_b).t()``, rounded once; no gradient flows through it.
+    """Compute ``(a * inverse_a) @ (b * inverse_b).t()``, rounded once. No gradient flows through it.
 
     Args:
-        a: (M, K) in an 8-bit format; any strides, any M, K and N.
-        b: (N, K) in an 8-bit format; not e5m2 where a is.
-        inverse_a: the inverse scales of a as ``fp8_cast`` gives them, float32: one number, one for each row, or one
-            for each 128 numbers of a row.
-        inverse_b: those of b: as those of a, or one for each 128 x 128 numbers where a has one for each 128.
+        a: (M, K) in an FP8 dtype; any strides, any M, K and N.
+        b: (N, K) in an FP8 dtype; a and b must not both be e5m2.
+        inverse_a: the inverse scales of a from ``fp8_cast``, float32: tensorwise, rowwise or per 1x128 block.
+        inverse_b: those of b: with the granularity of a, or per 128x128 block if a has 1x128 blocks.
         dtype: of the result: ``float32``, ``float16`` or ``bfloat16``.
-        sums: ``float32``, or how 8-bit matrix units may add up: ``promoted`` (128 products at a time in their own
-            accumulators, those sums in float32) or ``fast`` (all of them in their own accumulators, if K is at most
-            16384).
-        kernel: pin an implementation by name instead of the best that fits.
+        sums: the accumulation: ``float32``, ``promoted`` (128 products at a time in the matrix units' accumulators,
+            their sum in float32) or ``fast`` (all products in the matrix units' accumulators, if K is at most 16384).
+        kernel: pin an implementation by name instead of the first that can serve the call.
 
     Example:
         >>> import torch
@@ -86,7 +84,7 @@ def _scaled_mm_supports(call: Call, device: Device) -> str | None:
         return f"gives bfloat16 alone for scales of rows, and the call asks for {call['dtype']}"
     if blocks and device.arch != "sm_90":
         return f"{device.arch} has no scales of blocks"
-    # cuBLAS reads rows of such scales in fours, and on an H200 torch 2.11 passed others on without a word.
+    # cuBLAS reads rows of such scales in fours; on an H200 torch 2.11 passed other sizes on without an error.
     if pair == ("block", "square") and (k // 128) % 4 and n > 128:
         return f"takes scales of squares for K in multiples of 512, and K is {k}"
     if blocks and call["sums"] == "fast":

@@ -1,4 +1,4 @@
-"""fp8_matmul inside torch.compile: ``torch._scaled_mm`` itself, which compiled code calls without Python in between.
+"""fp8_matmul under torch.compile: ``torch._scaled_mm`` directly, which compiled code calls without Python overhead.
 
 Imported while compiling only: ``assume_constant_result`` imports ``torch._dynamo``.
 """
@@ -27,7 +27,7 @@ def serves(
     """Return whether ``torch._scaled_mm`` would be prepared for the call, on CUDA with tensorwise scales."""
     if a.device.type != "cuda" or inverse_a.ndim != 0 or inverse_b.ndim != 0:
         return False
-    # Of symbolic sizes only these facts become guards; torch wants M in multiples of 16 too.
+    # Only these facts about symbolic sizes become guards; torch requires M in multiples of 16 too.
     aligned = all(size % 16 == 0 and size > 0 for size in (a.shape[1], b.shape[0], a.shape[0]))
     return aligned and _preferred(a.device.index, a.dtype, b.dtype, dtype, accumulation)
 
@@ -40,7 +40,7 @@ def matmul(
     dtype: str,
     accumulation: str,
 ) -> torch.Tensor:
-    """As the kernel scaled-mm computes it."""
+    """Compute the matmul like the kernel scaled-mm."""
     return scaled_mm(a, b, inverse_a, inverse_b, OUTPUTS[dtype], adds_up_fast(accumulation, a.shape[1]))
 
 

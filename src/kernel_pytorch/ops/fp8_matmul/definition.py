@@ -1,20 +1,19 @@
-"""fp8_matmul: the product of two 8-bit matrices with their scales. The definition and its cases.
+"""fp8_matmul: scaled matmul of two FP8 matrices. The definition and its cases.
 
-Shapes: a (M, K), b (N, K), out (M, N). Both operands lie with the dimension that is summed over last, as matrix
-units want them, and with the inverse scales that ``fp8_cast`` gives:
+Shapes: a (M, K), b (N, K), out (M, N). Both operands have the reduction dimension last, as FP8 matrix units require,
+and the inverse scales of ``fp8_cast``:
 
     out[m, n] = sum over k of (a[m, k] * inverse_a of its group) * (b[n, k] * inverse_b of its group)
 
-in exact arithmetic; a kernel adds up as ``sums`` says and rounds once to the format of the output:
+in exact arithmetic; a kernel accumulates as ``sums`` says and rounds once to the dtype of the output:
 
-    float32    every partial sum is rounded to float32 and no further
-    promoted   128 products at a time are added up by the matrix units in their own accumulators, and those sums in
-               float32. Hopper's hold 14 bits: 32 products and the sum so far are cut to 13 bits below the largest
-               of them
-    fast       the matrix units' accumulators hold the whole sum, if K is at most 16384; longer ones are ``promoted``
+    float32    every partial sum is rounded to float32
+    promoted   partial sums of 128 products in the matrix units' accumulators, and their sum in float32. Hopper's
+               accumulators have 14 bits: 32 products and the partial sum are truncated to 13 bits below the largest
+    fast       the whole sum in the matrix units' accumulators, if K is at most 16384; ``promoted`` if it is larger
 
-The last two are what 8-bit hardware is fast at; hardware with wider accumulators may be more exact. Each scale must
-be constant along the sum, or along 128 of it, and these pairs are:
+FP8 hardware is fast in the last two; hardware with wider accumulators may be more exact. Each scale must be constant
+along K, or along 128 elements of it. These pairs of granularities are:
 
     a         b          shape of inverse_a      shape of inverse_b
     tensor    tensor     ()                      ()
@@ -22,9 +21,9 @@ be constant along the sum, or along 128 of it, and these pairs are:
     block     square     (M, ceil(K / 128))      (ceil(N / 128), ceil(K / 128))
     block     block      (M, ceil(K / 128))      (N, ceil(K / 128))
 
-The pair is read off the shapes. Where two pairs have the same shapes (K of at most 128: a row is one block), they
-mean the same scale for every number, and the first of the table is taken. NaN in an operand is NaN in every sum
-that it is part of. No matrix unit multiplies e5m2 by e5m2, and neither does this.
+The pair follows from the shapes. Where two pairs have the same shapes (K of at most 128: a row is one block), the
+scales are the same too, and the first of the table is taken. A NaN in an operand makes every output that depends on
+it NaN. e5m2 by e5m2 is refused, because no matrix unit multiplies it.
 """
 
 from __future__ import annotations
@@ -54,14 +53,14 @@ _BY_DTYPE: Mapping[torch.dtype, Format] = {known.dtype: known for known in FORMA
 
 
 def adds_up_fast(sums: str, k: int) -> bool:
-    """Whether the matrix units may hold whole sums over K: of very many products they lose more than they gain."""
+    """Return whether the matrix units may accumulate all of K: beyond a limit the loss of accuracy is too large."""
     return sums == "fast" and k <= _LONGEST_FAST
 
 
 def granularities(
     a: tuple[int, ...], b: tuple[int, ...], inverse_a: tuple[int, ...], inverse_b: tuple[int, ...]
 ) -> tuple[str, str] | None:
-    """The pair of granularities that these shapes have, or None.
+    """Return the pair of granularities of these shapes, or None.
 
     Example:
         >>> granularities((5, 300), (200, 300), (5, 3), (2, 3))
@@ -74,7 +73,7 @@ def granularities(
 
 
 def _spread(inverse: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
-    """The inverse scale of every number, or in a shape that multiplies them."""
+    """Expand inverse scales to a shape that broadcasts with the matrix."""
     if inverse.ndim == 0 or (inverse.shape == (rows, 1)):
         return inverse
     if inverse.shape[0] != rows:
@@ -85,7 +84,7 @@ def _spread(inverse: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
 def reference(
     a: torch.Tensor, b: torch.Tensor, inverse_a: torch.Tensor, inverse_b: torch.Tensor, dtype: str, sums: str
 ) -> tuple[torch.Tensor]:
-    """The definition, computed in the precision that the arguments were converted to, and not rounded to dtype."""
+    """The definition, computed in the dtype that the arguments were converted to, and not rounded to ``dtype``."""
     return ((a * _spread(inverse_a, *a.shape)) @ (b * _spread(inverse_b, *b.shape)).t(),)
 
 
@@ -94,17 +93,17 @@ _UNIT_PRODUCTS = 32
 
 
 def one_after_another(dtype: torch.dtype) -> Callable[..., tuple[torch.Tensor]]:
-    """The yardstick of the error budget: sums one after another, in float32 or as Hopper's matrix units do."""
+    """Sequential accumulation, in float32 or as in Hopper's matrix units; the error budget is derived from it."""
 
     def run(
         a: torch.Tensor, b: torch.Tensor, inverse_a: torch.Tensor, inverse_b: torch.Tensor, dtype: str, sums: str
     ) -> tuple[torch.Tensor]:
         spread_a, spread_b = _spread(inverse_a, *a.shape), _spread(inverse_b, *b.shape)
         if sums == "float32":
-            return ((a * spread_a) @ (b * spread_b).t(),)  # the budget adds up one product after another
+            return ((a * spread_a) @ (b * spread_b).t(),)  # the budget accumulates products one by one
         if granularities(a.shape, b.shape, inverse_a.shape, inverse_b.shape) in BLOCK_PAIRS:
             return (sum_of(a * spread_a, b * spread_b, BLOCK),)
-        # The accumulators hold the numbers as they are; the scales multiply the result.
+        # The accumulators hold unscaled products; the scales multiply the result.
         k = a.shape[1]
         total_MN = sum_of(a, b, max(1, k) if adds_up_fast(sums, k) else BLOCK)
         return (total_MN * inverse_a * (inverse_b if inverse_b.ndim == 0 else inverse_b.t()),)
@@ -120,7 +119,7 @@ def one_after_another(dtype: torch.dtype) -> Callable[..., tuple[torch.Tensor]]:
 
 
 def _on_matrix_units(a_MK: torch.Tensor, b_KN: torch.Tensor) -> torch.Tensor:
-    """A product in accumulators that hold ``_ACCUMULATOR_BITS`` below the largest number that goes into them."""
+    """A matmul in accumulators with ``_ACCUMULATOR_BITS`` below the largest term."""
     total_MN = a_MK.new_zeros((a_MK.shape[0], b_KN.shape[1]))
     for first in range(0, a_MK.shape[1], _UNIT_PRODUCTS):
         products_MKN = a_MK[:, first : first + _UNIT_PRODUCTS, None] * b_KN[None, first : first + _UNIT_PRODUCTS]
@@ -191,7 +190,7 @@ def flops(call: Call) -> int:
 def high_precision(
     a: torch.Tensor, b: torch.Tensor, inverse_a: torch.Tensor, inverse_b: torch.Tensor, dtype: str, sums: str
 ) -> torch.Tensor:
-    """What the 8-bit product competes with: the same shapes in bfloat16 (or the output's format), no scales."""
+    """Baseline: a matmul of the same shapes in bfloat16 (or the output's dtype), without scales."""
     wide = OUTPUTS[dtype]
     return a.to(wide) @ b.to(wide).t()
 
@@ -205,7 +204,7 @@ def _tensors(
     change: Callable[[torch.Tensor], torch.Tensor] = lambda x: x,
     sums: str = "float32",
 ) -> Callable[[torch.dtype, torch.device, Draw], Mapping[str, Any]]:
-    """The case's number format is that of the output; operands and scales are drawn, not cast."""
+    """Return a builder of arguments. The case's dtype is the output's; operands and scales are drawn at random."""
 
     def operand(rows: int, chosen: Format, draw: Draw) -> torch.Tensor:
         return change((draw(rows, k) * 32).clamp(-chosen.largest, chosen.largest)).to(chosen.dtype)
@@ -268,7 +267,7 @@ FP8_MATMUL = Op(
     name="fp8_matmul",
     arguments=("Tensor a", "Tensor b", "Tensor inverse_a", "Tensor inverse_b", "str dtype", "str sums"),
     outputs=("out",),
-    differentiable=("a",),  # no output is: nothing flows back, but torch wants an argument and a result in a schema
+    differentiable=("a",),  # no output is differentiable, but torch needs an argument in the schema
     differentiable_outputs=(),
     saved=("a",),
     reference=reference,

@@ -1,10 +1,9 @@
 """fp8_matmul in plain torch operations: any device, any shape, any pair of granularities.
 
-The 8-bit numbers go into a float32 product as they are, and the scales multiply its result: once, or once for each
-128 of the sum. So the numbers that are multiplied have at most four significant bits, and every product is exact
-also where the user lets torch round the operands of float32 products to TF32 or bfloat16 on the way
-(``torch.set_float32_matmul_precision``). Only the sums round, in float32, also under ``torch.autocast``, which
-would have them in bfloat16.
+The unscaled FP8 values are multiplied by a float32 matmul, and the scales multiply its result: once, or once per 128
+elements of K. The operands have at most four significant bits, so every product is exact even if the user lets torch
+round the operands of float32 matmuls to TF32 or bfloat16 (``torch.set_float32_matmul_precision``). Only the
+accumulation rounds, in float32. ``torch.autocast`` is switched off: it would round to bfloat16.
 """
 
 from __future__ import annotations
@@ -19,13 +18,13 @@ _HEADROOM = 2.0**40
 
 
 def _scaled(sums_MN: torch.Tensor, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
-    """``sums * first * second`` without leaving float32 on the way where the result is inside it.
+    """Compute ``sums * first * second`` without intermediate overflow or underflow.
 
-    The sums are 0 or between 2^-27 and about 2^60, the inverse scales between 2^-126 and 2^128. Times the larger
-    scale, and 2^40 smaller, a sum overflows nowhere, and loses bits only where the result does too.
+    The sums are 0 or between 2^-27 and about 2^60, the inverse scales between 2^-126 and 2^128. A sum times the
+    larger scale times 2^-40 does not overflow, and loses bits only if the result does too.
     """
     larger, smaller = torch.maximum(first, second), torch.minimum(first, second)
-    rest = (smaller * _HEADROOM).clamp_max(torch.finfo(torch.float32).max)  # finite: 0 times it must be 0
+    rest = (smaller * _HEADROOM).clamp_max(torch.finfo(torch.float32).max)  # finite, so that 0 times it is 0
     return sums_MN.mul_(1 / _HEADROOM).mul_(larger).mul_(rest)
 
 

@@ -27,7 +27,7 @@ class MatmulSpec(NamedTuple):
 
 
 def prepare(device: Device, spec: MatmulSpec) -> Callable[..., torch.Tensor] | None:
-    """Return a function of ``(a, b, inverse_a, inverse_b)``; None where the registry must choose."""
+    """Return a function of ``(a, b, inverse_a, inverse_b)``; None if the registry must select a kernel."""
     from kernel_pytorch.ops.fp8_matmul import KERNEL_SCALED_MM, needs_padding
 
     (_, k), n = spec.a_shape, spec.b_shape[0]
@@ -49,7 +49,7 @@ def scaled_mm(
 
 
 def scaled_mm_call(spec: MatmulSpec) -> Call:
-    """Return the spec as the call that the registry asks kernels about."""
+    """Return the spec as the ``Call`` that ``Kernel.supports`` takes."""
     matrices = ((spec.a_shape, spec.a_dtype), (spec.b_shape, spec.b_dtype))
     a, b = (TensorSpec(tuple(shape), (shape[1], 1), dtype, "") for shape, dtype in matrices)
     scale = TensorSpec((), (), torch.float32, "")

@@ -1,7 +1,7 @@
-"""fp8_matmul through ``torch._scaled_mm``: the matrix units' own 8-bit product.
+"""fp8_matmul by ``torch._scaled_mm``, on FP8 matrix units.
 
-torch takes K and N in multiples of 16; other sizes are filled up with zeros, which add nothing, in a copy. Verified
-on a CPU with torch 2.13, where torch computes it in float32, and on an H200 with torch 2.11.
+torch requires K and N in multiples of 16; other sizes are padded with zeros in a copy. Verified on a CPU with torch
+2.13, which computes it in float32, and on an H200 with torch 2.11.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _MULTIPLE = 16
 
 
 def _filled(data: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
-    """Contiguous, with zeros up to this size; as bytes, for not every device copies 8-bit floats with strides."""
+    """Return the data contiguous and padded with zeros, copied as bytes: not every device copies strided FP8."""
     if data.shape == (rows, columns):
         return data if data.is_contiguous() else data.view(torch.uint8).contiguous().view(data.dtype)
     filled = data.new_zeros((rows, columns), dtype=torch.uint8)

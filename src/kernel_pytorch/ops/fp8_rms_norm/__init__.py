@@ -1,4 +1,4 @@
-"""fp8_rms_norm: RMSNorm with its result in x's dtype and in an 8-bit format, both layouts at once."""
+"""fp8_rms_norm: RMSNorm that returns its result in x's dtype and in FP8, in both layouts."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _function = Function(FP8_RMS_NORM)
 
 @dataclass(frozen=True)
 class Normal:
-    """y = RMSNorm of x, and its copies: ``data * inverse`` is about y, ``data_t * inverse`` about its transpose.
+    """y = RMSNorm of x, quantized: ``data * inverse`` approximates y, ``data_t * inverse`` its transpose.
 
-    Without a number format y and rstd are all; the others have no elements.
+    With number_format=None all fields except y and rstd are empty.
     """
 
     y: torch.Tensor
@@ -28,17 +28,17 @@ class Normal:
     rstd: torch.Tensor
     """float32 (rows,): 1 / sqrt(mean(x^2) + eps). The backward of ``rms_norm`` takes it."""
     data: torch.Tensor
-    """(rows, columns), contiguous: to the byte what ``fp8_cast`` makes of y, as all that follows."""
+    """(rows, columns), contiguous: byte for byte that of ``fp8_cast`` of y, like all following fields."""
     data_t: torch.Tensor
-    """(columns, rows), contiguous; (0, 0) where it was not asked for."""
+    """(columns, rows), contiguous; (0, 0) if not requested."""
     inverse: torch.Tensor
-    """float32, no dimensions: one over the scale of both."""
+    """float32 scalar: the inverse scale of both."""
     amax: torch.Tensor
-    """float32, no dimensions: the largest magnitude among the finite numbers of y."""
+    """float32 scalar: the amax of the finite elements of y."""
     counts: torch.Tensor
-    """int64 (2, 4), of data and data_t: numbers that outgrew the history, became zero, were not finite; and all."""
+    """int64 (2, 4), for data and data_t: saturated, underflowed, non-finite and all elements."""
     next_history: torch.Tensor
-    """The history for the next call; without elements where none was given."""
+    """The amax history for the next call; empty if none was given."""
 
 
 def fp8_rms_norm(
@@ -52,21 +52,21 @@ def fp8_rms_norm(
     power_of_two: bool = False,
     kernel: str | None = None,
 ) -> Normal:
-    """``rms_norm`` and the ``fp8_cast`` of its result with one scale; no gradient flows through it.
+    """Compute ``rms_norm`` and the tensorwise ``fp8_cast`` of its result. No gradient flows through it.
 
-    With a history x comes from memory once, and y is written and not read.
+    With a history, x is read from memory once, and y is written but not read.
 
     Args:
         x: float32, float16 or bfloat16, any strides; leading dimensions count as rows.
-        weight: one number per column, in x's dtype or float32; None for none.
+        weight: one element per column, in x's dtype or float32; None for none.
         eps: added to the mean square; finite and not negative.
-        number_format: ``e4m3fn`` or ``e5m2``, or on MI300 ``e4m3fnuz`` or ``e5m2fnuz`` (``precision.for_device``);
-            None for y alone, with the same bits.
-        transposed: also make the transposed copy.
-        history: the largest magnitudes of y in earlier calls, newest first, float32: the scale then comes from them,
-            unless y's amax exceeds that scale or is far below it (delayed scaling).
-        power_of_two: round the scale down to a power of two, which makes scaling itself exact.
-        kernel: pin an implementation by name instead of the best that fits.
+        number_format: ``e4m3fn`` or ``e5m2``, or on MI300 ``e4m3fnuz`` or ``e5m2fnuz``
+            (``hardware_abstraction.formats.for_device``); None for y only, with the same bits.
+        transposed: also return the transposed data.
+        history: amax of y in earlier calls, newest first, float32, for delayed scaling: the scale comes from it,
+            unless y's amax exceeds that scale or is far below it.
+        power_of_two: round the scale down to a power of two, so that scaling is exact.
+        kernel: pin an implementation by name instead of the first that can serve the call.
 
     Example:
         >>> import torch

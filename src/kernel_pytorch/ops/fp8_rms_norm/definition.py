@@ -1,21 +1,19 @@
-"""fp8_rms_norm: RMSNorm that gives y and its 8-bit copies. The definition and its cases.
+"""fp8_rms_norm: RMSNorm that returns y and its FP8 quantization. The definition and its cases.
 
 Shapes: R rows, H columns (the hidden dimension) of x.
 
-    rstd = 1 / sqrt(mean(x^2) + eps)          a row, in float32
+    rstd = 1 / sqrt(mean(x^2) + eps)          per row, in float32
     y    = x * rstd * weight                  as ``rms_norm`` defines it, rounded once to x's dtype
 
-and data, data_t, inverse, amax, counts and next_history are those of ``fp8_cast`` with one scale, of the y that is
-returned: y rounded to x's dtype first, then cast. So whoever takes the copies computes what he would have computed by
-casting y himself, to the byte; reading y for that is what is saved. A history's scale is known before y is, so that
-one pass over x writes everything; where y's amax does not fit that scale it is cast again with a scale of its own in
-the same call.
+and data, data_t, inverse, amax, counts and next_history are those of tensorwise ``fp8_cast`` of the returned y: y is
+rounded to x's dtype first, then quantized. So a layer that takes the quantized data computes byte for byte the same
+as one that quantizes y itself, and y is not read for it. A delayed scale is known before y, so one pass over x writes
+everything; if y's amax does not fit that scale, y is requantized in the same call.
 
-Without a number_format y and rstd are all there is, with the same bits as with one: the other outputs have no
-elements.
+With number_format=None only y and rstd are computed, with the same bits; the other outputs are empty.
 
-Sums are added up in another order on each device, so no byte of y is defined, nor of what is made of it. What must
-agree with float64 is what the codes mean, and with ``fp8_cast`` of y every byte.
+The order of accumulation differs between devices, so the bytes of y and of its quantization are not defined. Kernels
+must agree with float64 in the dequantized values, and byte for byte with ``fp8_cast`` of their y.
 """
 
 from __future__ import annotations
@@ -37,7 +35,7 @@ _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def without_cast(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The outputs after y and rstd where no cast is asked for."""
+    """Return the empty outputs after y and rstd, for calls without a cast."""
     return (
         x.new_empty((0, 0), dtype=E4M3FN.dtype),
         x.new_empty((0, 0), dtype=E4M3FN.dtype),
@@ -57,7 +55,7 @@ def reference(
     history: torch.Tensor | None,
     power_of_two: bool,
 ) -> tuple[torch.Tensor, ...]:
-    """Exact numbers in place of codes, with the inverse scale 1."""
+    """Return exact values in place of quantized data, with inverse scale 1."""
     y, rstd = rms_norm.reference(x, weight, eps)
     if number_format is None:
         return (y, rstd, *without_cast(x))
@@ -96,7 +94,7 @@ def low_precision(dtype: torch.dtype) -> Callable[..., Any]:
 
 
 def meaning(outputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """y, its copies, and what is known about them. Which numbers underflow is a matter of their last bits."""
+    """Return y, its dequantized data and statistics, without the underflow count, which depends on y's last bits."""
     found = {"y": outputs["y"], "rstd": outputs["rstd"]}
     if outputs["amax"].numel() == 0:
         return found
@@ -182,7 +180,7 @@ def traffic(call: Call) -> int:
 
 def flops(call: Call) -> int:
     x: TensorSpec = call["x"]
-    cast = 0 if call["number_format"] is None else 2  # a comparison for the amax and a product
+    cast = 0 if call["number_format"] is None else 2  # a comparison for the amax and a multiplication
     return math.prod(x.shape) * (4 + cast)
 
 
@@ -195,7 +193,7 @@ def plain(
     history: torch.Tensor | None,
     power_of_two: bool,
 ) -> tuple[torch.Tensor, ...]:
-    """What a user would write without us: y, then a cast without statistics, turned as bytes."""
+    """Baseline in plain torch: y, then a cast without counts, transposed as bytes."""
     y = torch.nn.functional.rms_norm(x, x.shape[-1:], weight, eps)
     if number_format is None:
         return (y,)
@@ -242,7 +240,7 @@ def _tensors(
 
 
 def _scales(x: torch.Tensor) -> torch.Tensor:
-    """Rows from tiny to near the largest number that float16 holds."""
+    """Rows from tiny magnitudes to near the largest float16 value."""
     return x * torch.logspace(-6, 4, x.shape[0], device=x.device).unsqueeze(-1).to(x.dtype)
 
 
@@ -257,7 +255,7 @@ def _benchmark(rows: int, columns: int, history: Sequence[float] | None = None) 
     )
 
 
-_DRAWN = (24.0,) * fp8_cast.HISTORY  # about the largest product of normal numbers in the largest case
+_DRAWN = (24.0,) * fp8_cast.HISTORY  # about the amax in the largest case
 
 CASES = (
     Case("odd", _tensors(5, 37)),
@@ -303,7 +301,7 @@ FP8_RMS_NORM = Op(
         "bool power_of_two",
     ),
     outputs=("y", "rstd", "data", "data_t", "inverse", "amax", "counts", "next_history"),
-    differentiable=("x",),  # no output is: the gradients are those of rms_norm, for whoever keeps x and rstd
+    differentiable=("x",),  # no output is differentiable: callers use rms_norm's backward with x and rstd
     differentiable_outputs=(),
     saved=("x",),
     reference=reference,

@@ -36,7 +36,7 @@ class NormCastSpec(NamedTuple):
 
 
 def prepare(device: Device, spec: NormSpec | NormCastSpec) -> Callable[..., Any] | None:
-    """Return a function for calls as ``spec`` says; None if no kernel can.
+    """Return a function for calls of the kind ``spec``; None if no kernel can serve them.
 
     A norm takes ``(x, weight, counts, history)`` and returns y, rstd, data, data_t and inverse. A cast takes
     ``(x, rstd, weight, counts, history)`` and returns data, data_t and inverse. Both add to ``counts[0]``.

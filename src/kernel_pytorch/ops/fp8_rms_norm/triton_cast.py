@@ -1,7 +1,7 @@
-"""The cast of an RMSNorm's output that is nowhere in memory, from the norm's input and the root mean squares.
+"""Quantize the output of an RMSNorm from the norm's input and rstd, without writing the output in high precision.
 
-For compilers, which work these out together with what comes before the norm. As in ``fp8_cast``, one pass by the
-scale of a history, and another one where the output does not fit it; byte for byte the cast of the output.
+For torch.compile, which computes rstd fused with the operators before the norm. Like ``fp8_cast``: one pass with the
+delayed scale, and another if the output does not fit it; byte for byte the cast of the output.
 """
 
 # mypy: allow-incomplete-defs, allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
@@ -38,7 +38,7 @@ _TILE = (32, 128, 4)
 
 @triton.jit
 def _quarter(i, j, k, rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr, arguments):
-    """A quarter of tile (i, j) of the output, rounded as it would be, and its scale."""
+    """Compute a quarter of tile (i, j) of the output, rounded to its dtype, and its scale."""
     scale, source = arguments
     x, rstd, weight, row_stride, column_stride, HAS_WEIGHT = source
     values = load_quarter(x, i, j, k, rows, columns, row_stride, column_stride, ROWS, COLUMNS)
@@ -47,7 +47,7 @@ def _quarter(i, j, k, rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr, 
     if HAS_WEIGHT:
         normal *= tl.load(weight + column, mask=column < columns, other=0.0).to(tl.float32)[None, :]
     rounded = normal.to(x.dtype.element_ty).to(tl.float32)
-    # Beyond the end a weight or a sum that is not finite has made NaN of zeros, which nobody may count.
+    # Outside the matrix a non-finite weight or rstd has turned zeros into NaN, which must not be counted.
     return tl.where((row < rows)[:, None] & (column < columns)[None, :], rounded, 0.0), scale
 
 
@@ -59,7 +59,7 @@ def _cast(
     LARGEST: tl.constexpr, HALF_SMALLEST: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr,
     NAN: tl.constexpr, FNUZ: tl.constexpr, HARDWARE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """One tile by the scale of the history."""
+    """Quantize one tile with the delayed scale."""
     i, j = tile_of_program(tl.cdiv(columns, COLUMNS), True)
     source = (x, rstd, weight, row_stride, column_stride, HAS_WEIGHT)
     v_0, v_1, v_2, v_3 = quarters(_quarter, i, j, rows, columns, ROWS, COLUMNS, source)
@@ -81,7 +81,7 @@ def _settle(
     LARGEST: tl.constexpr, HALF_SMALLEST: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr,
     NAN: tl.constexpr, FNUZ: tl.constexpr, HARDWARE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """After all tiles: cast all of them again where the amax does not fit the history's scale."""
+    """After all tiles: requantize all of them if the amax does not fit the delayed scale."""
     scale, again, exceeded = settle(
         amax, inverse, tried, counts, history, history, history_length, rows, columns,
         LARGEST, BIAS, POWER_OF_TWO, HISTORY,
@@ -106,10 +106,10 @@ _ARGUMENTS = (
 
 
 class PreparedNormCast:
-    """For matrices of one kind, as ``fp8_cast`` has ``PreparedCast``.
+    """The cast for matrices of one kind, see ``fp8_cast``'s ``PreparedCast``.
 
-    Called with the input of a norm, the contiguous reciprocals of its rows' root mean squares, the norm's contiguous
-    weight or None, and the places of counts and of the history; gives data, data_t and inverse of the output.
+    Called with the input of a norm, its contiguous rstd, the norm's contiguous weight or None, and the places of
+    counts and of the history; returns data, data_t and inverse of the output.
     """
 
     def __init__(

@@ -1,9 +1,9 @@
 """fp8_rms_norm in Triton, one source for NVIDIA and AMD.
 
-Memory-bound: x is read for its sums of squares, and again by tiles, the last rows first and so partly out of the
-cache, to write y and, where a history gives the scale, both copies: y is not read at all. Without a history the scale
-is known only when all of y is, so fp8_cast's kernel reads y for its codes. What does not fit that scale is cast
-again by another of fp8_cast's, which otherwise only writes down what is known.
+Memory-bound: x is read for its sums of squares, and again by tiles, the last rows first and so partly from the cache,
+to write y and, with a history, its data in both layouts: y is not read. Without a history the scale depends on all of
+y, so fp8_cast's kernel then reads y to quantize it. If y does not fit the delayed scale, fp8_cast's ``settle`` kernel
+requantizes it; otherwise that kernel only stores the statistics.
 """
 
 # mypy: allow-incomplete-defs, allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
@@ -52,7 +52,7 @@ def _squares(
     given, rstd, rows, columns, given_row, given_column,
     EPS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """One over the root of the mean square of each of some rows."""
+    """Compute rstd of a tile of rows."""
     i = tl.program_id(0)
     total = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
     for step in range(tl.cdiv(columns, COLUMNS)):
@@ -69,7 +69,7 @@ def _normal(
     given, factors, y, rstd, i, j, k, rows, columns, given_row, given_column,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """A quarter of tile (i, j) of y: written, and as it was rounded, in float32; zeros beyond the end."""
+    """Store a quarter of tile (i, j) of y, and return the rounded values as float32; zeros outside the matrix."""
     row, column = tl.arange(0, ROWS // 4) * 4 + k, tl.arange(0, COLUMNS)
     inside = (row < rows - i * ROWS)[:, None] & (column < columns - j * COLUMNS)[None, :]
     values = load_quarter(given, i, j, k, rows, columns, given_row, given_column, ROWS, COLUMNS)
@@ -77,7 +77,7 @@ def _normal(
     rounded = (values * of_row[:, None] * factors).to(y.dtype.element_ty)
     corner = y + i.to(tl.int64) * ROWS * columns + j.to(tl.int64) * COLUMNS
     tl.store(corner + row[:, None] * columns + column[None, :], rounded, mask=inside)
-    # Beyond the end a weight that is not finite has made NaN of zeros, which nobody may count.
+    # Outside the matrix a non-finite weight has turned zeros into NaN, which must not be counted.
     return tl.where(inside, rounded.to(tl.float32), 0.0)
 
 
@@ -90,7 +90,7 @@ def _norm(
     LARGEST: tl.constexpr, HALF_SMALLEST: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr,
     NAN: tl.constexpr, FNUZ: tl.constexpr, HARDWARE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """A tile of y, at x; with a HISTORY also of its copies, by that scale. Finds the amax where it must CAST."""
+    """Compute a tile of y; with a HISTORY also its data in both layouts. Computes the amax if it must CAST."""
     i, j = tile_of_program(tl.cdiv(columns, COLUMNS), True)
     strides = (given_row, given_column)
     factors = 1.0
@@ -119,7 +119,7 @@ def _norm(
 
 # Launching.
 
-# What kernels are given, in the order in which a call of PreparedNorm lists it. Those of fp8_cast take y as their x.
+# The arguments of the kernels, in the order of PreparedNorm.__call__. fp8_cast's kernels take y as their x.
 _ARGUMENTS = (
     "given", "weight", "x", "rstd", "data", "data_t", "inverse", "amax", "tried", "final_amax", "counts",
     "own_counts", "history", "rows", "columns", "given_row", "given_column", "row_stride", "column_stride",
@@ -128,11 +128,11 @@ _ARGUMENTS = (
 
 
 class PreparedNorm:
-    """The norm of matrices of one kind: what is the same for all of them is worked out once.
+    """The norm of matrices of one kind, with grids, constants and launches computed once.
 
-    Called with a matrix that has numbers and a contiguous weight, the place of contiguous counts, to which what is
-    lost is added, and that of a history of this length, which is brought up to date; gives y, rstd, data, data_t and
-    inverse. The GPU of the matrix must be the current one.
+    Called with a non-empty matrix, a contiguous weight, the ``Place`` of contiguous counts to add to and that of an
+    amax history of this length to update; returns y, rstd, data, data_t and inverse. The matrix must be on the
+    current GPU.
     """
 
     def __init__(
@@ -147,7 +147,7 @@ class PreparedNorm:
         power_of_two: bool,
     ) -> None:
         rows, columns = self.shape = shape
-        # Without a cast nothing is made of the format, but kernels must be told one.
+        # Without a cast the format is not used, but the kernels' constants need one.
         chosen = FORMATS[number_format or "e4m3fn"]
         self.dtype, self.casts = chosen.dtype, number_format is not None
         self.turned = (columns, rows) if transposed else (0, 0)
@@ -195,7 +195,7 @@ class PreparedNorm:
         data = empty(x, self.shape if self.casts else (0, 0), self.dtype)
         data_t = empty(x, self.turned, self.dtype)
         inverse = empty(x, (), torch.float32)
-        # Where there is no cast, places in the stead of others that nothing is written to.
+        # Without a cast: valid addresses for arguments that nothing is written to.
         shared = zeros(x, SCRATCH) if self.casts else Place(rstd, torch.int32)
         from_x, found, squares, scale = x.data_ptr(), shared.data_ptr(), rstd.data_ptr(), inverse.data_ptr()
         from_weight = from_x if weight is None else weight.data_ptr()

@@ -1,4 +1,4 @@
-"""fp8_swiglu: silu(gate) * up into an 8-bit format, and its gradients into 8-bit formats, both layouts at once."""
+"""fp8_swiglu: silu(gate) * up quantized to FP8, and its gradients quantized to FP8 in both layouts."""
 
 from __future__ import annotations
 
@@ -30,44 +30,44 @@ _function_grad = Function(FP8_SWIGLU_GRAD)
 
 @dataclass(frozen=True)
 class Hidden:
-    """h = silu(gate) * up in an 8-bit format: ``data * inverse`` is about h."""
+    """h = silu(gate) * up in FP8: ``data * inverse`` approximates h."""
 
     data: torch.Tensor
     """(M, F), contiguous."""
     inverse: torch.Tensor
-    """float32, no dimensions: one over the scale. ``fp8_swiglu_grad`` takes it too."""
+    """float32 scalar: the inverse scale. ``fp8_swiglu_grad`` takes it too."""
     amax: torch.Tensor
-    """float32, no dimensions: the largest magnitude among the finite numbers of h."""
+    """float32 scalar: the amax of the finite elements of h."""
     counts: torch.Tensor
-    """int64 (3,): how many numbers outgrew the history, underflowed to zero and were not finite."""
+    """int64 (3,): saturated, underflowed and non-finite counts."""
     next_history: torch.Tensor
-    """The history for the next call; without elements where none was given."""
+    """The amax history for the next call; empty if none was given."""
 
 
 @dataclass(frozen=True)
 class HiddenGradients:
-    """The gradients of gate and up in an 8-bit format, in both layouts, and h once more."""
+    """The gradients of gate and up in FP8, in both layouts, and the transposed h."""
 
     dgate: torch.Tensor
-    """(M, F), contiguous: ``dgate * dgate_inverse`` is about the gradient of gate."""
+    """(M, F), contiguous: ``dgate * dgate_inverse`` approximates the gradient of gate."""
     dgate_t: torch.Tensor
     """(F, M), contiguous: its transpose, to the byte."""
     dgate_inverse: torch.Tensor
     """float32, no dimensions: one over the scale of both."""
     dup: torch.Tensor
-    """(M, F), contiguous: ``dup * dup_inverse`` is about the gradient of up."""
+    """(M, F), contiguous: ``dup * dup_inverse`` approximates the gradient of up."""
     dup_t: torch.Tensor
     """(F, M), contiguous: its transpose, to the byte."""
     dup_inverse: torch.Tensor
     """float32, no dimensions: one over the scale of both."""
     h_t: torch.Tensor
-    """(F, M), contiguous: ``h_t * h_inverse`` is about the transpose of h; (0, 0) without an h_inverse."""
+    """(F, M), contiguous: ``h_t * h_inverse`` approximates the transpose of h; (0, 0) without an h_inverse."""
     counts: torch.Tensor
-    """int64 (2, 3), of dgate and of dup: how many numbers outgrew the history, underflowed and were not finite."""
+    """int64 (2, 3), of dgate and of dup: saturated, underflowed and non-finite counts."""
     gate_next_history: torch.Tensor
-    """The history of dgate for the next call; without elements where none was given."""
+    """The amax history of dgate for the next call; empty if none was given."""
     up_next_history: torch.Tensor
-    """The history of dup for the next call; without elements where none was given."""
+    """The amax history of dup for the next call; empty if none was given."""
 
 
 def fp8_swiglu(
@@ -79,18 +79,19 @@ def fp8_swiglu(
     power_of_two: bool = False,
     kernel: str | None = None,
 ) -> Hidden:
-    """``silu(gate) * up`` in float32, cast as ``fp8_cast`` does with one scale; no gradient flows through it.
+    """Compute ``silu(gate) * up`` in float32 and quantize it tensorwise. No gradient flows through it.
 
-    h is in memory in 8 bits alone. With a history gate and up are read once.
+    h is written in FP8 only. With a history, gate and up are read once.
 
     Args:
         gate: float32, float16 or bfloat16, any strides; leading dimensions count as rows.
         up: of gate's shape and dtype, such as the other half of the columns of one matrix.
-        number_format: ``e4m3fn`` or ``e5m2``, or on MI300 ``e4m3fnuz`` or ``e5m2fnuz`` (``precision.for_device``).
-        history: the largest magnitudes of h in earlier calls, newest first, float32: the scale then comes from them,
-            unless h's amax exceeds that scale or is far below it (delayed scaling).
-        power_of_two: round the scale down to a power of two, which makes scaling itself exact.
-        kernel: pin an implementation by name instead of the best that fits.
+        number_format: ``e4m3fn`` or ``e5m2``, or on MI300 ``e4m3fnuz`` or ``e5m2fnuz``
+            (``hardware_abstraction.formats.for_device``).
+        history: amax of h in earlier calls, newest first, float32, for delayed scaling: the scale comes from it,
+            unless h's amax exceeds that scale or is far below it.
+        power_of_two: round the scale down to a power of two, so that scaling is exact.
+        kernel: pin an implementation by name instead of the first that can serve the call.
 
     Example:
         >>> import torch
@@ -119,24 +120,23 @@ def fp8_swiglu_grad(
     power_of_two: bool = False,
     kernel: str | None = None,
 ) -> HiddenGradients:
-    """The gradients of ``h = silu(gate) * up`` from that of h, cast as ``fp8_cast`` does, and h's transposed copy.
+    """Compute the gradients of ``h = silu(gate) * up`` in float32, and quantize them and h's transpose.
 
-    In float32 from dh, gate and up, with one scale for each gradient. With histories these are read once, and one
-    pass writes all five matrices that the products of the backward take.
+    Each gradient has one scale. With histories, dh, gate and up are read once, and one pass writes all five operands
+    of the backward's GEMMs.
 
     Args:
         dh: the gradient of h, of gate's shape and dtype.
-        gate: as given to ``fp8_swiglu``.
-        up: as given to ``fp8_swiglu``.
+        gate: as passed to ``fp8_swiglu``.
+        up: as passed to ``fp8_swiglu``.
         number_format: the format of the gradients, as in ``fp8_swiglu``.
-        h_format: the format of ``h_t``: the one given to ``fp8_swiglu``.
-        h_inverse: the ``inverse`` that ``fp8_swiglu`` gave, by which h is cast again; None to leave out ``h_t``.
-        gate_history: the largest magnitudes of dgate in earlier calls, newest first, float32: the scale then comes
-            from them, unless dgate's amax exceeds that scale or is far below it (delayed scaling); with up_history
-            or not at all.
-        up_history: the same of dup, of the same length.
-        power_of_two: round the scales down to powers of two, which makes scaling itself exact.
-        kernel: pin an implementation by name instead of the best that fits.
+        h_format: the format of ``h_t``: the one passed to ``fp8_swiglu``.
+        h_inverse: the ``inverse`` that ``fp8_swiglu`` returned, with which h is requantized; None to omit ``h_t``.
+        gate_history: amax of dgate in earlier calls, newest first, float32, for delayed scaling: the scale comes from
+            it, unless dgate's amax exceeds that scale or is far below it. Pass both histories or neither.
+        up_history: the same for dup, of the same length.
+        power_of_two: round the scales down to powers of two, so that scaling is exact.
+        kernel: pin an implementation by name instead of the first that can serve the call.
 
     Example:
         >>> import torch
@@ -166,7 +166,7 @@ def fp8_swiglu_grad(
 
 
 def _matrix(x: Any) -> Any:
-    """A tensor as rows and columns; of anything else the check says what is wrong, with the argument's name."""
+    """Reshape a tensor to a matrix. Anything else is returned as it is, for the check to raise an error."""
     if isinstance(x, torch.Tensor):
         return x.detach() if x.ndim <= 2 else x.detach().flatten(0, -2)
     return x

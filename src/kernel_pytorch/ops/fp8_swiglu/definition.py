@@ -1,34 +1,34 @@
-"""fp8_swiglu and fp8_swiglu_grad: SwiGLU between 8-bit matrix products. What both are, and the first one's cases.
+"""fp8_swiglu and fp8_swiglu_grad: SwiGLU and its gradients in FP8. Both definitions, and fp8_swiglu's cases.
 
 Shapes: M rows (tokens), F columns (the hidden width of the feed-forward block). With s = 1 / (1 + exp(-gate)), in
-float32 and in forms that neither overflow nor cancel, whatever the gate (s may be 0 where it is no normal number):
+float32 and in forms that neither overflow nor cancel, whatever the gate (s may be 0 where it would be subnormal):
 
     h     = gate * s * up                                   fp8_swiglu
     dgate = (dh * up) * (s * (1 + gate * (1 - s)))          fp8_swiglu_grad
     dup   = dh * (gate * s)
 
-and each of h, dgate and dup becomes 8-bit as ``fp8_cast`` defines it for the granularity ``tensor``: one scale from
-the largest magnitude, or from a history of them (delayed scaling), cast again with a scale of its own in the same
-call where its amax does not fit the delayed scale; numbers that are not finite become NaN and are counted. The
-float32 numbers are rounded to 8 bits once and never to the 16 bits of gate and up.
+and each of h, dgate and dup is quantized as ``fp8_cast`` defines it for the granularity ``tensor``: with one scale
+from the amax, or from an amax history (delayed scaling) and requantized in the same call if the amax does not fit the
+delayed scale; non-finite elements become NaN and are counted. The float32 values are rounded to FP8 once, never to
+the 16-bit dtype of gate and up.
 
-The matrices a feed-forward block y = h W^T needs of them, as the module text of ``fp8_cast`` explains:
+The operands that a feed-forward block y = h W^T needs, as the module docstring of ``fp8_cast`` explains:
 
-    y     sums over F        data    (M, F) of h           fp8_swiglu
-    dW    sums over M        h_t     (F, M) of h           fp8_swiglu_grad, which has gate and up at hand: keeping
-                                                           them is enough, and h is nowhere kept in any precision
-    dx    sums over F        dgate, dup        (M, F)      fp8_swiglu_grad
-    dW'   sums over M        dgate_t, dup_t    (F, M)      fp8_swiglu_grad, of the gate and up projections
+    y     reduces over F     data    (M, F) of h           fp8_swiglu
+    dW    reduces over M     h_t     (F, M) of h           fp8_swiglu_grad recomputes it from gate and up, so h is
+                                                           never saved in any precision
+    dx    reduces over F     dgate, dup        (M, F)      fp8_swiglu_grad
+    dW'   reduces over M     dgate_t, dup_t    (F, M)      fp8_swiglu_grad, of the gate and up projections
 
-``h_t`` is h cast again by the scale float32(1 / h_inverse), where h_inverse is the ``inverse`` of the forward, and
-saturating. With ``power_of_two`` that is the forward's scale to the bit and h_t the transpose of data to the byte.
-Otherwise it may be the float32 beside it, and then a number so close to the middle between two codes that this
-decides can have the other one, which is as near. Without h_inverse h_t is not made and is (0, 0).
+``h_t`` is h quantized with the scale float32(1 / h_inverse), where h_inverse is the ``inverse`` of the forward,
+saturating. With ``power_of_two`` that is exactly the forward's scale, and h_t is the transpose of data to the byte.
+Otherwise it may be the neighbouring float32, and an element that is nearly halfway between two codes may get the
+other one. Without h_inverse, h_t is (0, 0).
 
-``counts`` holds how many numbers outgrew the history, underflowed to zero and were not finite; for
-fp8_swiglu_grad in two rows, of dgate and of dup. A matrix and its transpose are the same numbers.
+``counts`` has the saturated, underflowed and non-finite counts; for fp8_swiglu_grad in two rows, of dgate and of dup.
+They are the same for a matrix and its transpose.
 
-exp differs in its last bits between devices, so no byte is defined. What must agree is what the codes mean.
+exp differs in its last bits between devices, so bytes are not defined. Kernels must agree in the dequantized values.
 """
 
 from __future__ import annotations
@@ -62,11 +62,11 @@ __all__ = [
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
-# The arithmetic, in the precision of the arguments.
+# The arithmetic, in the dtype of the arguments.
 
 
 def _sigmoids(gate: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """s and 1 - s. exp sees no positive number and 1 - s is no difference."""
+    """Return s and 1 - s. The argument of exp is never positive, and 1 - s does not cancel."""
     small = gate.abs().neg().exp()
     larger = (1 + small).reciprocal()
     smaller = small * larger
@@ -82,19 +82,19 @@ def hidden(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
 def gradients(
     dh: torch.Tensor, gate: torch.Tensor, up: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """dgate, dup and h."""
+    """Return dgate, dup and h."""
     sigmoid, complement = _sigmoids(gate)
     silu = gate * sigmoid
     return (dh * up) * (sigmoid * (1 + gate * complement)), dh * silu, silu * up
 
 
-# The references: exact numbers in place of codes, with the inverse scale 1.
+# The references: exact values in place of quantized data, with inverse scale 1.
 
 
 def in_place_of_codes(
     exact: torch.Tensor, history: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """As the cast's data, inverse, amax, counts and next_history."""
+    """Return exact values as the outputs of a cast: data, inverse, amax, counts and next_history."""
     finite = exact.float().isfinite()
     magnitude = torch.where(finite, exact.abs(), 0.0)
     amax = magnitude.amax() if magnitude.numel() else magnitude.new_zeros(())
@@ -125,7 +125,7 @@ def low_precision(dtype: torch.dtype) -> Callable[..., Any]:
 
 
 def meaning(outputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """h, and what is known about it. Which numbers underflow is a matter of their last bits."""
+    """Return the dequantized h and its statistics, without the underflow count, which depends on h's last bits."""
     return {
         "h": outputs["data"].to(outputs["inverse"].dtype) * outputs["inverse"],
         "amax": outputs["amax"],
@@ -138,7 +138,7 @@ def meaning(outputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def check_matrices(call: Call, names: Sequence[str]) -> None:
-    """Matrices of one shape, one dtype and one place."""
+    """Check that the matrices have one shape, dtype and device."""
     for name in names:
         value = call[name]
         if not isinstance(value, TensorSpec):
@@ -234,7 +234,7 @@ def plain_cast(
 def plain(
     gate: torch.Tensor, up: torch.Tensor, number_format: str, history: torch.Tensor | None, power_of_two: bool
 ) -> tuple[torch.Tensor, ...]:
-    """What a user would write without us: h in the tensors' precision, no statistics, no care for zeros."""
+    """Baseline in plain torch: h in the tensors' dtype, without counts, without zero handling."""
     return plain_cast(torch.nn.functional.silu(gate) * up, number_format, history)
 
 
@@ -246,7 +246,7 @@ Change = Callable[[torch.Tensor], torch.Tensor]
 def matrices(
     rows: int, columns: int, dtype: torch.dtype, draw: Draw, joined: bool, change: Change
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    if joined:  # as one projection makes both
+    if joined:  # the halves of one projection's output
         both = draw(rows, 2 * columns).to(dtype)
         return change(both[:, :columns]), change(both[:, columns:])
     return change(draw(rows, columns).to(dtype)), change(draw(rows, columns).to(dtype))
@@ -277,7 +277,7 @@ def _forward(
 
 
 def large(gate: torch.Tensor) -> torch.Tensor:
-    """From -200 to 200, with a row of each sign alone and the places where exp leaves float32."""
+    """Gates from -200 to 200, with a row of each sign only, and values at which exp overflows float32."""
     gate = gate * 60
     gate[0], gate[1] = -200, 200
     gate[2, :6] = torch.tensor([-104.0, -89.0, -87.0, 87.0, 89.0, 104.0]).to(gate)
@@ -294,7 +294,7 @@ def _benchmark(name: str, rows: int, columns: int, history: Sequence[float] | No
     )
 
 
-DRAWN = (14.0,) * fp8_cast.HISTORY  # about the largest of 16384 x 14336 products of normal numbers
+DRAWN = (14.0,) * fp8_cast.HISTORY  # about the amax of 16384 x 14336 products of normally distributed elements
 
 CASES = (
     Case("odd", _forward(5, 37)),
@@ -326,7 +326,7 @@ FP8_SWIGLU = Op(
     outputs=("data", "inverse", "amax", "counts", "next_history"),
     differentiable=(
         "gate",
-    ),  # no output is: nothing flows back, but torch wants an argument and a result in a schema
+    ),  # no output is differentiable; torch's schema of the backward needs an argument and a result
     differentiable_outputs=(),
     saved=("gate",),
     reference=reference,

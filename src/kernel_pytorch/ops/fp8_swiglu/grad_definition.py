@@ -1,4 +1,4 @@
-"""fp8_swiglu_grad: the definition and its cases. The module text of ``definition`` has the equations."""
+"""fp8_swiglu_grad: the definition and its cases. The module docstring of ``definition`` has the equations."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def reference_grad(
 
 
 def low_precision_grad(dtype: torch.dtype) -> Callable[..., Any]:
-    """Plain float32 arithmetic, then the definition of the cast; h by the given scale."""
+    """Plain float32 arithmetic, then the definition of the cast; h with the given scale."""
 
     def run(
         dh: torch.Tensor,
@@ -84,7 +84,7 @@ def low_precision_grad(dtype: torch.dtype) -> Callable[..., Any]:
 
 
 def meaning_grad(outputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """dgate, dup and h in units of its inverse scale, and what is known about them."""
+    """Return the dequantized dgate and dup, h in units of its inverse scale, and the statistics."""
     wide = outputs["dgate_inverse"].dtype
     scaled = {
         name: outputs[name].to(wide) * outputs[name.removesuffix("_t") + "_inverse"]
@@ -168,7 +168,7 @@ def traffic_grad(call: Call) -> int:
 
 def flops_grad(call: Call) -> int:
     gate: TensorSpec = call["gate"]
-    return 16 * math.prod(gate.shape)  # the same, the eight of the gradients, and one scale more
+    return 16 * math.prod(gate.shape)  # fp8_swiglu's seven, eight for the gradients, and one more scale
 
 
 def plain_grad(
@@ -182,7 +182,7 @@ def plain_grad(
     up_history: torch.Tensor | None,
     power_of_two: bool,
 ) -> tuple[torch.Tensor, ...]:
-    """What a user would write without us: autograd's own gradients, each cast, and turned as bytes."""
+    """Baseline in plain torch: autograd's gradients, each cast, and transposed as bytes."""
     silu = torch.nn.functional.silu(gate)
     dgate = torch.ops.aten.silu_backward(dh * up, gate)
     dgate_8, dgate_inverse = plain_cast(dgate, number_format, gate_history)

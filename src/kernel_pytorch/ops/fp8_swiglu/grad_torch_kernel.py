@@ -11,7 +11,7 @@ from kernel_pytorch.ops.fp8_swiglu.definition import gradients
 
 
 def _turned(h_MF: torch.Tensor, inverse: torch.Tensor, chosen: Format) -> torch.Tensor:
-    """The transposed copy of h by a given scale. Turned as bytes: not every device copies 8-bit floats by strides."""
+    """Quantize h with a given scale and transpose it as bytes: not every device copies strided FP8 tensors."""
     product = h_MF * inverse.double().reciprocal().float()
     number = h_MF.isfinite() & (product == product)
     inside = torch.where(number, product.clamp(-chosen.largest, chosen.largest), torch.nan)

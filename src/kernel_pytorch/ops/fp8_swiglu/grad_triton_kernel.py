@@ -1,9 +1,8 @@
 """fp8_swiglu_grad in Triton, one source for NVIDIA and AMD.
 
-Memory-bound: dh, gate and up are read once, where histories give the scales, and one tile of them becomes tiles of
-all five 8-bit matrices; what is transposed is turned in shared memory. Without histories they are read twice, first
-for the largest magnitudes of the gradients, which are never in memory. A tile is held in quarters, as ``fp8_cast``
-explains.
+Memory-bound: with histories dh, gate and up are read once, and one tile of them becomes tiles of all five FP8
+matrices; tiles are transposed in shared memory. Without histories they are read twice, first for the amax of the
+gradients, which are never written in high precision. A tile is held in quarters, see ``fp8_cast``'s ``triton_tiles``.
 """
 
 # mypy: allow-incomplete-defs, allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
@@ -40,16 +39,16 @@ from kernel_pytorch.ops.fp8_swiglu import grad_torch_kernel
 from kernel_pytorch.ops.fp8_swiglu.triton_kernel import scale_to_try, settle, sigmoid
 from kernel_pytorch.ops.triton_launch import Launches, Place, empty, zeros
 
-# Rows, columns and warps of a tile: the fastest of those tried on an H200.
+# Rows, columns and warps of a tile: the fastest of a sweep on an H200.
 _TILE = (32, 64, 4)
-_AMAX_TILE = (16, 256, 8, 4)  # and how many of them below each other, so that fewer programs compete for one number
+_AMAX_TILE = (16, 256, 8, 4)  # and the number of tiles of a program, one below the other: fewer atomics
 DUP: tl.constexpr = tl.constexpr(SCRATCH // 4)
-"""From what tiles find out about dgate to what they find out about dup, in 32-bit numbers."""
+"""Offset in the shared buffer from dgate's words to dup's."""
 
 
 @triton.jit
 def _gradients(upstream, gates, ups, HARDWARE: tl.constexpr):
-    """dgate, dup and h. Where 1 - share has few digits left, it is added to a share near 1."""
+    """dgate, dup and h. 1 - share loses digits only where it is added to a share near 1."""
     share = sigmoid(gates, HARDWARE)
     silu = gates * share
     return (upstream * ups) * (share + silu * (1.0 - share)), upstream * silu, silu * ups
@@ -57,19 +56,19 @@ def _gradients(upstream, gates, ups, HARDWARE: tl.constexpr):
 
 @triton.jit
 def _scaled(values, scale):
-    """values * scale; NaN where they are not finite, for an infinity would saturate."""
+    """values * scale; NaN for non-finite values, because an infinity would saturate."""
     return values * scale + values * 0.0
 
 
 @triton.jit
 def _as_of_all_rows(dh, first, dh_row, ROWS: tl.constexpr):
-    """Where dh would begin if it had not only the rows from tile row ``first`` on."""
+    """The address of dh's row 0 if dh has only the rows from tile row ``first`` on."""
     return dh - (tl.full((), 0, tl.int64) + first) * ROWS * dh_row
 
 
 @triton.jit
 def _quarter_gradients(i, j, k, rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr, arguments):
-    """dgate, dup and h of a quarter of tile (i, j)."""
+    """Compute dgate, dup and h of a quarter of tile (i, j)."""
     _, source = arguments
     dh, gate, up, dh_row, dh_column, gate_row, gate_column, up_row, up_column, HARDWARE = source
     upstream = load_quarter(dh, i, j, k, rows, columns, dh_row, dh_column, ROWS, COLUMNS)
@@ -120,12 +119,12 @@ def _cast(
     LARGEST: tl.constexpr, HALF_SMALLEST: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr,
     NAN: tl.constexpr, FNUZ: tl.constexpr, HARDWARE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """One tile of all matrices, from tile row ``first`` on; with a HISTORY by its scales, finding the amaxes."""
+    """Quantize one tile of all matrices, from tile row ``first`` on; with a HISTORY by the delayed scales."""
     i, j = tile_of_program(tl.cdiv(columns, COLUMNS), HISTORY > 0)
     i += first
     dh = _as_of_all_rows(dh, first, dh_row, ROWS)
     matrices = (dh, gate, up, dh_row, dh_column, gate_row, gate_column, up_row, up_column, HARDWARE)
-    # Loaded before the scales are known: neither waits for the other.
+    # Load before the scales are computed, so that neither waits for the other.
     g_0, u_0, h_0 = _quarter_gradients(i, j, 0, rows, columns, ROWS, COLUMNS, (1.0, matrices))
     g_1, u_1, h_1 = _quarter_gradients(i, j, 1, rows, columns, ROWS, COLUMNS, (1.0, matrices))
     g_2, u_2, h_2 = _quarter_gradients(i, j, 2, rows, columns, ROWS, COLUMNS, (1.0, matrices))
@@ -140,13 +139,13 @@ def _cast(
     )  # fmt: skip
     h_scale = reciprocal(tl.load(h_inverse)) if WITH_H else 1.0
     if WITH_H:
-        # The forward has counted what is lost here; an h that is not finite must be NaN again.
+        # The forward has counted h; a non-finite h must become NaN again.
         words = encode_words(
             _scaled(h_0, h_scale), _scaled(h_1, h_scale), _scaled(h_2, h_scale), _scaled(h_3, h_scale),
             H_LARGEST, H_MANTISSA, H_BIAS, H_NAN, H_FNUZ, H_HARDWARE,
         )  # fmt: skip
         store_turned(h_t, words, i, j, rows, columns, WORDS, ROWS, COLUMNS)
-    # All is cast before anything is looked at again, so that its numbers need not be kept.
+    # Cast everything before any recount, so that the values need not stay in registers.
     dgate_found = emit(
         g_0, g_1, g_2, g_3, dgate_scale, dgate_scale, dgate_scale, dgate_scale, dgate_data, dgate_t,
         i, j, rows, columns, True, TURNED, WORDS, LARGEST, MANTISSA, BIAS, NAN, FNUZ, HARDWARE, ROWS, COLUMNS,
@@ -177,7 +176,7 @@ def _settle(
     LARGEST: tl.constexpr, HALF_SMALLEST: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr,
     NAN: tl.constexpr, FNUZ: tl.constexpr, HARDWARE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """After a cast by the histories' scales: cast again each gradient whose amax does not fit its own."""
+    """After a cast with the delayed scales: requantize each gradient whose amax does not fit its scale."""
     dgate_scale, dgate_again, dgate_exceeded = settle(
         amax, dgate_inverse, tried, gate_counts, gate_history, gate_next, history_length, part_rows, columns,
         LARGEST, BIAS, POWER_OF_TWO, HISTORY,
@@ -210,8 +209,8 @@ def _settle(
 
 # Launching.
 
-# What kernels are given, in the order in which a call of PreparedGradients lists it. What is lost by a history's
-# scale may not count in the end, and is counted apart at first.
+# The arguments of the kernels, in the order of PreparedGradients.__call__. Counts under a delayed scale go to a
+# buffer of their own, since a requantization discards them.
 _ARGUMENTS = (
     "dh", "gate", "up", "h_inverse", "dgate_data", "dgate_t", "dgate_inverse", "dup_data", "dup_t", "dup_inverse",
     "h_t", "amax", "tried", "gate_counts", "up_counts", "own_gate_counts", "own_up_counts", "gate_history",
@@ -252,12 +251,12 @@ def forward(
 
 
 class PreparedGradients:
-    """The casts for matrices of one kind, as ``fp8_cast`` has ``PreparedCast``.
+    """fp8_swiglu_grad for matrices of one kind, see ``fp8_cast``'s ``PreparedCast``.
 
-    Gives dgate, dgate_t, dgate_inverse, dup, dup_t, dup_inverse and h_t.
+    Returns dgate, dgate_t, dgate_inverse, dup, dup_t, dup_inverse and h_t.
 
     Args:
-        part_rows: for how many rows a call of ``part`` is; None for all of them, and with transposed copies.
+        part_rows: rows of a call of ``part``; None for all rows, with the transposed gradients.
     """
 
     def __init__(
@@ -346,10 +345,10 @@ class PreparedGradients:
         histories: tuple[Place, Place],
         next_histories: tuple[Place, Place],
     ) -> None:
-        """The rows from this one on, a multiple of 512, into matrices of all rows.
+        """Compute the row chunk that starts at ``first``, a multiple of 512, into matrices of all rows.
 
         Args:
-            matrices: dh with these rows alone, gate and up with all.
+            matrices: dh with the chunk's rows, gate and up with all rows.
             results: dgate, dgate_t, dup, dup_t and h_t.
         """
         dh, gate, up = matrices

@@ -40,11 +40,11 @@ class SwiGLUGradSpec(NamedTuple):
 
 
 def prepare(device: Device, spec: SwiGLUSpec | SwiGLUGradSpec) -> Callable[..., Any] | None:
-    """Return a function for calls as ``spec`` says; None if no kernel can.
+    """Return a function for calls of the kind ``spec``; None if no kernel can serve them.
 
     The forward takes ``(gate, up, counts, history)`` and returns data and inverse. The gradient takes
     ``(dh, gate, up, h_inverse, counts, histories)``, with dh as a function of the first and last row for row chunks,
-    and returns what ``triton_kernel`` and ``triton_parts`` say.
+    and returns the results of ``PreparedGradients`` or, for row chunks, of ``PreparedParts``.
     """
     from kernel_pytorch.ops.fp8_swiglu import grad_triton_kernel, triton_kernel, triton_parts
     from kernel_pytorch.ops.triton_launch import Place

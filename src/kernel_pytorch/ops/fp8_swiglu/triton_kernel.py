@@ -1,7 +1,7 @@
 """fp8_swiglu in Triton, one source for NVIDIA and AMD.
 
-Memory-bound: gate and up are read once and 8 bits written, where a history gives the scale; without one they are
-read twice, first for the largest magnitude of h, which is never in memory.
+Memory-bound: with a history gate and up are read once and FP8 data is written. Without one they are read twice, first
+for the amax of h, which is never written in high precision.
 """
 
 # mypy: allow-incomplete-defs, allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
@@ -42,17 +42,17 @@ from kernel_pytorch.ops.fp8_cast.triton_tiles import (
 from kernel_pytorch.ops.fp8_swiglu import torch_kernel
 from kernel_pytorch.ops.triton_launch import Launches, Place, empty, zeros
 
-# Rows, columns and warps of a tile: the fastest of those tried on an H200.
+# Rows, columns and warps of a tile: the fastest of a sweep on an H200.
 _TILE = (32, 128, 4)
-_AMAX_TILE = (16, 256, 8, 4)  # and how many of them below each other, so that fewer programs compete for one number
+_AMAX_TILE = (16, 256, 8, 4)  # and the number of tiles of a program, one below the other: fewer atomics
 
 
-# Shared with the gradient.
+# Shared with fp8_swiglu_grad.
 
 
 @triton.jit
 def sigmoid(gate, HARDWARE: tl.constexpr):
-    """1 / (1 + exp(-gate)); 0 where exp is infinite, and on hardware where it would be subnormal."""
+    """1 / (1 + exp(-gate)); 0 where exp is infinite, and with HARDWARE instructions where it would be subnormal."""
     exponent = gate * -1.4426950408889634
     if HARDWARE:
         power = tl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [exponent], tl.float32, True, 1)
@@ -72,9 +72,9 @@ def scale_to_try(
     amax, inverse, own_counts, history, length, rows, columns,
     LARGEST: tl.constexpr, POWER_OF_TWO: tl.constexpr, HISTORY: tl.constexpr,
 ):  # fmt: skip
-    """The scale from a HISTORY, which may not be enough; without one, that from the amax.
+    """The delayed scale of a HISTORY, which may not fit; without a history, the scale of the amax.
 
-    The first program writes down what is known by then.
+    The first program stores the results that are known by then.
     """
     if HISTORY > 0:
         before = largest_remembered(history, length, HISTORY)
@@ -94,14 +94,14 @@ def settle(
     amax, inverse, tried, counts, history, next_history, length, rows, columns,
     LARGEST: tl.constexpr, BIAS: tl.constexpr, POWER_OF_TWO: tl.constexpr, HISTORY: tl.constexpr,
 ):  # fmt: skip
-    """After a cast by a history's scale: the final one, whether all must be cast again with it, and which one it
-    exceeds then, or 0.
+    """After a cast with a delayed scale: the final scale, whether to requantize with it, and the delayed scale if the
+    amax exceeds it, else 0.
 
-    The first program writes down what is known by then, and the history of the next cast.
+    The first program stores the results that are known by then, and the history for the next cast.
     """
     add_numbers(counts, rows, columns, True)
     largest = tl.load(amax).to(tl.float32, bitcast=True)
-    before = tl.load(amax + 1).to(tl.float32, bitcast=True)  # the history itself may be another by now
+    before = tl.load(amax + 1).to(tl.float32, bitcast=True)  # the history itself may have been updated by now
     remembered = scale_from_amax(before, LARGEST, POWER_OF_TWO) * 0.5
     again, exceeded = needs_own_scale(before, largest, remembered, LARGEST, BIAS)
     scale = tl.where(again, scale_from_amax(largest, LARGEST, POWER_OF_TWO), remembered)
@@ -136,7 +136,7 @@ def _amax(
 
 @triton.jit
 def _hidden_quarter(i, j, k, rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr, arguments):
-    """A quarter of tile (i, j) of h, with its scale."""
+    """Compute a quarter of tile (i, j) of h, with its scale."""
     scale, source = arguments
     gate, up, gate_row, gate_column, up_row, up_column, HARDWARE = source
     gates = load_quarter(gate, i, j, k, rows, columns, gate_row, gate_column, ROWS, COLUMNS)
@@ -152,7 +152,7 @@ def _cast(
     LARGEST: tl.constexpr, HALF_SMALLEST: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr,
     NAN: tl.constexpr, FNUZ: tl.constexpr, HARDWARE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """One tile; with a HISTORY by its scale, leaving behind whether that was enough."""
+    """Quantize one tile; with a HISTORY by the delayed scale, storing the amax for ``_settle``."""
     i, j = tile_of_program(tl.cdiv(columns, COLUMNS), HISTORY > 0)
     source = (gate, up, gate_row, gate_column, up_row, up_column, HARDWARE)
     h_0, h_1, h_2, h_3 = quarters(_hidden_quarter, i, j, rows, columns, ROWS, COLUMNS, source)
@@ -177,7 +177,7 @@ def _settle(
     LARGEST: tl.constexpr, HALF_SMALLEST: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr,
     NAN: tl.constexpr, FNUZ: tl.constexpr, HARDWARE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """After a cast by the history's scale: cast all of it again where the amax does not fit it."""
+    """After a cast with the delayed scale: requantize all of it if the amax does not fit that scale."""
     scale, again, exceeded = settle(
         amax, inverse, tried, counts, history, history, history_length, rows, columns,
         LARGEST, BIAS, POWER_OF_TWO, HISTORY,
@@ -199,8 +199,8 @@ def _settle(
 
 # Launching.
 
-# What kernels are given, in the order in which a call of PreparedSwiGLU lists it. What is lost by a history's scale
-# may not count in the end, and is counted apart at first.
+# The arguments of the kernels, in the order of PreparedSwiGLU.__call__. Counts under a delayed scale go to a buffer
+# of their own, since a requantization discards them.
 _ARGUMENTS = (
     "gate", "up", "data", "inverse", "amax", "final_amax", "tried", "counts", "own_counts", "history",
     "rows", "columns", "gate_row", "gate_column", "up_row", "up_column", "history_length",
@@ -227,7 +227,7 @@ def forward(
 
 
 class PreparedSwiGLU:
-    """The cast of h for matrices of one kind, as ``fp8_cast`` has ``PreparedCast``; gives data and inverse."""
+    """fp8_swiglu for matrices of one kind, see ``fp8_cast``'s ``PreparedCast``; returns data and inverse."""
 
     def __init__(
         self,

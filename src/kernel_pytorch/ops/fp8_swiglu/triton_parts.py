@@ -1,9 +1,9 @@
-"""fp8_swiglu_grad for some rows after others, so that dh need never be there as a whole.
+"""fp8_swiglu_grad in row chunks, so that dh is never in memory as a whole.
 
-Each part of the rows is cast as the whole would be: by the scales of the histories, or by its own where its amax
-does not fit them. Parts that have found other scales are then brought to the smallest: their codes are scaled down
-and rounded once more. Histories get the largest magnitudes of all parts. Where every part fits its history, all is
-byte for byte as if cast at once.
+Each chunk is quantized like the whole: with the delayed scales, or with its own amax if that does not fit them. If
+chunks end with different scales, all are rescaled to the smallest one: their codes are scaled down and rounded again.
+The histories get the amax over all chunks. If every chunk fits its history, the result is byte for byte that of one
+cast.
 """
 
 # mypy: allow-incomplete-defs, allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
@@ -26,12 +26,12 @@ __all__ = ["PreparedParts"]
 
 _TILE = (32, 128, 4)
 _APART = 16
-"""From the scale of a part to that of the next, in bytes: kernels expect them aligned so."""
+"""Bytes from the scale of a chunk to that of the next: the alignment that the kernels were compiled for."""
 
 
 @triton.jit
 def decode(code, MANTISSA: tl.constexpr, BIAS: tl.constexpr):
-    """The float32 numbers that codes stand for, but for infinities and NaN."""
+    """Decode finite codes to float32."""
     bits = code.to(tl.uint32)
     exponent, fraction = (bits & 0x7F) >> MANTISSA, bits & ((1 << MANTISSA) - 1)
     normal = (((exponent + (127 - BIAS)) << 23) | (fraction << (23 - MANTISSA))).to(tl.float32, bitcast=True)
@@ -46,10 +46,10 @@ def _agree_on(
     LARGEST: tl.constexpr, HALF_SMALLEST: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr,
     NAN: tl.constexpr, FNUZ: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """One gradient."""
+    """``_agree`` for one gradient."""
     part, place = tl.arange(0, PARTS), tl.arange(0, HISTORY)
     own = tl.load(inverses + part * 4, mask=part < parts, other=0.0)
-    # A part of zeros has a scale of 1 where there is no history, and is no reason to take it.
+    # Ignore the scale of a chunk of zeros without a history, which is 1.
     amax = tl.load(nexts + part * history_length, mask=part < parts, other=0.0)
     common = tl.max(tl.where(amax > 0.0, own, 0.0), axis=0)
     common = tl.where(common == 0.0, tl.load(inverses), common)
@@ -87,7 +87,7 @@ def _agree(
     LARGEST: tl.constexpr, HALF_SMALLEST: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr,
     NAN: tl.constexpr, FNUZ: tl.constexpr, HARDWARE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """After all parts: one scale for each gradient, and its history."""
+    """After all chunks: rescale each gradient to one scale, and update its history."""
     _agree_on(
         dgate, gate_inverses, dgate_inverse, gate_counts, gate_nexts, gate_history, rows, columns, part_rows, parts,
         history_length, PARTS, HISTORY, LARGEST, HALF_SMALLEST, MANTISSA, BIAS, NAN, FNUZ, ROWS, COLUMNS,
@@ -106,10 +106,12 @@ _ARGUMENTS = (
 
 
 class PreparedParts:
-    """For matrices of one kind, with histories. Gives dgate, dgate_inverse, dup, dup_inverse and h_t.
+    """fp8_swiglu_grad in row chunks for matrices of one kind, with histories.
+
+    Returns dgate, dgate_inverse, dup, dup_inverse and h_t.
 
     Args:
-        part_rows: how many rows a part has, a multiple of 512, but for the last one, which has what is left.
+        part_rows: rows of a chunk, a multiple of 512; the last chunk may have fewer.
     """
 
     def __init__(
@@ -159,7 +161,7 @@ class PreparedParts:
         gate_history: Place,
         up_history: Place,
     ) -> tuple[torch.Tensor, ...]:
-        """dh_of gives the rows of dh from one to before another, contiguous."""
+        """``dh_of(first, last)`` returns the rows of dh from first to before last, contiguous."""
         kind, parts = self.casts[0], len(self.casts)
         dgate, dup = gate.new_empty(self.shape, dtype=kind.dtype), gate.new_empty(self.shape, dtype=kind.dtype)
         h_t = gate.new_empty(kind.h_shape, dtype=kind.h_dtype)
@@ -169,7 +171,7 @@ class PreparedParts:
         counts, histories = (gate_counts, up_counts), (gate_history, up_history)
 
         def both(tensor: torch.Tensor, part: int = 0) -> tuple[Place, Place]:
-            """Where a part has its own, of dgate and of dup."""
+            """The places of one chunk, for dgate and for dup."""
             second, row = tensor[0].numel() * 4, tensor.shape[-1] * 4
             return Place(tensor, torch.float32, part * row), Place(tensor, torch.float32, second + part * row)
 

@@ -22,9 +22,9 @@ def rms_norm(
 
     Args:
         x: any shape, strides and number of rows; float64, float32, float16 or bfloat16.
-        weight: one number per element of the last dimension, in x's dtype or float32; None for none.
+        weight: (hidden,), in x's dtype or float32; None for none.
         eps: added to the mean square; finite and not negative.
-        kernel: pin an implementation by name (``kp.explain`` lists them) instead of the best that fits.
+        kernel: pin an implementation by name (``kp.explain`` lists them).
 
     Returns:
         A contiguous tensor of x's shape and dtype. Gradients flow to x and weight.

@@ -1,7 +1,7 @@
 """RMSNorm: y = x / sqrt(mean(x^2) + eps) * weight over the last dimension. The definition and its cases.
 
 Shapes: R rows (all leading dimensions), H hidden (the last dimension). ``rstd`` is 1 / sqrt(mean(x^2) + eps)
-in float32 (float64 for float64), one number a row: what the backward needs besides x.
+in float32 (float64 for float64), one element per row, which the backward needs besides x.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def rstd_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def reference(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """The definition, computed in x's own precision."""
+    """The definition, computed in x's dtype."""
     rstd = torch.rsqrt(x.square().mean(dim=-1) + eps)
     y = x * rstd.unsqueeze(-1)
     return (y if weight is None else y * weight), rstd
@@ -110,7 +110,7 @@ def _zero_rows(x: torch.Tensor) -> torch.Tensor:
 
 
 def _scales(x: torch.Tensor) -> torch.Tensor:
-    """Rows from tiny to near the largest number that float16 holds."""
+    """Rows from tiny magnitudes to near the largest float16 value."""
     return x * torch.logspace(-6, 4, x.shape[0], device=x.device).unsqueeze(-1).to(x.dtype)
 
 

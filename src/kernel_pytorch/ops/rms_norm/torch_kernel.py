@@ -1,7 +1,7 @@
 """RMSNorm in plain torch operations with float32 arithmetic: runs wherever torch does.
 
-Works through the rows in pieces small enough that what one operation writes is still in the cache when the
-next one reads it; a processor with a slow memory gains two to three times from that.
+On a CPU it works through row chunks that are small enough for the cache, so that each operation reads the previous
+one's result from there.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ import torch
 from kernel_pytorch.hardware_abstraction.device import Device
 from kernel_pytorch.ops.rms_norm.definition import rstd_dtype
 
-_NUMBERS_A_PIECE = 1 << 17  # half a megabyte of float32: fits the second-level cache of today's cores
+_NUMBERS_A_PIECE = 1 << 17  # half a megabyte of float32: fits the second-level cache of a core
 
 
 def _pieces(x_RH: torch.Tensor) -> range:
-    """First rows of the pieces; a GPU, with its far larger appetite, takes all rows at once."""
+    """Return the first row of each chunk; on a GPU all rows are one chunk."""
     rows, hidden = x_RH.shape
     return range(0, rows, max(1, _NUMBERS_A_PIECE // hidden if x_RH.is_cpu else rows))
 

@@ -1,11 +1,10 @@
 """RMSNorm in Triton, one source for NVIDIA, AMD and Intel.
 
-Memory-bound: the forward reads x and writes y once; the backward reads dy and x and writes dx once. In the
-forward, a program holds a tile of short rows in registers; a long row it walks over twice in chunks, the
-second time out of the cache, which leaves registers for more programs and moved bytes faster on an H200 than
-holding the row. In the backward a program walks over many tiles and keeps its share of dweight in registers;
-the shares are summed by a second small kernel in a fixed order, so the result does not depend on which
-program finishes first.
+Memory-bound: the forward reads x and writes y once; the backward reads dy and x and writes dx once. In the forward, a
+program holds a tile of short rows in registers. It reads a long row twice in chunks, the second time from the cache,
+which leaves registers for more programs and was faster on an H200 than holding the row. In the backward, a program
+walks over many tiles and accumulates its partial dweight in registers. A second small kernel sums the partial results
+in a fixed order, so the result does not depend on which program finishes first.
 """
 
 # mypy: allow-incomplete-defs, allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
@@ -24,17 +23,17 @@ from kernel_pytorch.ops.rms_norm.definition import rstd_dtype
 
 @dataclass(frozen=True)
 class Tile:
-    """How the work is cut: numbers that change the speed and never the result."""
+    """Tile sizes and launch parameters. They change the speed, not the result."""
 
     rows: int
     warps: int
     programs_per_unit: int = 0
-    """Backward only: programs for each compute unit; each walks over its tiles."""
+    """Backward only: programs per compute unit; each walks over several tiles."""
     stages: int = 1
-    """Backward only: tiles in flight while one is computed."""
+    """Backward only: pipeline stages."""
 
 
-# The sizes below are the best of a sweep on an H200 over hidden 128 to 16384; other GPUs follow the same rules.
+# The sizes below are the best of a sweep on an H200 over hidden 128 to 16384; other GPUs use the same rules.
 
 
 _LONG_ROW = 4096
@@ -45,7 +44,7 @@ def short_tile(hidden: int, device: Device) -> Tile:
 
 
 def long_chunk(hidden: int) -> int:
-    """Numbers a step; a chunk that divides the row leaves no lane idle."""
+    """Elements per step; a chunk that divides the row leaves no lane idle."""
     sizes = (4096, 2048, 1024) if hidden >= 8192 else (2048, 1024)
     return next((size for size in sizes if hidden % size == 0), 1024)
 
@@ -53,18 +52,18 @@ def long_chunk(hidden: int) -> int:
 def backward_tile(hidden: int, itemsize: int, device: Device) -> Tile:
     block = triton.next_power_of_2(hidden)
     rows = max(1, 8192 // block)
-    # Lanes past the end of a row carry no bytes, so rows that fill their tile badly need more tiles in flight.
+    # Lanes past the end of a row load nothing, so rows that fill their tile badly need more stages.
     wanted = 3 if hidden * 8 > block * 7 else 4
     fitting = device.shared_memory_bytes // (2 * rows * block * itemsize)  # a stage holds a tile of dy and of x
     if 2048 <= block <= 8192 and fitting >= 2:
         return Tile(rows=rows, warps=_warps(8, device), programs_per_unit=1, stages=min(wanted, fitting))
-    # Without room for tiles in flight, several programs a unit hide each other's waiting.
+    # Without shared memory for stages, several programs per compute unit hide the latency.
     rows = max(1, 4096 // block)
     return Tile(rows=rows, warps=_warps(8 if block <= 8192 else 16, device), programs_per_unit=3)
 
 
 def _warps(warps: int, device: Device) -> int:
-    """Tiles are sized for 32 threads a warp; a wavefront of 64 needs half as many."""
+    """Convert a number of 32-thread warps to that of the device: half as many wavefronts of 64."""
     return max(1, warps * 32 // max(32, device.warp_size))
 
 
@@ -172,7 +171,7 @@ def _sum_shares(shares_PH, dweight_H, programs, hidden, PROGRAMS: tl.constexpr, 
 
 
 def _as_rows(x: torch.Tensor) -> torch.Tensor:
-    """x as R rows of H adjacent numbers; copied only where its strides do not allow that."""
+    """Return x as (R, H) with contiguous rows; copied only if its strides do not allow a view."""
     x_RH = x.reshape(-1, x.shape[-1])
     return x_RH if x_RH.stride(1) == 1 or x_RH.shape[1] == 1 else x_RH.contiguous()
 
@@ -199,7 +198,7 @@ def forward(
             eps,
             HAS_WEIGHT=weight is not None,
             CHUNK=chunk,
-            num_warps=_warps(chunk // 256, device),  # eight numbers a thread: one wide load of bfloat16
+            num_warps=_warps(chunk // 256, device),  # eight elements per thread: one 16-byte load of bfloat16
         )
     else:
         tile = short_tile(hidden, device)

@@ -57,10 +57,10 @@ def rope(
             rotary_dim elements of a head are rotated, the others are copied. No gradient flows to them.
         interleaved: whether elements 2i and 2i + 1 form a pair, as in GPT-J and Cohere, instead of i and
             i + rotary_dim / 2, as in Llama.
-        kernel: pin an implementation by name (``kp.explain`` lists them) instead of the best that fits.
+        kernel: pin an implementation by name (``kp.explain`` lists them).
 
     Returns:
-        The rotated q and k, contiguous, with their shapes and dtype; None in place of k where there is none.
+        The rotated q and k, contiguous, with their shapes and dtype; None in place of k if k is None.
         Gradients flow to q and k.
 
     Example:

@@ -38,7 +38,7 @@ def rotate(x: torch.Tensor, interleaved: bool) -> torch.Tensor:
 def reference(
     q: torch.Tensor, k: torch.Tensor | None, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The definition, computed in the precision of its arguments."""
+    """The definition, computed in the dtype of its arguments."""
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
 
     def rotated(x: torch.Tensor) -> torch.Tensor:
@@ -126,7 +126,7 @@ def _rotated(call: Call) -> list[TensorSpec]:
 def eager(
     q: torch.Tensor, k: torch.Tensor | None, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool
 ) -> tuple[torch.Tensor, ...]:
-    """What models write without us, in the tensors' own dtype."""
+    """Baseline: the rotation as Hugging Face models write it, in the tensors' dtype."""
     cos, sin = cos.unsqueeze(1).to(q.dtype), sin.unsqueeze(1).to(q.dtype)
     rotary, out = cos.shape[-1], []
     for x in (q, k):
@@ -176,7 +176,7 @@ def _case(
 
 
 def _projected(x: torch.Tensor) -> torch.Tensor:
-    """As a projection leaves it: a view of (batch, length, heads, head_dim)."""
+    """Return x in the layout of a projection's output: a view of (batch, length, heads, head_dim)."""
     return x.transpose(1, 2).contiguous().transpose(1, 2)
 
 

@@ -6,7 +6,7 @@ import torch
 
 from kernel_pytorch.hardware_abstraction.device import Device
 
-_ELEMENTS_A_CHUNK = 1 << 17  # half a megabyte of float32: fits the second-level cache of today's cores
+_ELEMENTS_A_CHUNK = 1 << 17  # half a megabyte of float32: fits the second-level cache of a core
 
 
 def _pairs(x: torch.Tensor, rotary: int, interleaved: bool) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,4 +1,4 @@
-"""What every backend must keep: each kernel on each case and format against float64, and more."""
+"""The backend contract: each kernel on each case and dtype against float64, and more."""
 
 from kernel_pytorch.testing import BackendContract
 

@@ -1,4 +1,4 @@
-"""The pages keep to the standard, and are what the records say now."""
+"""The pages conform to the standard and are up to date with the records."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""A part of ExecuTorch's own backend test suite: everything is delegated, or refused with a reason."""
+"""Some files of ExecuTorch's backend test suite: every subtest is delegated, or refused with a reason."""
 
 from kernel_pytorch.testing.executorch_suite import run, summary
 

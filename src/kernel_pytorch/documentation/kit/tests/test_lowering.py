@@ -1,4 +1,4 @@
-"""From a model to numbers: in Python and in C++, in float32 and quantized, and what is refused."""
+"""Lowering and running a model: in Python and C++, in float32 and quantized, and refusals."""
 
 from __future__ import annotations
 

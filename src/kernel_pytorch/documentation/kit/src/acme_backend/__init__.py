@@ -7,7 +7,7 @@ from kernel_pytorch.hardware_abstraction import Call, Kernel
 
 __all__ = ["A1", "BACKEND"]
 
-# Facts from the data sheet: this device can be named as "acme/a1" without being there.
+# Facts from the data sheet: kp.device("acme/a1") works without the hardware.
 A1 = Device(
     name="acme/a1",
     backend="acme",
@@ -22,7 +22,7 @@ A1 = Device(
 
 
 def probe() -> tuple[Device, ...]:
-    """The devices that are here. Ask your driver, and give each its ``torch_device``, as "acme:0"; never raise."""
+    """Return the devices of this machine. Query your driver, set ``torch_device`` such as "acme:0"; never raise."""
     return ()
 
 
@@ -37,8 +37,8 @@ BACKEND = Backend(
     probe=probe,
     catalogue=(A1,),
     kernels=(
-        # "torch" says that the kernel is made of torch operations and can be tested on a CPU. A kernel that calls
-        # your own library is "native": its tests skip where the device is not.
+        # "torch": the kernel consists of torch operations and can be tested on a CPU. A kernel that calls your own
+        # library is "native": its tests skip without the device.
         Kernel(
             op="rms_norm",
             name="acme",

@@ -1,4 +1,4 @@
-"""Ahead of time: a delegated graph becomes a payload, which ``native/payload.h`` reads.
+"""Ahead-of-time compilation of a delegated graph to a payload, which ``native/payload.h`` reads.
 
 All numbers are little-endian, and 32 bits wide unless said otherwise::
 
@@ -35,12 +35,12 @@ INT8_WEIGHTS, BIAS = 1, 2
 
 
 def operator(node: Node) -> object:
-    """The torch operator behind a node: before ExecuTorch's edge dialect and in it."""
+    """Return the torch operator of a node, before or in ExecuTorch's edge dialect."""
     return node.target._op if isinstance(node.target, EdgeOpOverload) else node.target
 
 
 def constant_of(program: ExportedProgram, node: object) -> torch.Tensor | None:
-    """The tensor behind a node, where it is known ahead of time."""
+    """Return the constant tensor of a node, or None."""
     if not isinstance(node, Node):
         return None
     for known, value in (
@@ -54,7 +54,7 @@ def constant_of(program: ExportedProgram, node: object) -> torch.Tensor | None:
 
 
 def build_payload(program: ExportedProgram) -> bytes:
-    """The payload of a graph whose every node the partitioner took."""
+    """Return the payload of a delegated graph."""
     numbers: dict[Node, int] = {}
     sizes: list[int] = []
     inputs: list[int] = []
@@ -84,7 +84,7 @@ def build_payload(program: ExportedProgram) -> bytes:
 def _linear(program: ExportedProgram, node: Node) -> bytes:
     source, bias = node.args[1], node.args[2] if len(node.args) > 2 else None
     flags, data = 0, b""
-    if constant_of(program, source) is None:  # behind a dequantization
+    if constant_of(program, source) is None:  # the weight is dequantized
         weight, scale = (constant_of(program, one) for one in source.args[:2])
         flags |= INT8_WEIGHTS
         data += _bytes(weight.to(torch.int8)) + _bytes(scale.float())
@@ -105,7 +105,7 @@ def _bytes(tensor: torch.Tensor) -> bytes:
 
 
 class AcmeBackend(BackendDetails):
-    """Named in the ``.pte``; the C++ library registers itself under the same name."""
+    """The backend's name in the ``.pte``; the C++ library registers itself under the same name."""
 
     @staticmethod
     def preprocess(edge_program: ExportedProgram, compile_specs: list[CompileSpec]) -> PreprocessResult:

@@ -1,4 +1,4 @@
-"""A model to try the backend with: ``kernel-pytorch lower acme_backend.example:model --backend acme ...``."""
+"""An example model: ``kernel-pytorch lower acme_backend.example:model --backend acme ...``."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 
 
 def model() -> tuple[torch.nn.Module, tuple[torch.Tensor, ...]]:
-    """A model and its example inputs."""
+    """Return a model and its example inputs."""
     torch.manual_seed(0)
     layers = torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.ReLU(), torch.nn.Linear(128, 32))
     return layers.eval(), (torch.ones(4, 64),)

@@ -1,4 +1,4 @@
-"""How Acme lowers: the record that ``kp.lower``, the command line, the probe and the pages read."""
+"""Acme's ``Lowering`` record, for ``kp.lower``, the command line, the probe and the pages."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from kernel_pytorch.lowering import Lowering, Probe, probe
 
 @cache
 def register() -> ctypes.CDLL:
-    """Load the library, built now if it is not there yet: ExecuTorch then knows ``AcmeBackend``."""
-    import executorch.runtime  # noqa: F401 - holds the table that the library registers itself in
+    """Load the library, building it if needed; it registers ``AcmeBackend`` with ExecuTorch."""
+    import executorch.runtime  # noqa: F401 - has the registry that the library adds itself to
 
     ready = LOWERING.build(tell=lambda text: print(f"acme: {text}", file=sys.stderr))
     return ctypes.CDLL(str(ready.library))
@@ -33,8 +33,8 @@ LOWERING = Lowering(
     register=register,
     sources=Path(__file__).with_name("native"),
     native_name="acme",
-    # A small model for each operator: what becomes of them is the table of operators in the pages. Operators that
-    # are not taken belong here too, so that the pages can say so.
+    # A small model per operator: the probe lowers and runs each for the pages' table of operators. List operators
+    # that are not supported too, so that the pages say so.
     probes=(
         Probe("aten::linear", lambda: torch.nn.Linear(32, 24), ((4, 32),)),
         Probe("aten::linear", lambda: torch.nn.Linear(32, 24, bias=False), ((4, 32),), variant="no bias"),

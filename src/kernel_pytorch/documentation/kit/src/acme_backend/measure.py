@@ -1,7 +1,7 @@
-"""Times the example program beside ExecuTorch's portable kernels, after its numbers were found right.
+"""Time the example program and ExecuTorch's portable kernels, after checking its results.
 
-``python -m acme_backend.measure`` shows the times; ``--record`` keeps them as evidence, which the pages then show. A
-record needs a commit without local changes, so that anybody can repeat it.
+``python -m acme_backend.measure`` prints the times; ``--record`` writes them to a record, which the pages then show.
+A record needs a commit without local changes, so that anybody can repeat it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ FEWEST_DECIBELS = 60.0
 
 
 def measure(seconds: float) -> list[Measurement]:
-    """The program with our delegate, and the same model in portable kernels."""
+    """Time the program with Acme's delegate, and the same model with portable kernels."""
     layers, inputs = model()
     program = kp.lower(layers, inputs, backend="acme")
     for difference in program.compare():
@@ -49,7 +49,7 @@ def main() -> None:
     commit = clean_commit(Path(__file__).parents[2]) if options.record else ""
     rows = measure(options.seconds)
     if options.record:
-        # Until the delegate calls your hardware, what runs is this machine's processor: the record says so.
+        # Until the delegate calls your hardware, this machine's CPU runs the program, and the record names it.
         host = kp.device("cpu")
         device = replace(host, name=f"{host.name} (host)", backend="acme")
         found = record(

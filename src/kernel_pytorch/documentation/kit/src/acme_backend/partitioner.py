@@ -1,4 +1,4 @@
-"""Which nodes of a graph Acme takes: one rule for each operator, and a reason for each node that is not taken."""
+"""The partitioner: selects the nodes that Acme runs, with a reason for each node that it does not."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ DEQUANTIZE = torch.ops.quantized_decomposed.dequantize_per_channel.default
 
 @dataclass(frozen=True)
 class AcmeOptions:
-    """What the partitioner takes."""
+    """Options of the partitioner."""
 
     linear: bool = True
-    """Take linears whose weights are constants, in float32 or in int8 with a scale for each output."""
+    """Take linears with constant weights, in float32 or in int8 with one scale per output channel."""
     relu: bool = True
     """Take ReLU."""
 
 
 @dataclass(eq=False)
 class AcmePartitioner(Partitioner):
-    """Give it to ``to_edge_transform_and_lower``; ``refusals`` says afterwards why each other node was not taken."""
+    """Partitioner for ``to_edge_transform_and_lower``; ``refusals`` then has the reason for each node not taken."""
 
     options: AcmeOptions = field(default_factory=AcmeOptions)
     refusals: list[Refusal] = field(default_factory=list, init=False)
@@ -44,7 +44,7 @@ class AcmePartitioner(Partitioner):
     def ops_to_not_decompose(
         self, ep: ExportedProgram
     ) -> tuple[list[torch._ops.OpOverload], Callable[[Node], bool] | None]:
-        # Only what is taken stays whole: ExecuTorch has no kernel for a linear that nobody takes.
+        # Only keep operators that are taken: ExecuTorch has no kernel for an undelegated linear.
         return [LINEAR], lambda node: self._reason(node, ep) is None
 
     def partition(self, exported_program: ExportedProgram) -> PartitionResult:
@@ -69,7 +69,7 @@ class AcmePartitioner(Partitioner):
         return PartitionResult(tagged_exported_program=exported_program, partition_tags=tags)
 
     def _reason(self, node: Node, program: ExportedProgram) -> str | None:
-        """Why a node is not taken, or None."""
+        """Return why a node is not taken, or None."""
         if operator(node) not in (LINEAR, RELU):
             return "no rule for this operator"
         for value in (node.meta["val"], *(source.meta["val"] for source in node.all_input_nodes)):

@@ -1,4 +1,4 @@
-"""How a model is quantized: named recipes, and the PT2E quantizer behind them."""
+"""Quantization recipes and their PT2E quantizer."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _WEIGHT = QuantizationSpec(
 
 
 class AcmeQuantizer(Quantizer):
-    """The weights of linears in int8, one scale for each output; everything else stays in float32."""
+    """Quantizes the weights of linears to int8 with one scale per output channel; the rest stays in float32."""
 
     def annotate(self, model: torch.fx.GraphModule) -> torch.fx.GraphModule:
         for node in model.graph.nodes:
@@ -59,7 +59,7 @@ def quantize(
     inputs: Mapping[str, tuple[Any, ...]],
     dynamic_shapes: Mapping[str, Any],
 ) -> tuple[dict[str, ExportedProgram], dict[str, torch.nn.Module]]:
-    """Each method of the quantized model, exported, and as a module that runs in eager mode."""
+    """Return each method of the quantized model, exported, and as a module that runs in eager mode."""
     exported, eager = {}, {}
     with torch.no_grad():
         for name, given in inputs.items():

@@ -1,4 +1,4 @@
-"""RMSNorm for eager and compiled PyTorch: sums in float32, rounded once."""
+"""RMSNorm for eager and compiled PyTorch: float32 accumulation, rounded once."""
 
 from __future__ import annotations
 
