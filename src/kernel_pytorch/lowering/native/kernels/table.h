@@ -137,7 +137,7 @@ struct KernelTable {
 const KernelTable* kernels(Reason& reason);
 
 // All tables that this processor can run, best first; returns how many.
-constexpr int kMaxTables = 4;
+constexpr int kMaxTables = 5;
 int available_kernels(const KernelTable* tables[kMaxTables]);
 
 }  // namespace kernel_pytorch
