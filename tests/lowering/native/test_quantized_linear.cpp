@@ -145,7 +145,7 @@ void compare(const KernelTable& kernels, std::mt19937& random, const Case& c, bo
 }
 
 void quantized_linear(const KernelTable& kernels, std::mt19937& random) {
-  for (const int64_t rows : {1, 2, 3, 4, 7, 25, 96}) {
+  for (const int64_t rows : {1, 2, 3, 4, 7, 25, 192}) {
     for (const bool extreme : {false, true}) {
       compare(kernels, random, {rows, 64, 33, 4, 32}, extreme);
       compare(kernels, random, {rows, 256, 64, 4, 128}, extreme);

@@ -24,6 +24,7 @@ using kernel_pytorch::format::kPanel;
 constexpr int kPanelVectors = static_cast<int>(kPanel) / kLanes;
 constexpr int kStepBytes = static_cast<int>(kPanel) * 4;
 constexpr int64_t kPrefetchBytes = 2048;  // ahead of the weights: a hardware prefetcher stops at the end of a page
+constexpr int64_t kPrefetchingTiles = 8;
 // Rows that a tile multiplies: integer accumulators stay in registers, and with several groups, float ones as well.
 #if defined(KP_TARGET_AVX512)
 constexpr int kTileRowsOfOneGroup = 12, kGroupedTileRows = 6;  // of 32 registers, 24
@@ -72,7 +73,8 @@ inline IntVec dot4(IntVec acc, IntVec a, IntVec w) {
 
 // Quantizes a row as torchao's asymmetric per-token quantization does: the range includes zero, ties round to even.
 // Stored as unsigned bytes, q + 128; bytes past the end are zero. Rows that are not finite give NaN outputs.
-inline void quantize_row(const float* x, int64_t count, const QuantizedRow& row) {
+inline void quantize_row(const float* __restrict x, int64_t count, const QuantizedRow& row) {
+  uint8_t* const __restrict data = row.data;
   Vec low = {}, high = {}, finite = {};
   int64_t n = 0;
   for (; n + kLanes <= count; n += kLanes) {
@@ -91,10 +93,10 @@ inline void quantize_row(const float* x, int64_t count, const QuantizedRow& row)
     greatest = x[n] > greatest ? x[n] : greatest;
     check += x[n] * 0.0f;
   }
-  for (n = count; n < row.padded; ++n) row.data[n] = 0;
+  for (n = count; n < row.padded; ++n) data[n] = 0;
   float scale = (greatest - least) / 255.0f;
   if (check != 0 || scale - scale != 0) {
-    __builtin_memset(row.data, 0, static_cast<size_t>(count));
+    __builtin_memset(data, 0, static_cast<size_t>(count));
     *row.scale = __builtin_nanf("");
     *row.zero_point = 0;
   } else {
@@ -105,14 +107,14 @@ inline void quantize_row(const float* x, int64_t count, const QuantizedRow& row)
     for (n = 0; n < count; ++n) {
       // rint, not an added constant: with that the product would be fused, and not rounded as the definition does.
       const float q = __builtin_rintf(x[n] * inverse) + zero_point;
-      row.data[n] = static_cast<uint8_t>(q < 0 ? 0.0f : q > 255 ? 255.0f : q);
+      data[n] = static_cast<uint8_t>(static_cast<int32_t>(q < 0 ? 0.0f : q > 255 ? 255.0f : q));
     }
     *row.scale = scale;
     *row.zero_point = static_cast<int32_t>(zero_point);
   }
   for (int64_t group = 0; group * row.group < row.padded; ++group) {
     int32_t total = 0;
-    for (int64_t i = 0; i < row.group; ++i) total += row.data[group * row.group + i];
+    for (int64_t i = 0; i < row.group; ++i) total += data[group * row.group + i];
     row.group_sums[group] = total;
   }
 }
@@ -157,6 +159,7 @@ inline void quantized_tile(const QuantizedLinearTask& task, int64_t first_row) {
     for (int v = 0; v < kPanelVectors; ++v) acc[r][v] = Vec{};
   }
   const char* weights = task.weights;
+  const int64_t ahead = Rows == 1 ? kPrefetchBytes : groups * steps * kStepBytes;
   for (int64_t group = 0; group < groups; ++group) {
     IntVec sums[Rows][kPanelVectors];
     for (int r = 0; r < Rows; ++r) {
@@ -165,8 +168,11 @@ inline void quantized_tile(const QuantizedLinearTask& task, int64_t first_row) {
     const int64_t first = group * task.group;
     for (int64_t step = 0; step < steps; ++step, weights += kStepBytes) {
       const int64_t input = first + step * kInputsPerStep;
-      if (Rows == 1) __builtin_prefetch(weights + kPrefetchBytes);
-      if (Rows == 1) __builtin_prefetch(weights + kPrefetchBytes + 64);
+      // One row waits for memory. Of many, each tile asks for a part of the panel that comes next.
+      if (Rows == 1 || (Rows > 2 && step % kPrefetchingTiles == first_row / Rows % kPrefetchingTiles)) {
+        __builtin_prefetch(weights + ahead);
+        __builtin_prefetch(weights + ahead + 64);
+      }
       IntVec low[kPanelVectors], high[kPanelVectors];
       for (int v = 0; v < kPanelVectors; ++v) {
         low[v] = load_bytes(weights + v * kLanes * 4);

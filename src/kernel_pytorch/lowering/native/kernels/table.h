@@ -15,7 +15,7 @@ constexpr int64_t kNormRows = 16;          // rows of a norm that are read toget
 constexpr int64_t kKeyBlock = 64;          // keys whose scores are held at once
 constexpr int64_t kMaxTileRows = 32;       // rows of the largest attention tile
 constexpr int64_t kMaxLinearRows = 96;     // rows of x in one linear task
-constexpr int64_t kMaxQuantizedRows = 96;  // rows of x in one quantized linear task
+constexpr int64_t kMaxQuantizedRows = 192;  // rows of x in one quantized linear task
 
 // One tile of rows (queries of all heads that share the keys) and the keys that they attend to.
 struct AttentionTile {

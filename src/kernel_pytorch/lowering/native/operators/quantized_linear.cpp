@@ -15,7 +15,7 @@ using format::kPanel;
 constexpr int64_t kMaxInputs = 65536;  // 255 * 128 * kMaxInputs fits in int32
 constexpr int64_t kMaxOutputs = int64_t{1} << 32;
 constexpr int64_t kRowStep = 12;  // a multiple of the rows of a tile, for every target
-constexpr int64_t kRowBytesInCache = 1 << 18;
+constexpr int64_t kRowBytesInCache = 1 << 19;
 
 bool is_contiguous(const View& view) {
   int64_t stride = 1;
@@ -69,7 +69,9 @@ class QuantizedLinear final : public Operator {
     schedule.workspace_bytes = static_cast<size_t>(rows_) * static_cast<size_t>(row_bytes());
     // As many rows as fit in L2 beside a panel, because each block reads all weights; few enough that every worker
     // gets some.
-    rows_per_task_ = std::clamp<int64_t>(kRowBytesInCache / padded_, kRowStep, kMaxQuantizedRows) / kRowStep * kRowStep;
+    rows_per_task_ = std::clamp<int64_t>(kRowBytesInCache / padded_, kRowStep, kMaxQuantizedRows);
+    rows_per_task_ = (rows_ / std::max<int64_t>(blocks(), 1) + kRowStep) / kRowStep * kRowStep;  // all about as large
+    rows_per_task_ = std::min(rows_per_task_, kMaxQuantizedRows);
     while (rows_per_task_ > kRowStep && blocks() * panels < max_workers * 4) rows_per_task_ -= kRowStep;
     schedule.tasks = blocks() * panels;
     const double products = static_cast<double>(elements) * static_cast<double>(out);
