@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 
 import torch
 from executorch.exir.backend.compile_spec_schema import CompileSpec
@@ -116,9 +117,10 @@ class KernelPartitioner(Partitioner):  # type: ignore[misc]
         taken = {node for node, reason in reasons.items() if reason is None and node not in known}
         tags: dict[str, DelegationSpec] = {}
         spec = DelegationSpec(KernelPyTorchBackend.__name__, self._specs)
-        others = self._nodes_of_others(exported_program)
-        for number, partition in enumerate(_partitions(module, taken)):
-            why_not = self._not_worth_it(partition, others)
+        others = cache(lambda: self._nodes_of_others(exported_program))  # asked for by few models, and takes seconds
+        # All are weighed before any is tagged, because the partitioners beside this one tag nodes too.
+        weighed = [(found, self._not_worth_it(found, others)) for found in _partitions(module, taken)]
+        for number, (partition, why_not) in enumerate(weighed):
             if why_not is not None:
                 reasons.update(dict.fromkeys(partition, why_not))
                 continue
@@ -159,7 +161,7 @@ class KernelPartitioner(Partitioner):  # type: ignore[misc]
                     found.add(node)
         return found
 
-    def _not_worth_it(self, partition: Sequence[Node], others: set[Node]) -> str | None:
+    def _not_worth_it(self, partition: Sequence[Node], beside: Callable[[], set[Node]]) -> str | None:
         """Why a partition is left to other backends, or None.
 
         Each delegate costs a call and a pass over memory at both ends. What lies between convolutions and could run
@@ -172,6 +174,7 @@ class KernelPartitioner(Partitioner):  # type: ignore[misc]
             return None
         if not kinds & {"linear", "softmax", "activation"}:
             return "touches nothing else that is taken; other backends do it well"
+        others = beside()
         if not others.issuperset(partition):
             return None
         before = any(

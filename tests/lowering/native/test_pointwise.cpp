@@ -11,9 +11,9 @@ struct Operand {
   std::vector<int64_t> strides;
 };
 
-// Runs steps over `dims` with contiguous float32 output in register 2.
+// Runs steps over `dims` with contiguous float32 output in register 2, in tiles where `across` is a dimension.
 Tensor run(const KernelTable& kernels, const std::vector<int64_t>& dims, const std::vector<Operand>& inputs,
-           const std::vector<int64_t>& steps, const std::vector<float>& immediates = {}) {
+           const std::vector<int64_t>& steps, const std::vector<float>& immediates = {}, int across = -1) {
   PointwiseLoop loop = {};
   loop.rank = static_cast<int32_t>(dims.size());
   loop.inputs = static_cast<int32_t>(inputs.size());
@@ -39,7 +39,12 @@ Tensor run(const KernelTable& kernels, const std::vector<int64_t>& dims, const s
   loop.step_count = static_cast<int64_t>(steps.size() / 4);
   loop.out_registers = &out_register;
   loop.immediates = immediates.data();
-  kernels.pointwise(loop, 0, rows * chunks, scratch.floats());
+  loop.tiled = across >= 0;
+  loop.across = across;
+  const auto tiles = [](int64_t size) { return (size + kPointwiseTile - 1) / kPointwiseTile; };
+  const int64_t height = loop.tiled ? loop.dims[across] : 1;
+  const int64_t tasks = loop.tiled ? rows / height * tiles(height) * tiles(dims.back()) : rows * chunks;
+  kernels.pointwise(loop, 0, tasks, scratch.floats());
   expect(out.guard_is_intact(), "writes past the end of the output");
   return out;
 }
@@ -143,9 +148,29 @@ void chain_over_views(const KernelTable& kernels, std::mt19937& random) {
   }
 }
 
+// A transposed tensor in each dtype plus a broadcast one, in tiles that the sizes do not fill.
+void tiles(const KernelTable& kernels, std::mt19937& random) {
+  constexpr int64_t kA = 3, kB = 37, kC = 21;
+  for (const DType dtype : {DType::kFloat32, DType::kFloat16, DType::kBool}) {
+    Tensor x(dtype, kA * kB * kC, random), row(DType::kFloat32, kC, random);
+    const Tensor y =
+        run(kernels, {kA, kB, kC}, {{&x, {kB * kC, 1, kB}}, {&row, {0, 0, 1}}}, {number(Step::kAdd), 2, 0, 1}, {}, 1);
+    for (int64_t a = 0; a < kA; ++a) {
+      for (int64_t b = 0; b < kB; ++b) {
+        for (int64_t c = 0; c < kC; ++c) {
+          const double wanted = x.at(a * kB * kC + b + c * kB) + row.at(c);
+          expect_close(y.at((a * kB + b) * kC + c), wanted, kUnit * std::fabs(wanted), "tile");
+        }
+      }
+    }
+  }
+}
+
 }  // namespace
 
-const std::vector<Test> kPointwiseTests = {
-    {"unary steps", unary_steps}, {"binary steps", binary_steps}, {"chain over views", chain_over_views}};
+const std::vector<Test> kPointwiseTests = {{"unary steps", unary_steps},
+                                           {"binary steps", binary_steps},
+                                           {"chain over views", chain_over_views},
+                                           {"tiles", tiles}};
 
 }  // namespace kernel_pytorch::testing

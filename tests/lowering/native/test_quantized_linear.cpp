@@ -145,7 +145,7 @@ void compare(const KernelTable& kernels, std::mt19937& random, const Case& c, bo
 }
 
 void quantized_linear(const KernelTable& kernels, std::mt19937& random) {
-  for (const int64_t rows : {1, 2, 3, 4, 7, 32}) {
+  for (const int64_t rows : {1, 2, 3, 4, 7, 25, 192}) {
     for (const bool extreme : {false, true}) {
       compare(kernels, random, {rows, 64, 33, 4, 32}, extreme);
       compare(kernels, random, {rows, 256, 64, 4, 128}, extreme);
@@ -153,6 +153,7 @@ void quantized_linear(const KernelTable& kernels, std::mt19937& random) {
       compare(kernels, random, {rows, 37, 31, 8, 40}, extreme);  // padded
       compare(kernels, random, {rows, 512, 64, 8, 512}, extreme);
       compare(kernels, random, {rows, 96, 32, 8, 32}, extreme);
+      compare(kernels, random, {rows, 108, 40, 8, 36}, extreme);  // groups that are no multiple of eight
     }
   }
 }

@@ -143,9 +143,32 @@ void strided_rows(const KernelTable& kernels, std::mt19937& random) {
   }
 }
 
+// Rows that lie as columns in memory are read together, and give what they give one by one.
+void norms_of_columns(const KernelTable& kernels, std::mt19937& random) {
+  constexpr int64_t kBatch = 2, kHeight = 21, kCount = 19, kAll = kBatch * kHeight;
+  for (const DType dtype : kDTypes) {
+    Tensor x(dtype, kAll * kCount, random), y(dtype, kAll * kCount), wanted(dtype, kAll * kCount);
+    Tensor scratch(DType::kFloat32, (kNormRows + 2) * kCount), bias(DType::kFloat32, kCount, random);
+    const View bias_view = view(bias, {kCount});
+    View in = view(x, {kBatch, kHeight, kCount});
+    in.strides[1] = 1, in.strides[2] = kHeight;
+    NormTask task = {in, view(wanted, {kBatch, kHeight, kCount}), nullptr, &bias_view, 1e-5f, true};
+    for (int64_t row = 0; row < kAll; ++row) kernels.norm(task, row, row + 1, scratch.floats());
+    task.out = view(y, {kBatch, kHeight, kCount});
+    task.rows_at_once = kNormRows;
+    kernels.norm(task, 0, 3, scratch.floats());
+    kernels.norm(task, 3, kAll, scratch.floats());
+    for (int64_t n = 0; n < kAll * kCount; ++n) expect_close(y.at(n), wanted.at(n), 0, "norm of columns");
+    expect(y.guard_is_intact() && scratch.guard_is_intact(), "writes past the end");
+  }
+}
+
 }  // namespace
 
-const std::vector<Test> kRowTests = {
-    {"norms", norms}, {"softmax", softmax}, {"reductions", reductions}, {"strided rows", strided_rows}};
+const std::vector<Test> kRowTests = {{"norms", norms},
+                                     {"softmax", softmax},
+                                     {"reductions", reductions},
+                                     {"strided rows", strided_rows},
+                                     {"norms of columns", norms_of_columns}};
 
 }  // namespace kernel_pytorch::testing

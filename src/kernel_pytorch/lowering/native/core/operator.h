@@ -20,6 +20,7 @@ struct Schedule {
   int64_t tasks = 0;
   int64_t tasks_per_claim = 1;  // a worker claims this many at a time
   int64_t workers = 1;
+  int64_t start_tasks = 0;     // of prepare(), all done before the others begin; on as many workers
   size_t scratch_bytes = 0;    // per worker
   size_t workspace_bytes = 0;  // shared by all workers
 
@@ -54,6 +55,9 @@ class Operator {
 
   // Called once per run on one thread, before the tasks. May fill `workspace` for them.
   virtual void start() {}
+
+  // Computes one of `schedule.start_tasks`, after start(). Called concurrently.
+  virtual void prepare(int64_t /*task*/) const {}
 
   // Computes tasks [begin, end). Called concurrently, with `schedule.scratch_bytes` of scratch for each worker.
   virtual void run(int64_t begin, int64_t end, char* scratch) const = 0;

@@ -211,30 +211,40 @@ bool Program::run(void* const* outputs, Reason& reason) {
   for (const auto& op : ops_) {
     op->workspace = workspace_;
     op->start();
-    const Schedule& schedule = op->schedule;
-    if (schedule.tasks == 0) continue;
-    running_ = op.get();
-    next_task_.store(0, std::memory_order_relaxed);
-    const int64_t claims = (schedule.tasks + schedule.tasks_per_claim - 1) / schedule.tasks_per_claim;
-    const int64_t workers = std::min(schedule.workers, claims);
-    if (workers > 1 && parallel_ != nullptr) {
-      parallel_(workers, &Program::work, this);
-    } else {
-      work(this, 0);
-    }
+    run_tasks(*op, op->schedule.start_tasks, 1, true);
+    run_tasks(*op, op->schedule.tasks, op->schedule.tasks_per_claim, false);
   }
   return true;
+}
+
+void Program::run_tasks(const Operator& op, int64_t tasks, int64_t tasks_per_claim, bool preparing) {
+  if (tasks == 0) return;
+  running_ = &op;
+  tasks_ = tasks;
+  tasks_per_claim_ = tasks_per_claim;
+  preparing_ = preparing;
+  next_task_.store(0, std::memory_order_relaxed);
+  const int64_t workers = std::min(op.schedule.workers, (tasks + tasks_per_claim - 1) / tasks_per_claim);
+  if (workers > 1 && parallel_ != nullptr) {
+    parallel_(workers, &Program::work, this);
+  } else {
+    work(this, 0);
+  }
 }
 
 void Program::work(void* context, int64_t worker) {
   Program& self = *static_cast<Program*>(context);
   const Operator& op = *self.running_;
-  const Schedule& schedule = op.schedule;
   char* const scratch = self.scratch_ + static_cast<size_t>(worker) * self.scratch_bytes_;
   for (;;) {
-    const int64_t begin = self.next_task_.fetch_add(schedule.tasks_per_claim, std::memory_order_relaxed);
-    if (begin >= schedule.tasks) return;
-    op.run(begin, std::min(schedule.tasks, begin + schedule.tasks_per_claim), scratch);
+    const int64_t begin = self.next_task_.fetch_add(self.tasks_per_claim_, std::memory_order_relaxed);
+    if (begin >= self.tasks_) return;
+    const int64_t end = std::min(self.tasks_, begin + self.tasks_per_claim_);
+    if (self.preparing_) {
+      for (int64_t task = begin; task < end; ++task) op.prepare(task);
+    } else {
+      op.run(begin, end, scratch);
+    }
   }
 }
 

@@ -71,6 +71,7 @@ class Program {
   bool allocate(Reason& reason);
   char* buffer_data(const Buffer& buffer) const;
   void set_data(Operator& op) const;
+  void run_tasks(const Operator& op, int64_t tasks, int64_t tasks_per_claim, bool preparing);
   static void work(void* context, int64_t worker);
 
   // resolve.cpp: shapes for one set of symbols
@@ -99,7 +100,9 @@ class Program {
   char* workspace_ = nullptr;
   size_t scratch_bytes_ = 0;  // per worker
   size_t workspace_bytes_ = 0;
-  const Operator* running_ = nullptr;
+  const Operator* running_ = nullptr;  // this and the next three: what work() does
+  int64_t tasks_ = 0, tasks_per_claim_ = 1;
+  bool preparing_ = false;
   std::atomic<int64_t> next_task_{0};
 };
 

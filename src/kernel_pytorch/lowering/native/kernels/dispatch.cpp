@@ -4,7 +4,9 @@
 
 #include "kernels/table.h"
 
-#if defined(__aarch64__) && defined(__linux__)
+#if defined(__x86_64__)
+#include <cpuid.h>
+#elif defined(__aarch64__) && defined(__linux__)
 #include <asm/hwcap.h>
 #include <sys/auxv.h>
 #endif
@@ -12,12 +14,22 @@
 namespace kernel_pytorch {
 
 #if defined(__x86_64__)
+const KernelTable* kernels_for_avx512vnni();
 const KernelTable* kernels_for_avx512();
+const KernelTable* kernels_for_avxvnni();
 const KernelTable* kernels_for_avx2();
+#elif defined(__aarch64__)
+const KernelTable* kernels_for_i8mm();
+const KernelTable* kernels_for_dotprod();
 #endif
 const KernelTable* kernels_for_baseline();
-#if defined(__x86_64__) || defined(__aarch64__)
-const KernelTable* kernels_with_dot_product();
+
+#if defined(__x86_64__)
+// The products of bytes that processors without AVX-512 have, which not every compiler can be asked about.
+static bool has_avx_vnni() {
+  unsigned a = 0, b = 0, c = 0, d = 0;
+  return __get_cpuid_count(7, 1, &a, &b, &c, &d) != 0 && (a >> 4 & 1) != 0;
+}
 #endif
 
 int available_kernels(const KernelTable* tables[kMaxTables]) {
@@ -28,13 +40,20 @@ int available_kernels(const KernelTable* tables[kMaxTables]) {
   const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
   const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                       __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
-  if (avx512 && __builtin_cpu_supports("avx512vnni")) tables[count++] = kernels_with_dot_product();
+  if (avx512 && __builtin_cpu_supports("avx512vnni")) tables[count++] = kernels_for_avx512vnni();
   if (avx512) tables[count++] = kernels_for_avx512();
+#if defined(KP_HAS_AVXVNNI)
+  if (avx2 && has_avx_vnni()) tables[count++] = kernels_for_avxvnni();
+#endif
   if (avx2) tables[count++] = kernels_for_avx2();
 #elif defined(__aarch64__) && defined(__APPLE__)
-  tables[count++] = kernels_with_dot_product();  // part of all of Apple's
+  tables[count++] = kernels_for_dotprod();  // part of all of Apple's
 #elif defined(__aarch64__) && defined(__linux__)
-  if (getauxval(AT_HWCAP) & HWCAP_ASIMDDP) tables[count++] = kernels_with_dot_product();
+  const bool dotprod = (getauxval(AT_HWCAP) & HWCAP_ASIMDDP) != 0;
+#if defined(KP_HAS_I8MM)
+  if (dotprod && (getauxval(AT_HWCAP2) & HWCAP2_I8MM)) tables[count++] = kernels_for_i8mm();
+#endif
+  if (dotprod) tables[count++] = kernels_for_dotprod();
 #endif
   tables[count++] = kernels_for_baseline();  // SSE2 on x86-64, NEON on 64-bit Arm
   return count;

@@ -1,23 +1,17 @@
-// The kernel table of a target with dot-product instructions: that of the target itself, but for quantized linears.
+// The kernel table of a target with instructions for products of bytes: that of the target itself, but for quantized
+// linears. Compiled for AVX-512 VNNI, AVX-VNNI, and Arm's dot product and matrix multiplication of bytes.
+#include "kernels/names.h"
 #include "kernels/quantized_linear.h"
 #include "kernels/table.h"
 
 namespace kernel_pytorch {
 
-#if defined(KP_TARGET_AVX512)
-constexpr const char* kName = "avx512vnni";
-const KernelTable* kernels_for_avx512();
-static const KernelTable* base() { return kernels_for_avx512(); }
-#else
-constexpr const char* kName = "dotprod";
-const KernelTable* kernels_for_baseline();
-static const KernelTable* base() { return kernels_for_baseline(); }
-#endif
+const KernelTable* KP_CONCAT(kernels_for_, KP_TARGET_NAME)();
 
-const KernelTable* kernels_with_dot_product() {
+const KernelTable* KP_CONCAT(kernels_for_, KP_TABLE_NAME)() {
   static const KernelTable table = [] {
-    KernelTable own = *base();
-    own.name = kName;
+    KernelTable own = *KP_CONCAT(kernels_for_, KP_TARGET_NAME)();
+    own.name = KP_STRING(KP_TABLE_NAME);
     own.quantized_linear = quantized_linear;
     return own;
   }();

@@ -6,6 +6,7 @@
 
 namespace {
 
+using kernel_pytorch::kNormRows;
 using kernel_pytorch::NormTask;
 
 inline float sum_of_squares(const float* x, int64_t count, float mean) {
@@ -39,18 +40,39 @@ inline void norm_row(const NormTask& task, float* x, int64_t count, const float*
   }
 }
 
-// Scratch holds three rows: x, weight and bias in float32.
+// Reads rows whose columns are contiguous: a cache line has one element of each.
+inline void read_columns(const View& in, int64_t first_row, int64_t rows, float* to) {
+  const int64_t count = row_length(in), stride = in.strides[in.rank - 1] * static_cast<int64_t>(size_of(in.dtype));
+  const char* from = row_address(in, first_row);
+  float column[kNormRows];
+  for (int64_t n = 0; n < count; ++n, from += stride) {
+    read_row(column, from, in.dtype, 1, rows);
+    for (int64_t r = 0; r < rows; ++r) to[r * count + n] = column[r];
+  }
+}
+
+// Scratch holds rows of x, weight and bias in float32.
 inline void norm(const NormTask& task, int64_t begin, int64_t end, float* scratch) {
   const int64_t count = row_length(task.in);
-  float* const x = scratch;
-  float* const weight = task.weight ? scratch + count : nullptr;
-  float* const bias = task.bias ? scratch + 2 * count : nullptr;
+  float* const weight = task.weight ? scratch : nullptr;
+  float* const bias = task.bias ? scratch + count : nullptr;
+  float* const x = scratch + 2 * count;
   if (weight) read_row(weight, task.weight->data, task.weight->dtype, task.weight->strides[0], count);
   if (bias) read_row(bias, task.bias->data, task.bias->dtype, task.bias->strides[0], count);
-  for (int64_t row = begin; row < end; ++row) {
-    read_row_of(task.in, row, x);
-    norm_row(task, x, count, weight, bias);
-    write_row_of(task.out, row, x);
+  for (int64_t row = begin; row < end;) {
+    int64_t rows = 1;
+    if (task.rows_at_once > 1) {
+      const int64_t height = task.in.dims[task.in.rank - 2], left = height - row % height;
+      rows = left < end - row ? left : end - row;
+      rows = rows < task.rows_at_once ? rows : task.rows_at_once;
+      read_columns(task.in, row, rows, x);
+    } else {
+      read_row_of(task.in, row, x);
+    }
+    for (int64_t r = 0; r < rows; ++r, ++row) {
+      norm_row(task, x + r * count, count, weight, bias);
+      write_row_of(task.out, row, x + r * count);
+    }
   }
 }
 

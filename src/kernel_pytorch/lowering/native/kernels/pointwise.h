@@ -9,6 +9,7 @@
 namespace {
 
 using kernel_pytorch::kPointwiseChunk;
+using kernel_pytorch::kPointwiseTile;
 using kernel_pytorch::PointwiseLoop;
 using kernel_pytorch::format::kRegisters;
 using kernel_pytorch::format::Step;
@@ -84,40 +85,108 @@ inline void run_step(Step step, float* to, const float* a, const float* b, int64
   }
 }
 
-inline void pointwise(const PointwiseLoop& loop, int64_t begin, int64_t end, float* scratch) {
+inline void run_steps(const PointwiseLoop& loop, int64_t count, float* scratch) {
+  for (int64_t s = 0; s < loop.step_count; ++s) {
+    const int64_t* const step = loop.steps + 4 * s;
+    float* const to = scratch + step[1] * kPointwiseChunk;
+    if (static_cast<Step>(step[0]) == Step::kImmediate) {
+      const Vec value = splat(loop.immediates[step[2]]);
+      for (int64_t n = 0; n < count; n += kLanes) store(to + n, value);
+    } else {
+      run_step(static_cast<Step>(step[0]), to, scratch + step[2] * kPointwiseChunk, scratch + step[3] * kPointwiseChunk,
+               count);
+    }
+  }
+}
+
+// Advances the offset of every operand, in elements, by an index along one dimension.
+struct PointwiseOffsets {
+  int64_t in[kRegisters] = {}, out[kRegisters] = {};
+  void move(const PointwiseLoop& loop, int d, int64_t index) {
+    for (int n = 0; n < loop.inputs; ++n) in[n] += index * loop.in_strides[n][d];
+    for (int n = 0; n < loop.outputs; ++n) out[n] += index * loop.out_strides[n][d];
+  }
+};
+
+// Reads a tile as rows of kPointwiseTile elements, whichever of its two dimensions is contiguous in memory.
+inline void read_tile(float* to, const char* from, DType dtype, int64_t row_stride, int64_t stride, int64_t rows,
+                      int64_t columns) {
+  const int64_t bytes = static_cast<int64_t>(size_of(dtype));
+  if (stride == 1 || row_stride != 1) {
+    for (int64_t r = 0; r < rows; ++r) {
+      read_row(to + r * kPointwiseTile, from + r * row_stride * bytes, dtype, stride, columns);
+    }
+    return;
+  }
+  float column[kPointwiseTile];
+  for (int64_t c = 0; c < columns; ++c) {
+    read_row(column, from + c * stride * bytes, dtype, 1, rows);
+    for (int64_t r = 0; r < rows; ++r) to[r * kPointwiseTile + c] = column[r];
+  }
+}
+
+inline void pointwise_tile(const PointwiseLoop& loop, int64_t task, float* scratch) {
+  const int inner = loop.rank - 1, across = loop.across;
+  const int64_t wide = (loop.dims[inner] + kPointwiseTile - 1) / kPointwiseTile;
+  const int64_t tall = (loop.dims[across] + kPointwiseTile - 1) / kPointwiseTile;
+  const int64_t column = task % wide * kPointwiseTile, row = task / wide % tall * kPointwiseTile;
+  const int64_t columns = loop.dims[inner] - column < kPointwiseTile ? loop.dims[inner] - column : kPointwiseTile;
+  const int64_t rows = loop.dims[across] - row < kPointwiseTile ? loop.dims[across] - row : kPointwiseTile;
+  PointwiseOffsets at;
+  at.move(loop, inner, column);
+  at.move(loop, across, row);
+  int64_t outer = task / wide / tall;
+  for (int d = inner - 1; d >= 0; --d) {
+    if (d == across) continue;
+    at.move(loop, d, outer % loop.dims[d]);
+    outer /= loop.dims[d];
+  }
+  for (int n = 0; n < loop.inputs; ++n) {
+    const int64_t first = at.in[n] * static_cast<int64_t>(size_of(loop.in_dtype[n]));
+    read_tile(scratch + n * kPointwiseChunk, loop.in[n] + first, loop.in_dtype[n], loop.in_strides[n][across],
+              loop.in_strides[n][inner], rows, columns);
+  }
+  run_steps(loop, rows * kPointwiseTile, scratch);
+  for (int n = 0; n < loop.outputs; ++n) {
+    const int64_t bytes = static_cast<int64_t>(size_of(loop.out_dtype[n]));
+    const float* const from = scratch + loop.out_registers[n] * kPointwiseChunk;
+    for (int64_t r = 0; r < rows; ++r) {
+      write_row(loop.out[n] + (at.out[n] + r * loop.out_strides[n][across]) * bytes, from + r * kPointwiseTile,
+                loop.out_dtype[n], loop.out_strides[n][inner], columns);
+    }
+  }
+}
+
+inline void pointwise_chunk(const PointwiseLoop& loop, int64_t task, float* scratch) {
   const int inner = loop.rank - 1;
   const int64_t width = loop.dims[inner], chunks = (width + kPointwiseChunk - 1) / kPointwiseChunk;
+  const int64_t start = task % chunks * kPointwiseChunk;
+  const int64_t count = width - start < kPointwiseChunk ? width - start : kPointwiseChunk;
+  PointwiseOffsets at;
+  at.move(loop, inner, start);
+  int64_t row = task / chunks;
+  for (int d = inner - 1; d >= 0; --d) {
+    at.move(loop, d, row % loop.dims[d]);
+    row /= loop.dims[d];
+  }
+  for (int n = 0; n < loop.inputs; ++n) {
+    const int64_t first = at.in[n] * static_cast<int64_t>(size_of(loop.in_dtype[n]));
+    read_row(scratch + n * kPointwiseChunk, loop.in[n] + first, loop.in_dtype[n], loop.in_strides[n][inner], count);
+  }
+  run_steps(loop, count, scratch);
+  for (int n = 0; n < loop.outputs; ++n) {
+    const int64_t first = at.out[n] * static_cast<int64_t>(size_of(loop.out_dtype[n]));
+    write_row(loop.out[n] + first, scratch + loop.out_registers[n] * kPointwiseChunk, loop.out_dtype[n],
+              loop.out_strides[n][inner], count);
+  }
+}
+
+inline void pointwise(const PointwiseLoop& loop, int64_t begin, int64_t end, float* scratch) {
   for (int64_t task = begin; task < end; ++task) {
-    const int64_t start = task % chunks * kPointwiseChunk;
-    const int64_t count = width - start < kPointwiseChunk ? width - start : kPointwiseChunk;
-    int64_t in_at[kRegisters] = {}, out_at[kRegisters] = {};
-    int64_t row = task / chunks;
-    for (int d = inner - 1; d >= 0; --d) {
-      const int64_t index = row % loop.dims[d];
-      row /= loop.dims[d];
-      for (int n = 0; n < loop.inputs; ++n) in_at[n] += index * loop.in_strides[n][d];
-      for (int n = 0; n < loop.outputs; ++n) out_at[n] += index * loop.out_strides[n][d];
-    }
-    for (int n = 0; n < loop.inputs; ++n) {
-      const int64_t stride = loop.in_strides[n][inner];
-      const int64_t at = (in_at[n] + start * stride) * static_cast<int64_t>(size_of(loop.in_dtype[n]));
-      read_row(scratch + n * kPointwiseChunk, loop.in[n] + at, loop.in_dtype[n], stride, count);
-    }
-    for (int64_t s = 0; s < loop.step_count; ++s) {
-      const int64_t* const step = loop.steps + 4 * s;
-      float* const to = scratch + step[1] * kPointwiseChunk;
-      if (static_cast<Step>(step[0]) == Step::kImmediate) {
-        const Vec value = splat(loop.immediates[step[2]]);
-        for (int64_t n = 0; n < count; n += kLanes) store(to + n, value);
-      } else {
-        run_step(static_cast<Step>(step[0]), to, scratch + step[2] * kPointwiseChunk,
-                 scratch + step[3] * kPointwiseChunk, count);
-      }
-    }
-    for (int n = 0; n < loop.outputs; ++n) {
-      const int64_t stride = loop.out_strides[n][inner];
-      const int64_t at = (out_at[n] + start * stride) * static_cast<int64_t>(size_of(loop.out_dtype[n]));
-      write_row(loop.out[n] + at, scratch + loop.out_registers[n] * kPointwiseChunk, loop.out_dtype[n], stride, count);
+    if (loop.tiled) {
+      pointwise_tile(loop, task, scratch);
+    } else {
+      pointwise_chunk(loop, task, scratch);
     }
   }
 }

@@ -10,10 +10,12 @@
 namespace kernel_pytorch {
 
 constexpr int64_t kPointwiseChunk = 256;   // elements of each operand that stay in L1 while all steps run on them
+constexpr int64_t kPointwiseTile = 16;     // rows and columns of a chunk that is a tile, a cache line of float32 each
+constexpr int64_t kNormRows = 16;          // rows of a norm that are read together
 constexpr int64_t kKeyBlock = 64;          // keys whose scores are held at once
 constexpr int64_t kMaxTileRows = 32;       // rows of the largest attention tile
 constexpr int64_t kMaxLinearRows = 96;     // rows of x in one linear task
-constexpr int64_t kMaxQuantizedRows = 32;  // rows of x in one quantized linear task
+constexpr int64_t kMaxQuantizedRows = 192;  // rows of x in one quantized linear task
 
 // One tile of rows (queries of all heads that share the keys) and the keys that they attend to.
 struct AttentionTile {
@@ -53,6 +55,10 @@ struct PointwiseLoop {
   int64_t step_count;
   const int64_t* out_registers;
   const float* immediates;
+  // Where an input is contiguous in another dimension than the last, `across`, a task is a tile of both, so that each
+  // cache line is read once. Otherwise a task is a chunk of the last dimension.
+  bool tiled;
+  int32_t across;
 };
 
 // An op along the last dimension of `in`.
@@ -66,6 +72,8 @@ struct NormTask {
   const View* bias;    // null if absent
   float eps;
   bool subtract_mean;  // LayerNorm; false for RMSNorm
+  // Rows that are read together: several where a column of `in` is contiguous and its rows are not.
+  int64_t rows_at_once = 1;
 };
 
 // Rows of x times one panel of packed weights.
@@ -116,7 +124,7 @@ struct KernelTable {
   size_t (*attention_scratch)(int64_t dim, int64_t value_dim);  // bytes
   void (*attention)(const AttentionTile& tile, float* scratch);
   void (*pointwise)(const PointwiseLoop& loop, int64_t begin, int64_t end, float* scratch);
-  void (*norm)(const NormTask& task, int64_t begin, int64_t end, float* scratch);    // scratch: three rows
+  void (*norm)(const NormTask& task, int64_t begin, int64_t end, float* scratch);    // scratch: rows_at_once + 2 rows
   void (*softmax)(const RowTask& task, int64_t begin, int64_t end, float* scratch);  // scratch: one row
   void (*reduce)(const RowTask& task, format::Reduction reduction, int64_t begin, int64_t end, float* scratch);
   void (*linear)(const LinearTask& task, float* scratch);  // scratch: kPanel x inputs, unless weights are float32
@@ -129,7 +137,7 @@ struct KernelTable {
 const KernelTable* kernels(Reason& reason);
 
 // All tables that this processor can run, best first; returns how many.
-constexpr int kMaxTables = 4;
+constexpr int kMaxTables = 5;
 int available_kernels(const KernelTable* tables[kMaxTables]);
 
 }  // namespace kernel_pytorch

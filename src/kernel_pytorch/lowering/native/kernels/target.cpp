@@ -2,17 +2,13 @@
 #include "kernels/attention.h"
 #include "kernels/cache.h"
 #include "kernels/linear.h"
+#include "kernels/names.h"
 #include "kernels/norm.h"
 #include "kernels/pointwise.h"
 #include "kernels/quantized_linear.h"
 #include "kernels/reduce.h"
 #include "kernels/softmax.h"
 #include "kernels/table.h"
-
-#define KP_CONCAT_EXPANDED(a, b) a##b
-#define KP_CONCAT(a, b) KP_CONCAT_EXPANDED(a, b)
-#define KP_STRING_EXPANDED(a) #a
-#define KP_STRING(a) KP_STRING_EXPANDED(a)
 
 namespace kernel_pytorch {
 

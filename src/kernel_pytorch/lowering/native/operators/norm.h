@@ -8,7 +8,10 @@ namespace kernel_pytorch {
 class Norm : public RowOperator {
  public:
   bool resolve(Reason& reason) override {
-    if (!resolve_rows(3, reason) || !output_matches(reason)) return false;
+    const View& in = inputs[0];
+    const bool by_columns = in.rank >= 2 && in.strides[in.rank - 1] > 1 && in.strides[in.rank - 2] == 1;
+    task_.rows_at_once = by_columns ? kNormRows : 1;
+    if (!resolve_rows(task_.rows_at_once + 2, reason) || !output_matches(reason)) return false;
     for (size_t n = 1; n < op->inputs.size(); ++n) {
       if (!is_per_column(n, reason)) return false;
     }

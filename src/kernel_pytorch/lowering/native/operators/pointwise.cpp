@@ -1,5 +1,7 @@
 // A chain of pointwise steps over operands of one shape; ints: steps of (Step, destination, a, b), then the register of
 // each output; floats: the immediates. Input n starts in register n.
+#include <algorithm>
+
 #include "operators/registry.h"
 
 namespace kernel_pytorch {
@@ -55,8 +57,14 @@ class Pointwise final : public Operator {
     for (int n = 0; n < loop_.inputs; ++n) loop_.in_dtype[n] = inputs[n].dtype;
     for (int n = 0; n < loop_.outputs; ++n) loop_.out_dtype[n] = outputs[n].dtype;
     const int64_t width = loop_.dims[loop_.rank - 1];
-    const int64_t chunks = (width + kPointwiseChunk - 1) / kPointwiseChunk;
-    schedule.split_rows(elements / width * chunks, elements, max_workers);
+    find_across();
+    if (loop_.tiled) {
+      const int64_t height = loop_.dims[loop_.across];
+      schedule.split_rows(elements / width / height * tiles(width) * tiles(height), elements, max_workers);
+    } else {
+      const int64_t chunks = (width + kPointwiseChunk - 1) / kPointwiseChunk;
+      schedule.split_rows(elements / width * chunks, elements, max_workers);
+    }
     schedule.scratch_bytes = kRegisters * kPointwiseChunk * sizeof(float);
     return true;
   }
@@ -76,12 +84,20 @@ class Pointwise final : public Operator {
   const View& operand(int n) const { return n < loop_.inputs ? inputs[n] : outputs[n - loop_.inputs]; }
   int64_t* strides(int n) { return n < loop_.inputs ? loop_.in_strides[n] : loop_.out_strides[n - loop_.inputs]; }
 
-  // Merges neighbouring dimensions that are contiguous with each other in every operand.
+  static int64_t tiles(int64_t size) { return (size + kPointwiseTile - 1) / kPointwiseTile; }
+
+  // Orders the dimensions as they lie in the first output, and merges neighbours that are contiguous with each other in
+  // every operand.
   void merge_dimensions(const View& shape) {
     const int operands = loop_.inputs + loop_.outputs;
-    loop_.rank = 0;
+    int order[kMaxRank], count = 0;
     for (int d = 0; d < shape.rank; ++d) {
-      if (shape.dims[d] == 1) continue;
+      if (shape.dims[d] != 1) order[count++] = d;
+    }
+    std::stable_sort(order, order + count, [&](int a, int b) { return shape.strides[a] > shape.strides[b]; });
+    loop_.rank = 0;
+    for (int at = 0; at < count; ++at) {
+      const int d = order[at];
       bool merge = loop_.rank > 0;
       for (int n = 0; merge && n < operands; ++n) {
         merge = strides(n)[loop_.rank - 1] == operand(n).strides[d] * shape.dims[d];
@@ -94,6 +110,19 @@ class Pointwise final : public Operator {
     loop_.rank = 1;
     loop_.dims[0] = 1;
     for (int n = 0; n < operands; ++n) strides(n)[0] = 0;
+  }
+
+  // Looks for an input that is contiguous in another dimension than the last, where both are large enough for tiles.
+  void find_across() {
+    const int inner = loop_.rank - 1;
+    loop_.tiled = false;
+    for (int n = 0; n < loop_.inputs; ++n) {
+      if (loop_.in_strides[n][inner] <= 1) continue;
+      for (int d = 0; d < inner && !loop_.tiled; ++d) {
+        loop_.tiled = loop_.in_strides[n][d] == 1 && std::min(loop_.dims[d], loop_.dims[inner]) >= kPointwiseTile / 2;
+        loop_.across = d;
+      }
+    }
   }
 
   PointwiseLoop loop_ = {};

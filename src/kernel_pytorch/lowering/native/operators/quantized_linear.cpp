@@ -14,6 +14,8 @@ using format::kPanel;
 
 constexpr int64_t kMaxInputs = 65536;  // 255 * 128 * kMaxInputs fits in int32
 constexpr int64_t kMaxOutputs = int64_t{1} << 32;
+constexpr int64_t kRowStep = 12;  // a multiple of the rows of a tile, for every target
+constexpr int64_t kRowBytesInCache = 1 << 19;
 
 bool is_contiguous(const View& view) {
   int64_t stride = 1;
@@ -65,21 +67,28 @@ class QuantizedLinear final : public Operator {
 
     rows_ = elements / in;
     schedule.workspace_bytes = static_cast<size_t>(rows_) * static_cast<size_t>(row_bytes());
-    // Few rows per task if there are few panels, so that every worker gets some.
-    rows_per_task_ = kMaxQuantizedRows;
-    while (rows_per_task_ > 4 && blocks() * panels < max_workers * 4) rows_per_task_ /= 2;
+    // As many rows as fit in L2 beside a panel, because each block reads all weights; few enough that every worker
+    // gets some.
+    rows_per_task_ = std::clamp<int64_t>(kRowBytesInCache / padded_, kRowStep, kMaxQuantizedRows);
+    rows_per_task_ = (rows_ / std::max<int64_t>(blocks(), 1) + kRowStep) / kRowStep * kRowStep;  // all about as large
+    rows_per_task_ = std::min(rows_per_task_, kMaxQuantizedRows);
+    while (rows_per_task_ > kRowStep && blocks() * panels < max_workers * 4) rows_per_task_ -= kRowStep;
     schedule.tasks = blocks() * panels;
     const double products = static_cast<double>(elements) * static_cast<double>(out);
     schedule.workers = products > kParallelElements * 16.0 ? max_workers : 1;
+    schedule.start_tasks = schedule.workers > 1 && elements > kParallelElements ? rows_ : 0;
     schedule.tasks_per_claim = std::clamp<int64_t>(schedule.tasks / (schedule.workers * 8), 1, panels);
     return true;
   }
 
-  // Quantizes all rows of x: every panel reads them.
+  // Quantizes all rows of x, because every panel reads them: here if they are few.
   void start() override {
-    const float* const x = reinterpret_cast<const float*>(inputs[0].data);
+    for (int64_t r = schedule.start_tasks; r < rows_; ++r) prepare(r);
+  }
+
+  void prepare(int64_t task) const override {
     const int64_t in = inputs[0].dims[inputs[0].rank - 1];
-    for (int64_t r = 0; r < rows_; ++r) kernels->quantize_row(x + r * in, in, row(r));
+    kernels->quantize_row(reinterpret_cast<const float*>(inputs[0].data) + task * in, in, row(task));
   }
 
   // A task is a block of rows times one panel. Panels are the inner index, so that a worker streams weights.
