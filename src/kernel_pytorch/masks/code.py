@@ -49,7 +49,7 @@ _NAMES = (
     "padding",
     "dilated",
 )
-NOT_IN_RUNTIME = (PART, INTERVALS, PADDING, DILATED)
+NOT_IN_RUNTIME = (PART,)
 """Node kinds that the C++ runtime does not read."""
 WHOLE_SEQUENCE = (DOCUMENTS, BLOCKS, PART, INTERVALS, PADDING)
 """Node kinds that count from the first query or key of the whole sequence, so that no document can contain them."""
