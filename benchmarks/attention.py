@@ -1,5 +1,6 @@
 """Attention beside its peers, in one run on one device: every kernel that fits, pinned, the forward and the backward
-apart; PyTorch's SDPA backends for dense masks, and compiled FlexAttention for all others.
+apart; PyTorch's SDPA backends for dense masks, and compiled FlexAttention for all others. On a CPU, where
+FlexAttention has no backward, SDPA gets the other masks as dense tensors too.
 
 Run it with ``python benchmarks/attention.py``; add ``--record`` in a clean checkout to keep the result, from which
 later calls choose their kernels. ``--only REGEX`` runs some of the workloads. Each kernel is checked against float64
@@ -218,9 +219,11 @@ def cpu_workloads() -> Iterator[Workload]:
     yield eight(random_blocks(10), 4096)
     yield Workload(CAUSAL, 16384, 64, heads=8, kv_heads=2, one_query=True)
     yield Workload(CAUSAL, 2048, 64, batch=8, heads=8, kv_heads=2, one_query=True)
+    yield Workload(windowed(205), 16384, 64, heads=8, kv_heads=2, one_query=True)
     yield eight(CAUSAL, 256)
     yield eight(FULL, 256)
     yield eight(windowed(64), 512)
+    yield Workload(windowed(205), 2048, 64, heads=8, kv_heads=2)
 
 
 class Checks:
@@ -292,6 +295,11 @@ def baselines(work: Workload, phase: Phase, arguments: dict[str, Any]) -> Iterat
                     )
 
             functions[name] = sdpa
+    elif not q.is_cuda:
+        dense = mask.dense(work.queries, work.length)
+        functions["SDPA with the dense mask"] = lambda q, k, v: torch.nn.functional.scaled_dot_product_attention(
+            q, k, v, attn_mask=dense, scale=scale, enable_gqa=grouped
+        )
     if work.one_query and mask.node.constructors == ("causal", "window"):
         kept = round(mask.density(1, work.length) * work.length)
         functions["SDPA on the window's keys"] = lambda q, k, v: torch.nn.functional.scaled_dot_product_attention(

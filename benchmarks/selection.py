@@ -1,14 +1,15 @@
-"""What choosing a kernel costs: a hot call through the public function against the kernel called directly.
+"""What a call costs where the work is small: selection alone, and attention of 16 tokens beside SDPA.
 
-Run it with ``python benchmarks/selection.py``; add ``--record`` in a clean checkout to keep the result.
-The kernel is a stand-in that returns at once, so that the difference is the selection alone.
+Run it with ``python benchmarks/selection.py``; add ``--record`` in a clean checkout to keep the result. For the
+selection alone, the kernel is a stand-in that returns at once, so that the difference to calling it is the selection.
 """
 
 from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -27,7 +28,12 @@ from kernel_pytorch.hardware_abstraction.dispatch import forget_choices
 from kernel_pytorch.hardware_abstraction.registry import backend
 from kernel_pytorch.hardware_abstraction.timing import quantiles, require_quiet
 
-MEASURED = ("hardware_abstraction/dispatch.py", "hardware_abstraction/op.py", "hardware_abstraction/selection.py")
+MEASURED = (
+    "hardware_abstraction/dispatch.py",
+    "hardware_abstraction/op.py",
+    "hardware_abstraction/policy_scope.py",
+    "hardware_abstraction/selection.py",
+)
 
 
 def sample(function: Callable[[], object], rounds: int = 200, calls: int = 500) -> list[float]:
@@ -41,6 +47,41 @@ def sample(function: Callable[[], object], rounds: int = 200, calls: int = 500) 
             function()
         times.append((time.perf_counter() - started) / calls)
     return times
+
+
+def small_attention() -> Iterator[Measurement]:
+    """Attention of 16 tokens in 4 heads, and SDPA on the same tensors: with flags, or with the dense mask."""
+    q, k, v, upstream = torch.randn(4, 1, 4, 16, 64)
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    window = kp.masks.causal() & kp.masks.window(4)
+    sdpa = torch.nn.functional.scaled_dot_product_attention
+    for mask, flags in (
+        (kp.masks.full(), {}),
+        (kp.masks.causal(), {"is_causal": True}),
+        (window, {"attn_mask": window.dense(16, 16)}),
+    ):
+        subjects = {
+            "kernel:kp.attention": partial(kp.attention, mask=mask),
+            "baseline:scaled_dot_product_attention": partial(sdpa, **flags),
+        }
+        for subject, attend in subjects.items():
+
+            def both(attend: Callable[..., torch.Tensor] = attend) -> object:
+                return torch.autograd.grad(attend(*leaves), leaves, upstream)
+
+            for phase, function in (("forward", partial(attend, q, k, v)), ("forward and backward", both)):
+                with torch.set_grad_enabled(phase != "forward"):
+                    times = sample(function, calls=100)
+                yield Measurement(
+                    case=f"attention of 16 tokens: {mask}",
+                    phase=phase,
+                    format="float32",
+                    subject=subject,
+                    seconds=Quantiles(*quantiles(times)),
+                    samples=len(times),
+                    traffic_bytes=0,
+                    flops=0,
+                )
 
 
 def main() -> None:
@@ -79,6 +120,7 @@ def main() -> None:
         )
         for name, function in subjects.items()
     ]
+    measurements += small_attention()
     console = Console()
     console.print(measurement_table(measurements))
     direct, ours = measurements[0].seconds.median, measurements[1].seconds.median

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 from kernel_pytorch import masks
 from kernel_pytorch.hardware_abstraction.device import Device
-from kernel_pytorch.hardware_abstraction.dispatch import explain, policy
+from kernel_pytorch.hardware_abstraction.explanation import explain
+from kernel_pytorch.hardware_abstraction.policy_scope import policy
 from kernel_pytorch.hardware_abstraction.registry import Backend, device, devices
 from kernel_pytorch.hardware_abstraction.selection import Policy, UnsupportedCallError
 from kernel_pytorch.kv_cache import KVCache

@@ -125,13 +125,84 @@ def test_other_threads_keep_theirs():
     assert calls.served == 1
 
 
+MULTI_HEAD_MASKS = {
+    "none": {},
+    "causal flag": {"attn_mask": torch.ones(7, 7, dtype=torch.bool).triu(1), "is_causal": True},
+    "band": {"attn_mask": ~BAND.dense(7, 7)[0, 0]},
+    "padding": {"key_padding_mask": torch.arange(7) >= torch.tensor([[4], [7]])},
+    "addends": {"attn_mask": torch.randn(7, 7, dtype=torch.float64)},
+    "addends of each head and padding": {
+        "attn_mask": torch.randn(8, 7, 7, dtype=torch.float64),
+        "key_padding_mask": torch.arange(7) >= torch.tensor([[4], [7]]),
+    },
+    "causal flag and padding": {
+        "attn_mask": torch.ones(7, 7, dtype=torch.bool).triu(1),
+        "is_causal": True,
+        "key_padding_mask": torch.arange(7) >= torch.tensor([[4], [7]]),
+    },
+}
+
+
+@pytest.mark.parametrize("masks", MULTI_HEAD_MASKS)
+@pytest.mark.parametrize("other", ["self", "cross", "other sizes", "not batched"])
+def test_multi_head_attention(masks, other):
+    torch.manual_seed(0)
+    sizes = {"kdim": 12, "vdim": 20} if other == "other sizes" else {}
+    layer = torch.nn.MultiheadAttention(16, 4, batch_first=other == "cross", **sizes, dtype=torch.float64)
+    torch.nn.init.normal_(layer.in_proj_bias)
+    options = dict(MULTI_HEAD_MASKS[masks])
+    if other == "self":
+        inputs = [torch.randn(7, 2, 16, dtype=torch.float64, requires_grad=True)] * 3
+    elif other == "cross":
+        inputs = [torch.randn(2, 7, 16, dtype=torch.float64, requires_grad=True) for _ in range(3)]
+    elif other == "other sizes":
+        inputs = [torch.randn(7, 2, size, dtype=torch.float64, requires_grad=True) for size in (16, 12, 20)]
+    else:
+        inputs = [torch.randn(7, 16, dtype=torch.float64, requires_grad=True)] * 3
+        options = {name: x[0] if name == "key_padding_mask" else x for name, x in options.items()}
+        if "of each head" in masks:
+            options["attn_mask"] = options["attn_mask"][:4]
+    expected, _ = layer(*inputs, need_weights=False, **options)
+    with kp.attention_everywhere() as calls:
+        found, weights = layer(*inputs, need_weights=False, **options)
+    assert (calls.served, weights) == (1, None), calls
+    torch.testing.assert_close(found, expected)
+    leaves = [*dict.fromkeys(inputs), *layer.parameters()]
+    torch.testing.assert_close(
+        torch.autograd.grad(found.square().sum(), leaves), torch.autograd.grad(expected.square().sum(), leaves)
+    )
+
+
 @pytest.mark.parametrize("training", [True, False])
-def test_multihead_attention_is_counted(training):
-    layer = torch.nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True).train(training)
-    x = torch.randn(2, 7, 16)
-    with kp.attention_everywhere() as calls, torch.no_grad():
-        layer(x)
-    assert list(calls.left_to_torch) == ["nn.MultiheadAttention hides its attention: call SDPA on projections"]
+def test_transformers_of_torch(training):
+    torch.manual_seed(0)
+    model = torch.nn.Transformer(16, 2, 2, 2, 32, dropout=0.0, batch_first=True).train(training)
+    source, target = torch.randn(2, 7, 16), torch.randn(2, 5, 16)
+    masks = {
+        "tgt_mask": torch.nn.Transformer.generate_square_subsequent_mask(5),
+        "src_key_padding_mask": torch.arange(7) >= torch.tensor([[4], [7]]),
+        "memory_key_padding_mask": torch.arange(7) >= torch.tensor([[4], [7]]),
+    }
+    with torch.set_grad_enabled(training):
+        expected = model(source, target, **masks)
+        with kp.attention_everywhere() as calls:
+            found = model(source, target, **masks)
+    assert calls.served == 6  # two layers of the encoder, two of the decoder with two attentions each
+    assert not calls.left_to_torch
+    torch.testing.assert_close(found, expected)
+
+
+def test_what_multi_head_attention_leaves_to_torch():
+    x = torch.randn(7, 2, 16)
+    with kp.attention_everywhere() as calls:
+        torch.nn.MultiheadAttention(16, 4)(x, x, x)
+        torch.nn.MultiheadAttention(16, 4, dropout=0.1)(x, x, x, need_weights=False)
+        torch.nn.MultiheadAttention(16, 4, add_bias_kv=True)(x, x, x, need_weights=False)
+        torch.nn.MultiheadAttention(16, 4, add_zero_attn=True)(x, x, x, need_weights=False)
+    assert calls.served == 0
+    reasons = " | ".join(calls.left_to_torch)
+    for reason in ("need_weights=True", "dropout_p=0.1", "bias_k", "add_zero_attn"):
+        assert reason in reasons
 
 
 def test_compiled():

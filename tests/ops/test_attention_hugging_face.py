@@ -246,12 +246,39 @@ def test_what_is_not_served_is_an_error():
         )
 
 
-def test_a_model_with_attention_of_its_own_does_not_misread_the_mask():
-    """Bloom adds the mask to its scores without asking transformers' registry."""
-    config = transformers.BloomConfig(vocab_size=64, hidden_size=32, n_layer=1, n_head=4)
+OWN_ATTENTION = {
+    "Bloom": {"n_layer": 1, "n_head": 4},
+    "CodeGen": {"n_layer": 1, "n_head": 4, "n_embd": 32},
+    "Mpt": {},
+}
+
+
+@pytest.mark.parametrize("name", OWN_ATTENTION)
+def test_a_model_with_attention_of_its_own_is_refused(name):
+    """They add the mask to their scores without asking transformers' registry."""
+    sizes = {"vocab_size": 64, "hidden_size": 32, "d_model": 32, "n_heads": 4, "n_layers": 1, "rotary_dim": 4}
+    config = getattr(transformers, f"{name}Config")(**sizes, **OWN_ATTENTION[name])
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=NAME)
-    with pytest.raises(RuntimeError, match="1009"):
+    with pytest.raises(NotImplementedError, match=f'{name} computes attention in its own code.*"eager"'):
         model(tokens())
+
+
+def test_a_model_that_computes_with_its_mask_is_refused():
+    from kernel_pytorch.ops.attention.hugging_face import attention_forward, carried
+
+    changed = torch.nn.functional.pad(carried(kp.masks.causal()).view(torch.int64), (1, 0), value=3).view(
+        torch.uint64
+    )
+    with pytest.raises(NotImplementedError, match=r'Linear computes with its attention mask.*"eager"'):
+        attention_forward(torch.nn.Linear(1, 1), *torch.zeros(3, 1, 1, 2, 4), changed)
+
+
+def test_a_window_of_nothing_that_no_layer_uses():
+    """Qwen2-MoE makes the mask of its windows although it has none."""
+    config = transformers.Qwen2MoeConfig(**SMALL, num_experts=2, num_experts_per_tok=1, moe_intermediate_size=32)
+    assert config.sliding_window == 0
+    ours, eager = pair(config, transformers.AutoModelForCausalLM)
+    torch.testing.assert_close(ours(tokens()).logits, eager(tokens()).logits)
 
 
 @pytest.mark.parametrize("first", ["kernel_pytorch", "transformers"])

@@ -18,15 +18,10 @@ from kernel_pytorch.distributed.parts import NO_SECOND_DERIVATIVE, Terms
 from kernel_pytorch.distributed.placement import Placement
 from kernel_pytorch.distributed.schedules import Schedule, head_mask, run_backward, run_forward, stages
 from kernel_pytorch.hardware_abstraction.device import Device
-from kernel_pytorch.hardware_abstraction.dispatch import (
-    TORCH_VERSION,
-    asked_device,
-    effective_policy,
-    explained,
-    explaining,
-    function_of,
-)
+from kernel_pytorch.hardware_abstraction.dispatch import TORCH_VERSION, function_of
+from kernel_pytorch.hardware_abstraction.explanation import asked_device, explained, explaining
 from kernel_pytorch.hardware_abstraction.op import Call, TensorSpec
+from kernel_pytorch.hardware_abstraction.policy_scope import effective_policy
 from kernel_pytorch.hardware_abstraction.registry import device_of
 from kernel_pytorch.hardware_abstraction.selection import Policy, select
 from kernel_pytorch.masks import Mask, from_code

@@ -27,7 +27,8 @@ from kernel_pytorch.distributed.parts import (
 )
 from kernel_pytorch.distributed.placement import Placement, table_unit
 from kernel_pytorch.distributed.schedules import Stage, stages
-from kernel_pytorch.hardware_abstraction.dispatch import explaining, function_of
+from kernel_pytorch.hardware_abstraction.dispatch import function_of
+from kernel_pytorch.hardware_abstraction.explanation import explaining
 from kernel_pytorch.hardware_abstraction.op import Call, TensorSpec
 from kernel_pytorch.masks import Mask
 from kernel_pytorch.masks.part import Ranges, size

@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 
 from kernel_pytorch.fp8.quantize import ScaledTensor
 from kernel_pytorch.fp8.recipe import Recipe
-from kernel_pytorch.hardware_abstraction import dispatch
+from kernel_pytorch.hardware_abstraction import dispatch, policy_scope
 from kernel_pytorch.ops.fp8_rms_norm import fp8_rms_norm
 from kernel_pytorch.ops.fp8_rms_norm.definition import FP8_RMS_NORM
 from kernel_pytorch.ops.fp8_rms_norm.prepared import NormSpec
@@ -259,7 +259,7 @@ class _Norm(torch.autograd.Function):
         y, rstd, cast = _norm(x, weight, eps, request)
         casts.append(cast)
         ctx.save_for_backward(x, weight, rstd)
-        ctx.policy = dispatch.effective_policy("rms_norm", None)
+        ctx.policy = policy_scope.effective_policy("rms_norm", None)
         return y
 
     @staticmethod

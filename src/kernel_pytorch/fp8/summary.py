@@ -21,7 +21,7 @@ from kernel_pytorch.fp8.module import Float8Linear
 from kernel_pytorch.fp8.monitor import CastStats, cast_stats, layers_of
 from kernel_pytorch.fp8.quantize import output_accumulation
 from kernel_pytorch.fp8.recipe import PRODUCTS
-from kernel_pytorch.hardware_abstraction.dispatch import explain
+from kernel_pytorch.hardware_abstraction.explanation import explain
 from kernel_pytorch.hardware_abstraction.formats import FORMATS
 from kernel_pytorch.hardware_abstraction.registry import device_of
 from kernel_pytorch.html_page import document

@@ -9,13 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import threading
 import warnings
-import weakref
-from collections.abc import Callable, Hashable, Iterator, Mapping
-from contextvars import ContextVar
+from collections.abc import Callable, Hashable
 from functools import lru_cache, partial
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch.autograd import forward_ad
@@ -30,6 +27,7 @@ from kernel_pytorch._compat.modes import (
 from kernel_pytorch._compat.structures import FakeTensor, active_fake_mode
 from kernel_pytorch.hardware_abstraction import choice_cache
 from kernel_pytorch.hardware_abstraction.device import Device
+from kernel_pytorch.hardware_abstraction.explanation import asked_device, explained, explaining
 from kernel_pytorch.hardware_abstraction.func_transforms import (
     Transformed,
     no_forward_mode,
@@ -37,25 +35,27 @@ from kernel_pytorch.hardware_abstraction.func_transforms import (
     restore,
     save,
 )
-from kernel_pytorch.hardware_abstraction.op import Call, Op, Phase, TensorSpec, registered_op
+from kernel_pytorch.hardware_abstraction.op import Call, Op, Phase, TensorSpec
+from kernel_pytorch.hardware_abstraction.policy_scope import (
+    PolicyState,
+    effective_encoded,
+    effective_state,
+    forget_all_choices,
+    policy_in_force,
+    state_encoded,
+)
 from kernel_pytorch.hardware_abstraction.records import recorded_runs
 from kernel_pytorch.hardware_abstraction.registry import backend, device_of
-from kernel_pytorch.hardware_abstraction.selection import Choice, Policy, encode_policy, fitting, select
+from kernel_pytorch.hardware_abstraction.selection import Choice, Policy, fitting, select
 from kernel_pytorch.hardware_abstraction.timing import BusyMachineError, median_seconds, require_quiet
 
 __all__ = [
     "Function",
     "TORCH_VERSION",
-    "asked_device",
-    "effective_policy",
-    "explain",
-    "explained",
-    "explaining",
     "forget_choices",
     "function_of",
     "placed",
     "plain_call",
-    "policy",
     "prepared",
 ]
 
@@ -65,213 +65,11 @@ _PLAIN_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
 _MOST_CHOICES = 16384  # per policy; a program with endless new shapes starts over instead of growing
 
 
-class _Explained(BaseException):
-    """Carries the choice out of a call that is only being explained; BaseException so that no caller eats it."""
-
-    def __init__(self, choice: Any) -> None:
-        self.choice = choice
-
-
-_states: weakref.WeakSet[_State] = weakref.WeakSet()
-
-
-class _State:
-    """A policy with the choices made under it: what the hot path needs, found without hashing the policy."""
-
-    __slots__ = ("__weakref__", "choices", "policy")
-
-    def __init__(self, policy: Policy) -> None:
-        self.policy = policy
-        self.choices: dict[tuple[Any, ...], Callable[..., Any]] = {}
-        _states.add(self)
-
-
-@lru_cache(maxsize=256)
-def _state_for(policy: Policy) -> _State:
-    return _State(policy)
-
-
-@lru_cache(maxsize=256)
-def _state_encoded(text: str) -> _State:
-    return _state_for(Policy.decode(text))
-
-
-_NO_POLICY = _state_for(Policy())
-_ambient: ContextVar[_State] = ContextVar("kernel_pytorch_policy", default=_NO_POLICY)
-# torch.compile can guard a module's global and no context variable: the policies in force by thread, and their union.
-_in_force: dict[int, Policy] = {}
-_in_force_lock = threading.Lock()
-_traced = Policy()
-_asking: dict[int, Device | None] = {}  # thread inside explain() -> the device it asks about, None for the tensors'
-
-
-def _torch_demands_determinism() -> bool:
-    return (
-        torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
-    )
-
-
-def _effective_encoded(op: str, kernel: str | None) -> str:
-    """The effective policy's text, in steps that torch.compile can trace and guard."""
-    outer = _traced
-    return encode_policy(
-        outer.kernel_for(op) if kernel is None else kernel,
-        outer.deterministic or _torch_demands_determinism(),
-        outer.measure,
-    )
-
-
-def _effective(op: str, kernel: str | None) -> _State:
-    state, strict = _ambient.get(), _torch_demands_determinism()
-    if state is _NO_POLICY and kernel is None and not strict:
-        return state
-    outer = state.policy
-    return _state_for(
-        Policy(
-            kernel=outer.kernel_for(op) if kernel is None else kernel,
-            deterministic=outer.deterministic or strict,
-            measure=outer.measure,
-        )
-    )
-
-
-@contextlib.contextmanager
-def policy(
-    *,
-    kernel: str | Mapping[str, str] | None = None,
-    deterministic: bool | None = None,
-    measure: bool | None = None,
-) -> Iterator[Policy]:
-    """Choose under a policy inside the ``with`` block; what is left out keeps the outer policy's value.
-
-    The policy holds for this thread, or asyncio task, and for the backward of what it computes. Compiled functions
-    cannot ask which thread they run in: they follow the policies of all threads at once, and are refused where two
-    threads pin different kernels. ``torch.use_deterministic_algorithms(True)`` demands determinism here too.
-
-    Args:
-        kernel: pin one implementation by name, for every op, or for some: ``{"attention": "tiled"}``.
-        deterministic: only kernels that give the same bits each time.
-        measure: time the kernels that fit, once for each shape, and take the fastest. On a machine that does other
-            work nothing is decided: a warning says so, and the choice is that without measuring.
-
-    Example:
-        >>> import torch, kernel_pytorch as kp
-        >>> with kp.policy(deterministic=True, kernel={"rms_norm": "torch"}):
-        ...     y = kp.rms_norm(torch.randn(4, 64))
-    """
-    outer = _ambient.get()
-    base = outer.policy
-    inner = Policy(
-        kernel=base.kernel if kernel is None or isinstance(kernel, Mapping) else kernel,
-        kernels=_merged(base, kernel),
-        deterministic=base.deterministic if deterministic is None else deterministic,
-        measure=base.measure if measure is None else measure,
-    )
-    token = _ambient.set(_state_for(inner))
-    _put_in_force(inner)
-    try:
-        yield inner
-    finally:
-        _ambient.reset(token)
-        _put_in_force(base)
-
-
-def _merged(base: Policy, kernel: str | Mapping[str, str] | None) -> tuple[tuple[str, str], ...]:
-    """The kernels pinned for single ops; a name for every op replaces those of the outer policy."""
-    if kernel is None:
-        return base.kernels
-    if isinstance(kernel, str):
-        return ()
-    for op in kernel:
-        registered_op(op)  # an error that lists the ops
-    return tuple(sorted({**dict(base.kernels), **kernel}.items()))
-
-
-def _put_in_force(policy: Policy) -> None:
-    """Note this thread's policy, and work out the union that compiled functions follow."""
-    global _traced
-    with _in_force_lock:
-        if policy == Policy():
-            _in_force.pop(threading.get_ident(), None)
-        else:
-            _in_force[threading.get_ident()] = policy
-        policies = list(_in_force.values())
-        pins = sorted({policy.kernel for policy in policies if policy.kernel is not None})
-        kernels = sorted({pin for policy in policies for pin in policy.kernels})
-        several = len(pins) > 1 or len(dict(kernels)) < len(kernels)
-        clash = f"{pins or kernels}, of several threads: pass kernel= to the call" if several else None
-        _traced = Policy(
-            kernel=clash or (pins[0] if pins else None),
-            kernels=() if clash else tuple(kernels),
-            deterministic=any(policy.deterministic for policy in policies),
-            measure=any(policy.measure for policy in policies),
-        )
-
-
 def forget_choices() -> None:
     """Drop every choice of this process, so that the next call chooses anew (kept measurements stay kept)."""
     for cached in (select, recorded_runs, _prepare):
         cached.cache_clear()
-    for state in list(_states):
-        state.choices.clear()
-
-
-def explaining() -> bool:
-    """Whether this thread is inside ``explain``."""
-    return bool(_asking) and threading.get_ident() in _asking
-
-
-def asked_device() -> Device | None:
-    """The device that ``explain`` was asked about on this thread; None for the tensors' own."""
-    return _asking.get(threading.get_ident())
-
-
-def effective_policy(op: str, kernel: str | None) -> str:
-    """The policy in force for an op as text, with a kernel pinned on top; torch.compile can trace and guard it."""
-    if torch.compiler.is_compiling():
-        return _effective_encoded(op, kernel)
-    return _effective(op, kernel).policy.encoded
-
-
-def explained(choice: Any) -> NoReturn:
-    """End the call that ``explain`` made, with what it is to return."""
-    raise _Explained(choice)
-
-
-def explain(
-    function: Callable[..., Any],
-    *arguments: Any,
-    device: str | torch.device | Device | None = None,
-    **keywords: Any,
-) -> Choice:
-    """Which kernel a call would use, and why not each other one. Runs no kernel.
-
-    Args:
-        function: a function of ours, such as ``kp.rms_norm``.
-        device: ask for another device, by catalogue name, as torch names it or as facts, instead of the tensors' own.
-
-    Example:
-        >>> import torch, kernel_pytorch as kp
-        >>> print(kp.explain(kp.rms_norm, torch.ones(2, 64), device="nvidia/h200"))
-        rms_norm.forward(x=float32[2, 64], weight=None, eps=1e-06)
-        on nvidia/h200 (sm_90)
-        -> triton  the first in the backend's order that fits
-           torch   fits; ranked after triton
-    """
-    from kernel_pytorch.hardware_abstraction.registry import device as find_device
-
-    # Of this thread alone: what other threads call meanwhile must run.
-    thread = threading.get_ident()
-    _asking[thread] = find_device(device) if isinstance(device, (str, torch.device)) else device
-    try:
-        function(*arguments, **keywords)
-    except _Explained as ended:
-        choice: Choice = ended.choice
-        return choice
-    finally:
-        del _asking[thread]
-    name = getattr(function, "__name__", repr(function))
-    raise TypeError(f"function={name}: it called no op of the table; explain takes functions such as kp.rms_norm")
+    forget_all_choices()
 
 
 _functions: dict[str, Function] = {}
@@ -300,8 +98,8 @@ class Function:
 
     def __call__(self, *arguments: Any, kernel: str | None = None) -> tuple[torch.Tensor, ...]:
         if torch.compiler.is_compiling():
-            return self._through_torch(self.encoded(arguments), _effective_encoded(self.op.name, kernel))
-        state = _effective(self.op.name, kernel)
+            return self._through_torch(self.encoded(arguments), effective_encoded(self.op.name, kernel))
+        state = effective_state(self.op.name, kernel)
         plain = _no_modes()
         needs_grad = False
         outputs: tuple[torch.Tensor, ...]
@@ -311,7 +109,7 @@ class Function:
                 needs_grad = needs_grad or value.requires_grad
         needs_grad = needs_grad and torch.is_grad_enabled()
         if explaining():
-            raise _Explained(self._explained(arguments, state.policy, needs_grad))
+            explained(self._explained(arguments, state.policy, needs_grad))
         if not plain:
             self.refuse_tangents(arguments)
             if transform_active() and self.op.differentiable_outputs:
@@ -335,7 +133,7 @@ class Function:
         return partial(self, kernel=kernel)
 
     def _runner(
-        self, phase: Phase, arguments: tuple[Any, ...], state: _State, needs_grad: bool
+        self, phase: Phase, arguments: tuple[Any, ...], state: PolicyState, needs_grad: bool
     ) -> Callable[..., Any]:
         key: list[Any] = [self, phase, needs_grad]
         for value in arguments:
@@ -365,7 +163,7 @@ class Function:
         return call
 
     def _choose(
-        self, phase: Phase, arguments: tuple[Any, ...], state: _State, needs_grad: bool
+        self, phase: Phase, arguments: tuple[Any, ...], state: PolicyState, needs_grad: bool
     ) -> Callable[..., Any]:
         call = self.call(phase, arguments, needs_grad)
         where = _place(arguments)
@@ -378,7 +176,7 @@ class Function:
 
     def _explained(self, arguments: tuple[Any, ...], policy: Policy, needs_grad: bool) -> Choice:
         call = self.call("forward", arguments, needs_grad)
-        device = _asking[threading.get_ident()] or device_of(_place(arguments))
+        device = asked_device() or device_of(_place(arguments))
         return select(call, device, policy, self._timings(call, device, policy, None))
 
     def _timings(
@@ -414,12 +212,10 @@ class Function:
 
     def run(self, phase: Phase, arguments: tuple[Any, ...], policy: str) -> tuple[torch.Tensor, ...]:
         """One phase through the kernel chosen under a policy, outside autograd: for an op made of smaller calls."""
-        outputs: tuple[torch.Tensor, ...] = self._runner(phase, arguments, _state_encoded(policy), False)(
-            *arguments
-        )
+        outputs: tuple[torch.Tensor, ...] = self._runner(phase, arguments, state_encoded(policy), False)(*arguments)
         return outputs
 
-    def backward(self, state: _State, arguments: tuple[Any, ...]) -> tuple[torch.Tensor, ...]:
+    def backward(self, state: PolicyState, arguments: tuple[Any, ...]) -> tuple[torch.Tensor, ...]:
         """The op's gradients from (output gradients, saved values), through the chosen kernel's backward."""
         gradients: tuple[torch.Tensor, ...] = self._runner("backward", arguments, state, False)(*arguments)
         return gradients
@@ -451,11 +247,11 @@ class Function:
             *rest, encoded = values
             self.refuse_tangents(rest)
             rest = self._decoded(rest, op.argument_names)
-            return bare(self._runner("forward", tuple(rest), _state_encoded(encoded), False)(*rest))
+            return bare(self._runner("forward", tuple(rest), state_encoded(encoded), False)(*rest))
 
         def backward_kernel(*values: Any) -> Any:
             *rest, encoded = values
-            return self.backward(_state_encoded(encoded), tuple(self._decoded(rest, op.backward_names)))
+            return self.backward(state_encoded(encoded), tuple(self._decoded(rest, op.backward_names)))
 
         _LIBRARY.impl(name, forward_kernel, "CompositeExplicitAutograd")
         _LIBRARY.impl(f"{name}_backward", backward_kernel, "CompositeExplicitAutograd")
@@ -547,7 +343,7 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 
 def plain_call(tensor: torch.Tensor) -> bool:
     """Whether a function may call a kernel that it knows: nothing watches, and no kernel is pinned."""
-    policy = _ambient.get().policy
+    policy = policy_in_force()
     return (
         policy.kernel is None
         and not policy.kernels
@@ -620,7 +416,7 @@ class _Differentiable(torch.autograd.Function):
     """The eager path's autograd: the same backward as the custom op's, without its dispatcher."""
 
     @staticmethod
-    def forward(ctx: Any, function: Function, run: Callable[..., Any], state: _State, *arguments: Any) -> Any:
+    def forward(ctx: Any, function: Function, run: Callable[..., Any], state: PolicyState, *arguments: Any) -> Any:
         outputs = run(*arguments)
         ctx.function, ctx.state = function, state
         ctx.absent = [arguments[i] is None for i in function._differentiable]

@@ -130,6 +130,10 @@ class OpCode(enum.IntEnum):
     """(x, weights, scales, sums, -bias) -> y in float32; ints: bits (4 or 8), inputs of a group. Each row of x is
     quantized to 8 bits, asymmetric, as torchao's dynamic per-token quantization does; weights are symmetric integers
     with a scale for each group of inputs. ``packing.py`` packs the weights."""
+    ATTENTION_BACKWARD = 11
+    """(q, k, v, out, lse, dout, -dlse) -> dq, dk, dv, as in ``ATTENTION``; dk and dv are contiguous, in float32, and
+    (parts x batch, heads, keys, dim): the caller sums over parts, which run at the same time; ints: the mask's code;
+    floats: scale."""
 
 
 class Reduction(enum.IntEnum):

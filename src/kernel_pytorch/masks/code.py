@@ -49,7 +49,7 @@ _NAMES = (
     "padding",
     "dilated",
 )
-NOT_IN_RUNTIME = (PART, INTERVALS, PADDING, DILATED)
+NOT_IN_RUNTIME = (PART,)
 """Node kinds that the C++ runtime does not support."""
 WHOLE_SEQUENCE = (DOCUMENTS, BLOCKS, PART, INTERVALS, PADDING)
 """Node kinds with absolute positions in the full sequence, which cannot be inside a document."""

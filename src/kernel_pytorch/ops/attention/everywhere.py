@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 from kernel_pytorch._compat.modes import transform_active
 from kernel_pytorch.hardware_abstraction.selection import UnsupportedCallError
 from kernel_pytorch.masks import Mask, causal, full, intervals
+from kernel_pytorch.ops.attention.multi_head import MultiHeadCall
 from kernel_pytorch.ops.attention.tensor_mask import mask_and_bias
 
 __all__ = ["ReplacedCalls", "attention_everywhere"]
@@ -48,8 +49,8 @@ def attention_everywhere(*, kernel: str | None = None) -> Iterator[ReplacedCalls
 
     ``is_causal`` and mask tensors are recognised as masks of ``kp.masks`` (all true, causal, windows, padding,
     documents), so that kernels skip masked tiles. Other additive masks are added to the scores, with their gradient.
-    A call that cannot be served, such as one with dropout, goes to torch and is counted with its reason. So does
-    ``nn.MultiheadAttention``, whose call cannot be intercepted.
+    A call that cannot be served, such as one with dropout, goes to torch and is counted with its reason.
+    ``nn.MultiheadAttention`` and the layers of ``nn.Transformer`` are served too if they return no attention weights.
 
     Args:
         kernel: pin a kernel of ``kp.attention`` by name.
@@ -73,15 +74,38 @@ class _Mode(TorchFunctionMode):
     def __init__(self, calls: ReplacedCalls, kernel: str | None) -> None:
         super().__init__()
         self.calls, self.kernel = calls, kernel
+        self.made: tuple[Any, torch.Tensor | None] = ((), None)
+        """The last mask made for ``nn.MultiheadAttention``, and what it was made of: layers share their masks."""
 
     def __torch_function__(
         self, func: Any, _types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func is functional.multi_head_attention_forward or func is torch._native_multi_head_attention:
-            self.calls.left_to_torch["nn.MultiheadAttention hides its attention: call SDPA on projections"] += 1
+        if func is functional.multi_head_attention_forward:
+            return self.attend_with_projections(func, args, kwargs or {})
+        if func is torch._native_multi_head_attention:
+            self.calls.left_to_torch["nn.MultiheadAttention in torch's fast path"] += 1
         if func is not functional.scaled_dot_product_attention:
             return func(*args, **(kwargs or {}))
         return self.attend(*args, **(kwargs or {}))
+
+    def attend_with_projections(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """``multi_head_attention_forward``, whose own attention this mode does not see."""
+        call = MultiHeadCall(args, kwargs)
+        if call.refusal is not None:
+            self.calls.left_to_torch[call.refusal] += 1
+            return func(*args, **kwargs)
+        return call.run(self.attend, self._mask_of(call))
+
+    def _mask_of(self, call: MultiHeadCall) -> torch.Tensor | None:
+        if torch.compiler.is_compiling():
+            return call.mask()
+        known = tuple((x, -1 if x is None or x.is_inference() else x._version) for x in call.masks)
+        same = len(self.made[0]) == 2 and all(
+            a is b and m == n for (a, m), (b, n) in zip(known, self.made[0], strict=True)
+        )
+        if not same:
+            self.made = known, call.mask()
+        return self.made[1]
 
     def attend(
         self,

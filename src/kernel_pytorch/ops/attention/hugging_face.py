@@ -12,6 +12,7 @@ import importlib.abc
 import importlib.machinery
 import importlib.util
 import sys
+import zlib
 from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
@@ -81,21 +82,32 @@ def carried(mask: Mask) -> torch.Tensor:
     Its shape is (1, 1009, 1, n), which does not broadcast with any model's scores. So a model with its own attention,
     which does not use transformers' registry, raises an error instead of adding the code to its scores.
     """
-    numbers = torch.cat([torch.tensor([mask.code.numel()]), mask.code])
+    numbers = torch.cat([torch.tensor([mask.code.numel(), _checksum(mask.code)]), mask.code])
     whole = torch.nn.functional.pad(numbers, (0, -numbers.numel() % _NO_HEADS))
     found = whole.view(torch.uint64).view(1, _NO_HEADS, 1, -1)
     found.kernel_pytorch_mask = mask  # type: ignore[attr-defined]
     return found
 
 
-def _carried_mask(tensor: torch.Tensor) -> Mask:
+def _carried_mask(tensor: torch.Tensor, name: str) -> Mask:
     known: Mask | None = getattr(tensor, "kernel_pytorch_mask", None)
     if known is not None:
         return known
     numbers = tensor.reshape(-1).view(torch.int64).cpu()
     if torch.compiler.is_compiling():
         raise RuntimeError("a mask that was made outside the compiled model lost its expression on the way into it")
-    return from_code(numbers[1 : 1 + int(numbers[0])].contiguous())
+    size, checksum = numbers[:2].tolist() if len(numbers) > 1 else (-1, 0)
+    code = numbers[2 : 2 + size].contiguous()
+    if size < 1 or code.numel() != size or _checksum(code) != checksum:
+        raise NotImplementedError(
+            f'attn_implementation="{NAME}": {name} computes with its attention mask before it attends, and here the '
+            'mask is not a tensor of tokens by tokens; use attn_implementation="eager"'
+        )
+    return from_code(code)
+
+
+def _checksum(code: torch.Tensor) -> int:
+    return zlib.crc32(code.numpy().tobytes())
 
 
 def attention_forward(
@@ -140,7 +152,7 @@ def attention_forward(
             key, value = key[:, :, :q_len], value[:, :, :q_len]
             bias = None if bias is None else bias[..., :q_len]
     elif attention_mask.dtype == torch.uint64:
-        mask = _carried_mask(attention_mask)
+        mask = _carried_mask(attention_mask, type(module).__name__)
     else:
         mask, added = mask_and_bias(attention_mask, q_len, kv_len)
         bias = added if bias is None else bias if added is None else bias + added

@@ -8,6 +8,7 @@ keys. Both are exact.
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +18,7 @@ import torch
 from kernel_pytorch._compat.compiler import index_by_tensors
 from kernel_pytorch.masks import Mask, causal, documents, full, padding, window
 from kernel_pytorch.masks.from_tensor import from_rows
-from kernel_pytorch.ops.attention.hugging_face import carried
+from kernel_pytorch.ops.attention.hugging_face import NAME, carried
 
 __all__ = ["make_mask"]
 
@@ -52,9 +53,11 @@ def make_mask(
     attention_mask: torch.Tensor | None = None,
     use_vmap: bool = False,
     device: torch.device | str = "cpu",
+    config: Any = None,
     **_: Any,
 ) -> torch.Tensor:
     """Return the mask of transformers' ``create_causal_mask`` and similar functions, as a tensor that carries it."""
+    _refuse_own_attention(config)
     span = _Span(batch_size, int(q_offset), q_length, kv_offset, kv_length)
     real = _real_tokens(attention_mask, span)
     known = _expression(mask_function, span) if span.aligned else None
@@ -62,6 +65,24 @@ def make_mask(
     if known is not None and padded is not None:
         return carried(known & padded if not padded.is_full else known)
     return carried(_evaluated(mask_function, real, span, use_vmap, torch.device(device)))
+
+
+def _refuse_own_attention(config: Any) -> None:
+    """Raise an error for a model whose code computes attention without transformers' registry, such as Bloom.
+
+    It would take the carried code for a mask of numbers.
+    """
+    name = type(config).__module__.replace(".configuration_", ".modeling_")
+    module = sys.modules.get(name)
+    if module is None or hasattr(module, "ALL_ATTENTION_FUNCTIONS"):
+        return
+    if any(
+        "Attention" in known and getattr(kind, "__module__", "") == name for known, kind in vars(module).items()
+    ):
+        raise NotImplementedError(
+            f'attn_implementation="{NAME}": {type(config).__name__.removesuffix("Config")} computes attention in its '
+            'own code, without transformers\' AttentionInterface; use attn_implementation="eager"'
+        )
 
 
 def _real_tokens(attention_mask: torch.Tensor | None, span: _Span) -> torch.Tensor | None:
@@ -99,7 +120,8 @@ def _expression(function: Callable[..., Any], span: _Span) -> Mask | None:
     if name == "bidirectional_mask_function":
         return full()
     if name == "sliding_window_overlay":
-        return window(values["sliding_window"] - 1, _UNBOUNDED)
+        size = values["sliding_window"]  # 0 in Qwen2-MoE without windows, whose layers do not use the mask
+        return window(size - 1, _UNBOUNDED) if size > 0 else None
     if name == "packed_sequence_mask_function":
         return _packed(values["packed_sequence_mask"], span)
     if name in ("and_masks", "or_masks"):

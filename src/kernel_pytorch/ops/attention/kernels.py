@@ -244,9 +244,10 @@ def _kernel(
 _NATIVE_FILES = tuple(
     f"lowering/native/{name}"
     for name in (
-        *("core/mask.cpp", "core/mask.h", "operators/attention.cpp"),
-        *("operators/tiled_attention.cpp", "operators/tiled_attention.h"),
-        *("kernels/attention.h", "kernels/attention_few.h", "kernels/rows.h", "kernels/simd.h"),
+        *("core/mask.cpp", "core/mask.h", "operators/attention.cpp", "operators/attention_backward.cpp"),
+        *("operators/tiled_attention.cpp", "operators/tiled_attention.h", "operators/tile_ranges.h"),
+        *("kernels/attention.h", "kernels/attention_backward.h", "kernels/attention_few.h"),
+        *("kernels/rows.h", "kernels/simd.h"),
     )
 )
 KERNEL_TILED = _kernel("tiled", "tiled_kernel", _tiled_supports, "torch")

@@ -1,16 +1,13 @@
 """The C++ runtime's attention in eager mode, on torch's threads.
 
-The backward is cpu-flash's for full and causal masks and for small calls, and the tiled kernel's for all others.
-
 A call becomes a program with one operator on the tensors in place, with their strides. Programs are cached by shapes
 and mask.
 """
 
 from __future__ import annotations
 
-import math
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
@@ -19,7 +16,6 @@ import torch
 from kernel_pytorch.hardware_abstraction.device import Device
 from kernel_pytorch.lowering.direct import DirectProgram
 from kernel_pytorch.lowering.payload import Buffer, BufferKind, Op, OpCode, Parameter, Payload, Token, Value
-from kernel_pytorch.ops.attention import cpu_flash_kernel, tiled_kernel
 from kernel_pytorch.ops.attention.definition import lse_flows
 
 if TYPE_CHECKING:
@@ -27,14 +23,14 @@ if TYPE_CHECKING:
 
 __all__ = ["backward", "forward"]
 
-_SMALL_PAIRS = 1 << 14
-
 
 class _Tables:
     """Builder of a payload with static sizes."""
 
     def __init__(self) -> None:
         self.payload = Payload()
+        self.spans: dict[str, int] = {}
+        """The elements in memory from the first to the last of each tensor."""
         self._numbers: dict[int, int] = {}
 
     def number(self, value: int) -> int:
@@ -44,10 +40,12 @@ class _Tables:
         return self._numbers[value]
 
     def add(
-        self, name: str, shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype, *, out: bool
+        self, name: str, shape: Sequence[int], strides: Sequence[int] | None, dtype: torch.dtype, *, out: bool
     ) -> None:
-        """Add a tensor as a strided view of flat memory."""
-        span = _span(shape, strides)
+        """Add a tensor as a strided view of flat memory; contiguous if ``strides`` is None."""
+        if strides is None:
+            strides = torch.empty(shape, device="meta").stride()
+        self.spans[name] = span = _span(shape, strides)
         table = self.payload.outputs if out else self.payload.inputs
         table.append(Parameter(name, dtype, (self.number(span),)))
         kind = BufferKind.OUTPUT if out else BufferKind.INPUT
@@ -56,22 +54,73 @@ class _Tables:
         self.payload.values.append(Value(len(self.payload.buffers) - 1, dims, steps, self.number(0)))
 
 
+class _Program:
+    """A program on tensors of fixed shapes, strides and dtypes, called with their addresses, inputs first.
+
+    It has one set of scratch memory: calls from two threads take turns.
+    """
+
+    def __init__(self, made: _Tables, threads: int) -> None:
+        tables = [
+            [(table.dtype, made.spans[table.name]) for table in tables]
+            for tables in (made.payload.inputs, made.payload.outputs)
+        ]
+        self._run = DirectProgram(made.payload, on_torch_threads=threads).at_addresses(*tables)
+        self._lock = threading.Lock()
+
+    def __call__(self, *addresses: int) -> None:
+        with self._lock:
+            self._run(*addresses)
+
+
+Shapes = tuple[tuple[int, ...], ...]
+
+
 @lru_cache(maxsize=256)
-def _program(
-    shapes: tuple[tuple[int, ...], ...], strides: tuple[tuple[int, ...], ...], dtype: torch.dtype, mask: Mask,
-    scale: float, threads: int,
-) -> tuple[Callable[..., None], threading.Lock]:  # fmt: skip
+def _forward_program(
+    shapes: Shapes, strides: Shapes, dtype: torch.dtype, mask: Mask, scale: float, threads: int
+) -> _Program:
     made = _Tables()
     for name, shape, stride in zip("qkv", shapes, strides, strict=True):
         made.add(name, shape, stride, dtype, out=False)
     rows = shapes[0][:3]
-    for name, shape, kind in (("out", (*rows, shapes[2][3]), dtype), ("lse", rows, torch.float32)):
-        made.add(name, shape, torch.empty(shape, device="meta").stride(), kind, out=True)
+    made.add("out", (*rows, shapes[2][3]), None, dtype, out=True)
+    made.add("lse", rows, None, torch.float32, out=True)
     made.payload.ops.append(Op(OpCode.ATTENTION, (0, 1, 2, None), (3, 4), tuple(mask.code.tolist()), (scale,)))
-    # A program has one scratch buffer, so calls from several threads take a lock.
-    taken = [(dtype, _span(shape, stride)) for shape, stride in zip(shapes, strides, strict=True)]
-    given = [(dtype, math.prod(rows) * shapes[2][3]), (torch.float32, math.prod(rows))]
-    return DirectProgram(made.payload, on_torch_threads=threads).at_addresses(taken, given), threading.Lock()
+    return _Program(made, threads)
+
+
+@lru_cache(maxsize=256)
+def _backward_program(
+    shapes: Shapes,
+    strides: Shapes,
+    dtype: torch.dtype,
+    mask: Mask,
+    scale: float,
+    with_dlse: bool,
+    parts: int,
+    threads: int,
+) -> _Program:
+    made = _Tables()
+    for name, shape, stride in zip(("q", "k", "v", "out", "dout"), shapes, strides, strict=True):
+        made.add(name, shape, stride, dtype, out=False)
+    rows, (batch, *rest) = shapes[0][:3], shapes[1]
+    for name in ("lse", "dlse")[: 1 + with_dlse]:
+        made.add(name, rows, None, torch.float32, out=False)
+    made.add("dq", shapes[0], None, dtype, out=True)
+    made.add("dk", (parts * batch, *rest), None, torch.float32, out=True)
+    made.add("dv", (parts * batch, *rest[:2], shapes[2][3]), None, torch.float32, out=True)
+    first = 6 + with_dlse
+    made.payload.ops.append(
+        Op(
+            OpCode.ATTENTION_BACKWARD,
+            (0, 1, 2, 3, 5, 4, 6 if with_dlse else None),
+            (first, first + 1, first + 2),
+            tuple(mask.code.tolist()),
+            (scale,),
+        )
+    )
+    return _Program(made, threads)
 
 
 def _span(shape: Sequence[int], strides: Sequence[int]) -> int:
@@ -87,11 +136,10 @@ def forward(
     if not (q.numel() and k.numel() and v.numel()):  # no rows, or rows without keys
         return q.new_zeros((*rows, shapes[2][3])), q.new_full(rows, -torch.inf, dtype=torch.float32)
     strides = q.stride(), k.stride(), v.stride()
-    run, lock = _program(shapes, strides, q.dtype, mask, scale, torch.get_num_threads())
+    run = _forward_program(shapes, strides, q.dtype, mask, scale, torch.get_num_threads())
     out = q.new_empty((*rows, shapes[2][3]))
     lse = torch.empty(rows, dtype=torch.float32)
-    with lock:
-        run(q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), lse.data_ptr())
+    run(q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), lse.data_ptr())
     return out, lse
 
 
@@ -108,28 +156,32 @@ def backward(
     scale: float,
     wanted: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    # cpu-flash does not support gradients of lse, empty tensors, two head dimensions, or scales up to 0.
-    if lse_flows(wanted) or q.shape[3] != v.shape[3] or scale < 1e-30 or not (q.numel() and k.numel()):
-        return tiled_kernel.backward(device, dout, dlse, q, k, v, out, lse, mask, scale, wanted)
-    known = mask.simplified(q.shape[2], k.shape[2])
-    if known.is_full or (known.is_causal and q.shape[2] == k.shape[2]):
-        return cpu_flash_kernel.backward(device, dout, dlse, q, k, v, out, lse, mask, scale, wanted)
-    addends = _small_addends(mask, q.shape[2], k.shape[2], lse.dtype)
-    if addends is None:
-        return tiled_kernel.backward(device, dout, dlse, q, k, v, out, lse, mask, scale, wanted)
-    return cpu_flash_kernel.masked_backward(dout, q, k, v, out, lse, scale, addends)
+    if not (q.numel() and k.numel() and v.numel()):
+        return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    flows, threads, batch = lse_flows(wanted), torch.get_num_threads(), q.shape[0]
+    lse, dlse = lse.contiguous(), dlse.contiguous()
+    tensors = q, k, v, out, dout
+    parts = _parts(batch * k.shape[1], q.shape[2], threads)
+    run = _backward_program(
+        tuple(x.shape for x in tensors),
+        tuple(x.stride() for x in tensors),
+        q.dtype,
+        mask,
+        scale,
+        flows,
+        parts,
+        threads,
+    )
+    dq = q.new_empty(q.shape)
+    dk, dv = (torch.empty((parts * batch, *x.shape[1:]), dtype=torch.float32) for x in (k, v))
+    run(*(x.data_ptr() for x in (*tensors, lse, *((dlse,) if flows else ()), dq, dk, dv)))
+    if parts > 1:
+        dk, dv = (x.unflatten(0, (parts, batch)).sum(dim=0) for x in (dk, dv))
+    return dq, dk.to(q.dtype), dv.to(q.dtype)
 
 
-@lru_cache(maxsize=64)
-def _small_addends(mask: Mask, q_len: int, kv_len: int, dtype: torch.dtype) -> torch.Tensor | None:
-    """Return the mask as additive values, 0 and -inf, for calls so small that skipping tiles is not faster.
-
-    None for larger calls, and for masks with a query that attends to nothing.
-    """
-    if q_len * kv_len > _SMALL_PAIRS:
-        return None
-    keep = mask.dense(q_len, kv_len)
-    if keep.numel() > 16 * _SMALL_PAIRS or not bool(keep.any(dim=-1).all()):
-        return None
-    with torch.inference_mode(False):
-        return torch.zeros(keep.shape, dtype=dtype).masked_fill_(~keep, -torch.inf)
+def _parts(entries: int, q_len: int, threads: int) -> int:
+    """Into how many parts the rows are divided, so that all threads have work: each needs memory for dk and dv."""
+    if entries >= 2 * threads or threads == 1:
+        return 1
+    return max(1, min(-(-2 * threads // entries), q_len // 32, 16))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from kernel_pytorch.hardware_abstraction import dispatch
+from kernel_pytorch.hardware_abstraction.policy_scope import effective_policy
 from kernel_pytorch.hardware_abstraction.registry import device_of
 from kernel_pytorch.hardware_abstraction.selection import Policy
 from kernel_pytorch.ops.fp8_matmul.definition import OUTPUTS, adds_up_fast
@@ -49,7 +49,7 @@ def _preferred(
     index: int | None, a_dtype: torch.dtype, b_dtype: torch.dtype, dtype: str, accumulation: str
 ) -> bool:
     device = device_of(torch.device("cuda") if index is None else torch.device("cuda", index))
-    plain = dispatch.effective_policy("fp8_matmul", None) == Policy().encoded
+    plain = effective_policy("fp8_matmul", None) == Policy().encoded
     size = torch.Size((16, 16))
     spec = MatmulSpec(size, size, a_dtype, b_dtype, dtype, accumulation)
     return plain and device.backend == "nvidia" and prepare(device, spec) is not None

@@ -34,6 +34,7 @@ enum class OpCode : uint32_t {
   kCacheWrite = 8,
   kCachedAttention = 9,
   kQuantizedLinear = 10,
+  kAttentionBackward = 11,
 };
 enum class Reduction : int64_t { kSum, kMean, kMaximum, kCount };
 

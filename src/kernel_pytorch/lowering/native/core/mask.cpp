@@ -10,12 +10,16 @@ using format::MaskNode;
 constexpr int kMaxNodes = 4096;
 constexpr int kMaxDepth = 64;
 constexpr int64_t kMaxRanges = int64_t{1} << 24;
+constexpr int64_t kMaxOffsets = 256;        // of a dilated window to each side
 constexpr int64_t kFar = int64_t{1} << 40;  // larger than every position; sums with positions do not overflow
 
 // masks/code.py lists the others as NOT_IN_RUNTIME.
-bool is_supported(MaskNode kind) {
-  return kind != MaskNode::kPart && kind != MaskNode::kIntervals && kind != MaskNode::kPadding &&
-         kind != MaskNode::kDilated;
+bool is_supported(MaskNode kind) { return kind != MaskNode::kPart; }
+
+// Whether a mask of this kind has no local positions, so that no document can contain it.
+bool is_of_whole_sequence(MaskNode kind) {
+  return kind == MaskNode::kDocuments || kind == MaskNode::kBlocks || kind == MaskNode::kIntervals ||
+         kind == MaskNode::kPadding;
 }
 
 int child_count(MaskNode kind) {
@@ -26,6 +30,19 @@ int child_count(MaskNode kind) {
 int64_t put(KeyRange* out, int64_t begin, int64_t end, int64_t length) {
   *out = {std::max<int64_t>(begin, 0), std::min(end, length)};
   return out->end > out->begin ? 1 : 0;
+}
+
+// Merges sorted ranges that overlap or touch; returns how many are left.
+int64_t joined(KeyRange* ranges, int64_t count) {
+  int64_t merged = 0;
+  for (int64_t n = 0; n < count; ++n) {
+    if (merged > 0 && ranges[n].begin <= ranges[merged - 1].end) {
+      ranges[merged - 1].end = std::max(ranges[merged - 1].end, ranges[n].end);
+    } else {
+      ranges[merged++] = ranges[n];
+    }
+  }
+  return merged;
 }
 
 // Operands and result are sorted and disjoint; the result has at most a_count + b_count ranges.
@@ -134,7 +151,7 @@ bool Mask::read_node(MaskNode kind, const int64_t* numbers, int64_t count, std::
     while (!open.empty()) {
       const Node& inner = nodes_[open.back()];
       open.pop_back();
-      if (inner.kind == MaskNode::kDocuments || inner.kind == MaskNode::kBlocks) return wrong();
+      if (is_of_whole_sequence(inner.kind)) return wrong();
       for (int32_t child : inner.children) {
         if (child >= 0) open.push_back(child);
       }
@@ -167,6 +184,27 @@ bool Mask::read_node(MaskNode kind, const int64_t* numbers, int64_t count, std::
     }
     if (at != count) return wrong();
     node.starts.push_back(at);
+  } else if (kind == MaskNode::kIntervals) {
+    // Batch entries, slots and queries; then the first keys, then the last ones.
+    int64_t total;
+    if (count < 3 || numbers[0] < 1 || numbers[1] < 1 || numbers[2] < 0 ||
+        __builtin_mul_overflow(numbers[0], numbers[1], &total) || __builtin_mul_overflow(total, numbers[2], &total) ||
+        total > (count - 3) / 2 || count - 3 != 2 * total) {
+      return wrong();
+    }
+    for (int64_t n = 3; n < count; ++n) {
+      if (numbers[n] < 0 || numbers[n] > kFar) return wrong();
+    }
+    node.max_ranges = numbers[1];
+  } else if (kind == MaskNode::kPadding) {
+    if (count < 3 || numbers[0] != count - 2 || numbers[1] < 0 || numbers[1] > 1) return wrong();
+    for (int64_t n = 2; n < count; ++n) {
+      if (numbers[n] < 0 || numbers[n] > kFar) return wrong();
+    }
+  } else if (kind == MaskNode::kDilated) {
+    if (count != 3 || numbers[0] < 1 || numbers[0] > kFar) return wrong();
+    if (numbers[1] < 0 || numbers[2] < 0 || numbers[1] > kMaxOffsets || numbers[2] > kMaxOffsets) return wrong();
+    node.max_ranges = numbers[1] + numbers[2] + 1;
   } else {
     const bool has_one = kind == MaskNode::kSinks || kind == MaskNode::kPrefix;
     if (count != (kind == MaskNode::kWindow ? 2 : has_one ? 1 : 0)) return wrong();
@@ -203,6 +241,12 @@ bool Mask::fits(const MaskLengths& lengths, Reason& reason) const {
       }
       if (!shared(numbers[0], lengths.batch)) return reason.set("the mask is for another batch");
       if (!shared(numbers[1], lengths.heads)) return reason.set("the mask is for another number of heads");
+    } else if (node.kind == MaskNode::kIntervals || node.kind == MaskNode::kPadding) {
+      if (!shared(numbers[0], lengths.batch)) return reason.set("the mask is for another batch");
+      if (node.kind == MaskNode::kIntervals && numbers[2] != lengths.queries) {
+        return reason.set("the mask has intervals for %lld queries and there are %lld",
+                          static_cast<long long>(numbers[2]), static_cast<long long>(lengths.queries));
+      }
     }
   }
   return true;
@@ -252,6 +296,27 @@ int64_t Mask::evaluate(const Node& node, const Query& at, KeyRange* out, KeyRang
         out[n].end += *own;
       }
       return count;
+    }
+    case MaskNode::kIntervals: {
+      const int64_t entry = numbers[0] == 1 ? 0 : at.batch, slots = numbers[1], rows = numbers[2];
+      const int64_t* const first = numbers.data() + 3 + entry * slots * rows + at.index;
+      const int64_t* const last = first + numbers[0] * slots * rows;
+      int64_t count = 0;
+      for (int64_t n = 0; n < slots; ++n) count += put(out + count, first[n * rows], last[n * rows], at.length);
+      std::sort(out, out + count, [](const KeyRange& a, const KeyRange& b) { return a.begin < b.begin; });
+      return joined(out, count);
+    }
+    case MaskNode::kPadding: {
+      const int64_t tokens = numbers[2 + (numbers[0] == 1 ? 0 : at.batch)];
+      return numbers[1] == 0 ? put(out, at.length - tokens, at.length, at.length) : put(out, 0, tokens, at.length);
+    }
+    case MaskNode::kDilated: {
+      int64_t count = 0;
+      for (int64_t n = -numbers[1]; n <= numbers[2]; ++n) {
+        const int64_t key = at.position + n * numbers[0];
+        if (key >= 0 && key < at.length) out[count++] = {key, key + 1};
+      }
+      return joined(out, count);
     }
     default: {
       const int64_t entry = numbers[0] == 1 ? 0 : at.batch, head = numbers[1] == 1 ? 0 : at.head;

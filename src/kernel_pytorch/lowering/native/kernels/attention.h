@@ -115,10 +115,10 @@ void attention_tile(const AttentionTile& tile, float* scratch) {
 
   for (int64_t n = 0; n < dim * kWide; ++n) q[n] = 0;
   for (int64_t r = 0; r < tile.rows; ++r) {
-    for (int64_t d = 0; d < dim; ++d) {
-      float element;
-      read_row(&element, tile.q[r] + d * tile.q_stride * bytes, tile.dtype, 1, 1);
-      q[d * kWide + r] = element * tile.scale;
+    for (int64_t d = 0; d < dim; d += kKeyBlock) {
+      const int64_t count = dim - d < kKeyBlock ? dim - d : kKeyBlock;
+      read_row(scores, tile.q[r] + d * tile.q_stride * bytes, tile.dtype, tile.q_stride, count);
+      for (int64_t n = 0; n < count; ++n) q[(d + n) * kWide + r] = scores[n] * tile.scale;
     }
   }
   for (int64_t n = 0; n < value_dim * kWide; ++n) acc[n] = 0;

@@ -42,6 +42,17 @@ struct AttentionTile {
   int64_t range_count;
 };
 
+// The gradients of one tile of rows; `tile` is what the forward had, and what it gave.
+struct AttentionBackwardTile {
+  AttentionTile tile;
+  const char* dout[kMaxTileRows];
+  const float* dlse[kMaxTileRows];  // null where nothing flows through the log-sum-exp
+  char* dq[kMaxTileRows];
+  int64_t dout_stride, dq_stride;  // of the last dimension
+  float* dk;                       // (keys, dim), to be added to
+  float* dv;                       // (keys, value_dim), to be added to
+};
+
 // Operands of a pointwise op over one index space, with dimensions merged where all operands allow it.
 struct PointwiseLoop {
   int32_t rank;
@@ -123,6 +134,8 @@ struct KernelTable {
   int64_t attention_rows;                                       // of a full tile
   size_t (*attention_scratch)(int64_t dim, int64_t value_dim);  // bytes
   void (*attention)(const AttentionTile& tile, float* scratch);
+  size_t (*attention_backward_scratch)(int64_t dim, int64_t value_dim);  // bytes
+  void (*attention_backward)(const AttentionBackwardTile& task, float* scratch);
   void (*pointwise)(const PointwiseLoop& loop, int64_t begin, int64_t end, float* scratch);
   void (*norm)(const NormTask& task, int64_t begin, int64_t end, float* scratch);    // scratch: rows_at_once + 2 rows
   void (*softmax)(const RowTask& task, int64_t begin, int64_t end, float* scratch);  // scratch: one row

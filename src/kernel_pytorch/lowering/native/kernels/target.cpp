@@ -1,5 +1,6 @@
 // The kernel table of one instruction set: compiled once for each, with its flags and KP_TARGET_NAME.
 #include "kernels/attention.h"
+#include "kernels/attention_backward.h"
 #include "kernels/cache.h"
 #include "kernels/linear.h"
 #include "kernels/names.h"
@@ -18,6 +19,8 @@ const KernelTable* KP_CONCAT(kernels_for_, KP_TARGET_NAME)() {
       kTileRows,
       attention_scratch_bytes,
       attention,
+      attention_backward_scratch_bytes,
+      attention_backward,
       pointwise,
       norm,
       softmax,

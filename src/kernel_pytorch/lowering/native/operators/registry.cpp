@@ -20,6 +20,7 @@ constexpr OperatorEntry kOperators[] = {
     {OpCode::kCacheWrite, "cache_write", make_cache_write},
     {OpCode::kCachedAttention, "cached_attention", make_cached_attention},
     {OpCode::kQuantizedLinear, "quantized_linear", make_quantized_linear},
+    {OpCode::kAttentionBackward, "attention_backward", make_attention_backward},
 };
 
 }  // namespace

@@ -17,5 +17,6 @@ std::unique_ptr<Operator> make_linear();
 std::unique_ptr<Operator> make_cache_write();
 std::unique_ptr<Operator> make_cached_attention();
 std::unique_ptr<Operator> make_quantized_linear();
+std::unique_ptr<Operator> make_attention_backward();
 
 }  // namespace kernel_pytorch

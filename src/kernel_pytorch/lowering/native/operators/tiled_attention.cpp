@@ -1,55 +1,15 @@
 #include "operators/tiled_attention.h"
 
 #include <algorithm>
-#include <climits>
-#include <cstring>
+
+#include "operators/tile_ranges.h"
 
 namespace kernel_pytorch {
 namespace {
 
 constexpr int64_t kMaxRows = int64_t{1} << 40;
 
-// Sorts ranges and merges those that overlap or touch; returns how many are left.
-int64_t merge(KeyRange* ranges, int64_t count) {
-  std::sort(ranges, ranges + count, [](const KeyRange& a, const KeyRange& b) { return a.begin < b.begin; });
-  int64_t merged = 0;
-  for (int64_t n = 0; n < count; ++n) {
-    if (merged > 0 && ranges[n].begin <= ranges[merged - 1].end) {
-      ranges[merged - 1].end = std::max(ranges[merged - 1].end, ranges[n].end);
-    } else {
-      ranges[merged++] = ranges[n];
-    }
-  }
-  return merged;
-}
-
 }  // namespace
-
-// The scratch of one worker, laid out in the order of its members.
-struct TiledAttention::Scratch {
-  KeyRange* ranges;  // of all rows of a tile
-  KeyRange* own;     // of one row
-  KeyRange* work;
-  int32_t* begin;  // [range][row]
-  int32_t* end;
-  float* kernel;
-  int64_t previous = -1;  // number of ranges of the row before, which end at ranges + tile.range_count
-
-  static size_t bytes(int64_t max_ranges, int64_t work_ranges, size_t kernel_bytes) {
-    return static_cast<size_t>(max_ranges) *
-               (2 * sizeof(int32_t) * kMaxTileRows + sizeof(KeyRange) * (kMaxTileRows + 1)) +
-           static_cast<size_t>(work_ranges) * sizeof(KeyRange) + kernel_bytes + 256;
-  }
-
-  Scratch(char* memory, int64_t max_ranges, int64_t work_ranges) {
-    ranges = reinterpret_cast<KeyRange*>(memory);
-    own = ranges + max_ranges * kMaxTileRows;
-    work = own + max_ranges;
-    begin = reinterpret_cast<int32_t*>(work + work_ranges);
-    end = begin + max_ranges * kMaxTileRows;
-    kernel = reinterpret_cast<float*>(align_up(reinterpret_cast<char*>(end + max_ranges * kMaxTileRows)));
-  }
-};
 
 bool TiledAttention::schedule_tiles(int64_t kv_heads, int64_t keys, int64_t value_dim, Reason& reason) {
   const View& q = inputs[0];
@@ -63,7 +23,7 @@ bool TiledAttention::schedule_tiles(int64_t kv_heads, int64_t keys, int64_t valu
     return reason.set("%s has too many rows", name);
   }
   schedule.scratch_bytes =
-      Scratch::bytes(max_ranges(), work_ranges(), kernels->attention_scratch(q.dims[3], value_dim));
+      TileRanges::bytes(max_ranges(), work_ranges(), kernels->attention_scratch(q.dims[3], value_dim));
   schedule.tasks_per_claim = 1;
   schedule.workers = q.numel() * std::min<int64_t>(keys, 64) > kParallelElements * 4 ? max_workers : 1;
   return true;
@@ -72,22 +32,6 @@ bool TiledAttention::schedule_tiles(int64_t kv_heads, int64_t keys, int64_t valu
 double TiledAttention::cost_over(int64_t keys, int64_t value_dim) const {
   return static_cast<double>(schedule.tasks) * static_cast<double>(kernels->attention_rows) *
          static_cast<double>(keys) * static_cast<double>(inputs[0].dims[3] + value_dim);
-}
-
-// Sets the key ranges of one row, and appends them to those of the tile.
-void TiledAttention::add_row(int64_t row, int64_t batch, int64_t head, int64_t query, Scratch& scratch,
-                             AttentionTile& tile) const {
-  const int64_t count = key_ranges(batch, head, query, scratch.own, scratch.work);
-  for (int64_t n = 0; n < tile.ranges_per_row; ++n) {
-    scratch.begin[n * kMaxTileRows + row] = n < count ? static_cast<int32_t>(scratch.own[n].begin) : 0;
-    scratch.end[n * kMaxTileRows + row] = n < count ? static_cast<int32_t>(scratch.own[n].end) : 0;
-  }
-  const bool same = count == scratch.previous && std::memcmp(scratch.own, scratch.ranges + tile.range_count - count,
-                                                             sizeof(KeyRange) * static_cast<size_t>(count)) == 0;
-  if (same) return;
-  std::copy(scratch.own, scratch.own + count, scratch.ranges + tile.range_count);
-  tile.range_count += count;
-  scratch.previous = count;
 }
 
 void TiledAttention::run(int64_t begin, int64_t end, char* memory) const {
@@ -102,7 +46,7 @@ void TiledAttention::run(int64_t begin, int64_t end, char* memory) const {
     const int64_t offset = b * view.strides[0] + head * view.strides[1] + row * view.strides[2];
     return view.data + offset * static_cast<int64_t>(size_of(view.dtype));
   };
-  Scratch scratch(memory, max_ranges(), work_ranges());
+  TileRanges ranges(memory, max_ranges(), work_ranges());
 
   AttentionTile tile = {};
   tile.dtype = q.dtype;
@@ -118,10 +62,6 @@ void TiledAttention::run(int64_t begin, int64_t end, char* memory) const {
   tile.dim = q.dims[3];
   tile.value_dim = kv.v.dims[3];
   tile.scale = static_cast<float>(op->floats[0]);
-  tile.begin = scratch.begin;
-  tile.end = scratch.end;
-  tile.ranges_per_row = max_ranges();
-  tile.ranges = scratch.ranges;
 
   for (int64_t task = begin; task < end; ++task) {
     // Last tiles first: they have the most keys under a causal mask, and long tasks should not start late.
@@ -134,23 +74,17 @@ void TiledAttention::run(int64_t begin, int64_t end, char* memory) const {
       tile.k_scales = kv.k_scales + first;
       tile.v_scales = kv.v_scales + first;
     }
-    tile.range_count = 0;
-    scratch.previous = -1;
+    ranges.clear();
     for (int64_t r = 0; r < tile.rows; ++r) {
       const int64_t query = (t * tile_rows + r) / group, head = kv_head * group + (t * tile_rows + r) % group;
       tile.q[r] = at(q, b, head, query);
       tile.out[r] = at(out, b, head, query);
       tile.lse[r] = lse_view ? reinterpret_cast<float*>(at(*lse_view, b, head, query)) : nullptr;
       tile.bias[r] = bias_view && !no_keys ? at(*bias_view, b, head, query) : nullptr;
-      add_row(r, b, head, query, scratch, tile);
+      ranges.add_row(r, [&](KeyRange* own, KeyRange* work) { return key_ranges(b, head, query, own, work); });
     }
-    // Rows past the end cover all keys, so that they never make a block of keys partial.
-    for (int64_t n = 0; n < tile.ranges_per_row; ++n) {
-      std::fill(scratch.begin + n * kMaxTileRows + tile.rows, scratch.begin + (n + 1) * kMaxTileRows, 0);
-      std::fill(scratch.end + n * kMaxTileRows + tile.rows, scratch.end + (n + 1) * kMaxTileRows, INT_MAX);
-    }
-    tile.range_count = merge(scratch.ranges, tile.range_count);
-    kernels->attention(tile, scratch.kernel);
+    ranges.put_into(tile);
+    kernels->attention(tile, ranges.kernel_scratch());
   }
 }
 

@@ -35,10 +35,6 @@ class TiledAttention : public Operator {
   virtual KeysAndValues keys_and_values() const = 0;
   virtual const View* bias() const { return nullptr; }
   virtual const View* lse() const { return nullptr; }
-
- private:
-  struct Scratch;
-  void add_row(int64_t row, int64_t batch, int64_t head, int64_t query, Scratch& scratch, AttentionTile& tile) const;
 };
 
 }  // namespace kernel_pytorch
