@@ -22,7 +22,7 @@ from kernel_pytorch.masks import Mask, causal, full
 from kernel_pytorch.masks.mask import from_code
 from kernel_pytorch.ops.attention.tensor_mask import mask_and_bias
 
-__all__ = ["NAME", "attention_forward", "carried", "register_with_transformers"]
+__all__ = ["NAME", "attention_forward", "carried", "carried_mask", "register_with_transformers"]
 
 NAME = "kernel_pytorch"
 _WATCHED = "transformers.modeling_utils"  # defines AttentionInterface
@@ -88,7 +88,8 @@ def carried(mask: Mask) -> torch.Tensor:
     return found
 
 
-def _carried_mask(tensor: torch.Tensor) -> Mask:
+def carried_mask(tensor: torch.Tensor) -> Mask:
+    """The mask in a tensor that ``carried`` made."""
     known: Mask | None = getattr(tensor, "kernel_pytorch_mask", None)
     if known is not None:
         return known
@@ -140,7 +141,7 @@ def attention_forward(
             key, value = key[:, :, :q_len], value[:, :, :q_len]
             bias = None if bias is None else bias[..., :q_len]
     elif attention_mask.dtype == torch.uint64:
-        mask = _carried_mask(attention_mask)
+        mask = carried_mask(attention_mask)
     else:
         mask, added = mask_and_bias(attention_mask, q_len, kv_len)
         bias = added if bias is None else bias if added is None else bias + added
