@@ -3,7 +3,7 @@
 Run it with ``python benchmarks/optimize.py``; add ``--record`` in a clean checkout to keep the result. Every plan is
 verified by kp.optimize itself before it is timed: exact steps against a float64 budget, approximate ones in dB. The
 arms of a model are then timed in turns once more, apart from the search. On a CPU the models are small versions of
-twelve architectures of transformers; on a GPU they are a Llama-3-shaped training step of 2 x 4096 tokens, its prefill
+architectures of transformers; on a GPU they are a Llama-3-shaped training step of 2 x 4096 tokens, its prefill
 of 8k tokens, a Mistral-shaped prefill of 32k tokens with a window of 4096, ViT-L and a Whisper encoder, in bfloat16.
 Liger and torchao take part where they can be imported. A prefill computes the logits of the last token alone, as
 generation does, and may use steps of 15 dB, such as FP8. ``--small`` runs tiny versions to check the program itself.
@@ -22,7 +22,7 @@ import math
 import shlex
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -187,7 +187,8 @@ def small_cases(small: bool) -> list[Case]:
         "num_heads": 8,
         "vocab_size": common["vocab_size"],
     }
-    return [
+    resnet = {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1]} if small else {}
+    cases = [
         Case("llama", "latency", text("Llama", 1, tokens, **common)),
         Case("qwen3", "latency", text("Qwen3", 1, tokens, **common)),
         Case("gemma", "latency", text("Gemma", 1, tokens, **common)),
@@ -199,9 +200,11 @@ def small_cases(small: bool) -> list[Case]:
         Case("t5 encoder", "latency", text("T5", 4, tokens, head="EncoderModel", **t5)),
         Case("vit", "latency", pixels("ViT", 4, 32 if small else 224, image_size=32 if small else 224, **image)),
         Case("convnext", "latency", pixels("ConvNext", 4, 32 if small else 224)),
+        Case("resnet-50", "latency", pixels("ResNet", 4, 32 if small else 224, **resnet)),
         Case("whisper encoder", "latency", speech(1, **whisper)),
         Case("llama step", "training", text("Llama", 2, tokens, labels=True, **common)),
     ]
+    return [replace(case, budget=75.0) for case in cases]
 
 
 def rivals(model: torch.nn.Module, case: Case, device: torch.device, exclude: tuple[str, ...]) -> dict[str, Edits]:

@@ -302,3 +302,17 @@ def test_float16_is_for_gpus_and_gives_float32_outputs() -> None:
         found = model(x)
     assert found.dtype is torch.float32
     assert 0 < float((found - expected).abs().max()) < 2e-3
+
+
+@pytest.mark.parametrize("one", [precision.BF16_LINEAR, precision.INT8_LINEAR])
+def test_the_transposed_layers_of_gpt2_are_served(one: Candidate) -> None:
+    pytest.importorskip("transformers")
+    model, inputs = model_of("gpt2")
+    found = one.match(model.eval(), CPU)
+    assert isinstance(found, Sites)
+    assert "transformer.h.0.attn.c_attn" in found.names
+    with torch.no_grad():
+        expected = model(inputs["input_ids"]).logits
+        build(model, [(one, found.names)])
+        now = model(inputs["input_ids"]).logits
+    assert 0 < float((now - expected).norm() / expected.norm()) < 0.05

@@ -18,7 +18,7 @@ from torch.nn import functional
 
 from kernel_pytorch._compat.memory import int8_matmul
 from kernel_pytorch.optimization.candidate import Candidate, Context, Sites, Stage
-from kernel_pytorch.optimization.candidates.modules import sites_of
+from kernel_pytorch.optimization.candidates.modules import is_linear, matrix_of, sites_of
 from kernel_pytorch.optimization.candidates.weights import WeightCache, needs_gradients
 from kernel_pytorch.optimization.compiler import map_tensors
 from kernel_pytorch.optimization.edits import Edits, Forward
@@ -31,13 +31,13 @@ _LEAST_ELEMENTS = 1 << 10  # a smaller weight costs more to convert inputs for t
 
 
 def _bf16(weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    return (weight.to(torch.bfloat16),)
+    return (weight.to(torch.bfloat16).contiguous(),)
 
 
 def _int8(weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Per-channel symmetric int8, and the scales."""
     scale = weight.float().abs().amax(dim=1).clamp_min(1e-12) / 127
-    return (weight.float() / scale[:, None]).round().clamp(-127, 127).to(torch.int8), scale
+    return (weight.float() / scale[:, None]).round().clamp(-127, 127).to(torch.int8).contiguous(), scale
 
 
 def _name(x: torch.Tensor) -> str:
@@ -78,14 +78,15 @@ def _linears(model: nn.Module, dtypes: tuple[torch.dtype, ...]) -> Sites | str:
     }
 
     def wanted(module: nn.Module) -> str | bool:
-        if not isinstance(module, nn.Linear):
+        if not isinstance(module, nn.Linear) and not is_linear(module):
             return False
-        if type(module) is not nn.Linear:
+        if not is_linear(module):
             return f"is a {type(module).__name__}, not an nn.Linear" if id(module) not in called else False
-        if module.weight.dtype not in dtypes:
-            return f"its weight is {str(module.weight.dtype).removeprefix('torch.')}"
-        if module.weight.numel() < _LEAST_ELEMENTS:
-            return f"its weight has only {module.weight.numel()} elements"
+        weight = module.get_parameter("weight")
+        if weight.dtype not in dtypes:
+            return f"its weight is {str(weight.dtype).removeprefix('torch.')}"
+        if weight.numel() < _LEAST_ELEMENTS:
+            return f"its weight has only {weight.numel()} elements"
         return True
 
     names = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
@@ -103,9 +104,9 @@ def _match_int8(model: nn.Module, context: Context) -> Sites | str:
 
 
 def _of_weight(
-    convert: Callable[[torch.Tensor], tuple[torch.Tensor, ...]], module: nn.Linear
+    convert: Callable[[torch.Tensor], tuple[torch.Tensor, ...]], module: nn.Module
 ) -> tuple[torch.Tensor, ...]:
-    return convert(module.weight.detach())
+    return convert(matrix_of(module))
 
 
 def cached(
@@ -116,7 +117,8 @@ def cached(
     def apply(model: nn.Module, sites: tuple[str, ...], edits: Edits) -> None:
         for name in sites:
             module = model.get_submodule(name)
-            assert isinstance(module, nn.Linear)
+            if not is_linear(module):
+                raise ValueError(f"module {name!r} ({type(module).__name__}) is no linear layer")
             edits.replace_forward(module, forward, WeightCache(partial(_of_weight, convert), module))
 
     return apply
