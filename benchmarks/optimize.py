@@ -3,31 +3,37 @@
 Run it with ``python benchmarks/optimize.py``; add ``--record`` in a clean checkout to keep the result. Every plan is
 verified by kp.optimize itself before it is timed: exact steps against a float64 budget, approximate ones in dB. The
 arms of a model are then timed in turns once more, apart from the search. On a CPU the models are small versions of
-twelve architectures of transformers; on a GPU they are a Llama-3-shaped training step of 2 x 4096 tokens, its prefill
+architectures of transformers; on a GPU they are a Llama-3-shaped training step of 2 x 4096 tokens, its prefill
 of 8k tokens, a Mistral-shaped prefill of 32k tokens with a window of 4096, ViT-L and a Whisper encoder, in bfloat16.
 Liger and torchao take part where they can be imported. A prefill computes the logits of the last token alone, as
 generation does, and may use steps of 15 dB, such as FP8. ``--small`` runs tiny versions to check the program itself.
+
+``--state FILE`` keeps each finished model, so that a run can be split: ``--seconds 400`` begins no model after so
+many seconds, and the next run goes on with those that are missing. What was measured with other code is measured
+again. The record is written once all models are there.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import json
 import math
 import shlex
-import sys
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 
 import kernel_pytorch as kp
 from kernel_pytorch import benchmarking
-from kernel_pytorch.evidence import Measurement, Quantiles, clean_commit, write_record
-from kernel_pytorch.hardware_abstraction.timing import quantiles
+from kernel_pytorch.evidence import Measurement, Quantiles, clean_commit, versions, write_record
+from kernel_pytorch.hardware_abstraction.source_digest import part_digest
+from kernel_pytorch.hardware_abstraction.timing import quantiles, require_quiet
 from kernel_pytorch.optimization import Context, Edits, Progress, Sites, registered_candidates
 from kernel_pytorch.optimization.examples import examples_of
 from kernel_pytorch.optimization.search import build
@@ -35,11 +41,19 @@ from kernel_pytorch.optimization.timing import Arm, alternate, saved_bytes
 from kernel_pytorch.optimization.workload import Workload
 
 SECONDS = 3.0
-RIVALS = {
-    "baseline:Liger": ("liger-rms-norm", "liger-swiglu", "liger-rope", "liger-cross-entropy"),
+LIGER = ("liger-rms-norm", "liger-swiglu", "liger-rope")
+COMPILE = {"baseline:torch.compile": ("compile",)}
+TRAINING = {
+    "baseline:Liger": (*LIGER, "liger-cross-entropy"),
+    "baseline:Liger compiled": (*LIGER, "liger-cross-entropy", "compile"),
     "baseline:torchao float8 compiled": ("torchao-float8", "compile"),
 }
-"""What people combine by hand, as candidates."""
+PREFILL = {"baseline:Liger compiled": (*LIGER, "compile")}
+MODES = {
+    "baseline:torch.compile reduce-overhead": ("compile-reduce-overhead",),
+    "baseline:torch.compile max-autotune": ("compile-max-autotune",),
+}
+"""What people combine by hand, as candidates. One that does not match the model or the device is left out."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +67,8 @@ class Case:
     """Seconds for the search."""
     budget_db: float | None = None
     exclude: tuple[str, ...] = ()
+    rivals: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Beside torch.compile."""
 
 
 def text(
@@ -138,15 +154,17 @@ def large_cases(small: bool) -> list[Case]:
     return [
         Case(
             "llama step 2x4096", "training", text("Llama", 2, 4096 // many, labels=True, **llama), 130.0,
-            exclude=quick,
+            exclude=quick, rivals=TRAINING,
         ),
-        Case("llama prefill 8192", "latency", text("Llama", 1, 8192 // many, **llama), 40.0, 15.0, quick),
         Case(
-            "mistral prefill 32768 window 4096", "latency", text("Mistral", 1, 32768 // many, **window), 40.0, 15.0,
-            quick,
+            "llama prefill 8192", "latency", text("Llama", 1, 8192 // many, **llama), 60.0, 15.0, quick, PREFILL
         ),
-        Case("vit-l", "latency", pixels("ViT", 2 if small else 32, image["image_size"], **image)),
-        Case("whisper encoder", "latency", speech(1, **whisper)),
+        Case(
+            "mistral prefill 32768 window 4096", "latency", text("Mistral", 1, 32768 // many, **window), 60.0, 15.0,
+            quick, PREFILL,
+        ),
+        Case("vit-l", "latency", pixels("ViT", 2 if small else 32, image["image_size"], **image), rivals=MODES),
+        Case("whisper encoder", "latency", speech(1, **whisper), rivals=MODES),
     ]  # fmt: skip
 
 
@@ -169,7 +187,8 @@ def small_cases(small: bool) -> list[Case]:
         "num_heads": 8,
         "vocab_size": common["vocab_size"],
     }
-    return [
+    resnet = {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1]} if small else {}
+    cases = [
         Case("llama", "latency", text("Llama", 1, tokens, **common)),
         Case("qwen3", "latency", text("Qwen3", 1, tokens, **common)),
         Case("gemma", "latency", text("Gemma", 1, tokens, **common)),
@@ -181,15 +200,17 @@ def small_cases(small: bool) -> list[Case]:
         Case("t5 encoder", "latency", text("T5", 4, tokens, head="EncoderModel", **t5)),
         Case("vit", "latency", pixels("ViT", 4, 32 if small else 224, image_size=32 if small else 224, **image)),
         Case("convnext", "latency", pixels("ConvNext", 4, 32 if small else 224)),
+        Case("resnet-50", "latency", pixels("ResNet", 4, 32 if small else 224, **resnet)),
         Case("whisper encoder", "latency", speech(1, **whisper)),
         Case("llama step", "training", text("Llama", 2, tokens, labels=True, **common)),
     ]
+    return [replace(case, budget=75.0) for case in cases]
 
 
 def rivals(model: torch.nn.Module, case: Case, device: torch.device, exclude: tuple[str, ...]) -> dict[str, Edits]:
     """The combinations that can be made here, not applied, and torch.compile; a line for each of the others."""
     known = {candidate.name: candidate for candidate in registered_candidates()}
-    wanted = {"baseline:torch.compile": ("compile",), **(RIVALS if case.goal == "training" else {})}
+    wanted = {**COMPILE, **case.rivals}
     made = {}
     for name, steps in wanted.items():
         if set(steps) & set(exclude):
@@ -294,7 +315,32 @@ def table(rows: list[Measurement], losses: dict[str, float] | None = None) -> st
     return "\n".join(lines)
 
 
-def main() -> None:
+def finished(state: Path | None, key: str) -> dict[str, list[Measurement]]:
+    """What earlier runs measured with the same code, by case."""
+    if state is None or not state.exists():
+        return {}
+    lines = [json.loads(line) for line in state.read_text().splitlines()]
+    return {line["case"]: msgspec.convert(line["rows"], list[Measurement]) for line in lines if line["key"] == key}
+
+
+def keep(state: Path | None, key: str, case: str, rows: list[Measurement]) -> None:
+    if state is not None:
+        with state.open("a") as file:
+            file.write(json.dumps({"key": key, "case": case, "rows": msgspec.to_builtins(rows)}) + "\n")
+
+
+def command(arguments: argparse.Namespace) -> str:
+    """How to make the record again, in one run."""
+    words = ["python", "benchmarks/optimize.py", "--record"]
+    for name in ("device", "models", "budget"):
+        if getattr(arguments, name) is not None:
+            words += [f"--{name}", str(getattr(arguments, name))]
+    for name in ("only", "exclude"):
+        words += [word for value in getattr(arguments, name) or () for word in (f"--{name}", value)]
+    return shlex.join(words)
+
+
+def parsed() -> tuple[argparse.ArgumentParser, argparse.Namespace]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default=None, help="a torch device; the best one when left out")
     parser.add_argument("--only", action="append", help="cases whose name contains this; may be repeated")
@@ -302,36 +348,56 @@ def main() -> None:
     parser.add_argument("--budget", type=float, help="seconds of each search; set for each case when left out")
     parser.add_argument("--exclude", action="append", default=[], help="a candidate to leave out")
     parser.add_argument("--small", action="store_true", help="tiny models, to check the program")
+    parser.add_argument("--state", type=Path, help="keep finished models in this file, and go on where it ends")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="begin no model after so many seconds")
     parser.add_argument("--record", action="store_true", help="keep the result as evidence")
     parser.add_argument(
         "--out", type=Path, default=Path(__file__).parent / "evidence", help="folder for the record"
     )
-    arguments = parser.parse_args()
+    return parser, parser.parse_args()
+
+
+def cases(models: str, small: bool, wanted: Iterable[str], parser: argparse.ArgumentParser) -> list[Case]:
+    every = small_cases(small) if models == "small" else large_cases(small)
+    chosen = [case for case in every if any(part in case.name for part in wanted)]
+    if not chosen:
+        parser.error(f"--only {list(wanted)}: use parts of {', '.join(case.name for case in every)}")
+    return chosen
+
+
+def main() -> None:
+    parser, arguments = parsed()
     if arguments.record and arguments.small:
         parser.error("--record with --small: tiny models are not worth a record")
     commit = clean_commit(benchmarking.checkout()) if arguments.record else ""
     where = kp.device(arguments.device)
     device = torch.device(where.torch_device or "cpu")
     models = arguments.models or ("small" if device.type == "cpu" else "large")
-    every = small_cases(arguments.small) if models == "small" else large_cases(arguments.small)
-    wanted = arguments.only or [""]
-    chosen = [case for case in every if any(part in case.name for part in wanted)]
-    if not chosen:
-        parser.error(f"--only {wanted[0]!r}: use a part of {', '.join(case.name for case in every)}")
-    rows: list[Measurement] = []
+    chosen = cases(models, arguments.small, arguments.only or [""], parser)
+    key = repr((part_digest("optimization/"), where.name, versions(), arguments.small, commit))
+    done = finished(arguments.state, key)
     started = time.perf_counter()
     for case in chosen:
-        rows += measure(case, device, arguments.budget, tuple(arguments.exclude))
+        if case.name in done or time.perf_counter() - started > arguments.seconds:
+            continue
+        if arguments.record:
+            require_quiet(where)
+        done[case.name] = measure(case, device, arguments.budget, tuple(arguments.exclude))
+        keep(arguments.state, key, case.name, done[case.name])
         gc.collect()
+        torch.compiler.reset()
         if device.type != "cpu":
             torch.accelerator.empty_cache()
-        if arguments.record:  # after every model: what was measured is kept whatever happens to the next
-            command = shlex.join(["python", "benchmarks/optimize.py", *sys.argv[1:]])
-            record = benchmarking.record(
-                "optimize", where, (), rows, command=command, commit=commit, parts=("optimization/",)
-            )
-            write_record(record, arguments.out / benchmarking.record_name("optimize", where))
-    print(f"\nall cases, in {time.perf_counter() - started:.0f} s\n{table(rows)}")
+    rows = [row for case in chosen for row in done.get(case.name, ())]
+    spent = time.perf_counter() - started
+    print(f"\n{len(done)} of {len(chosen)} models, in {spent:.0f} s\n{table(rows)}")
+    if arguments.record and all(case.name in done for case in chosen):
+        record = benchmarking.record(
+            "optimize", where, (), rows, command=command(arguments), commit=commit, parts=("optimization/",)
+        )
+        path = arguments.out / benchmarking.record_name("optimize", where)
+        write_record(record, path)
+        print(f"recorded in {path.name}")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Self-contained HTML pages for reports: inline CSS and SVG, no scripts, fonts or other files."""
+"""Self-contained HTML pages for reports: inline CSS, no scripts, fonts or other files."""
 
 from __future__ import annotations
 
@@ -15,7 +15,14 @@ h1 { font-size: 1.4rem; } h2 { font-size: 1.1rem; margin-top: 2rem; }
 table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; }
 th, td { text-align: left; padding: .3rem .8rem .3rem 0; border-bottom: 1px solid var(--line); vertical-align: top; }
 .note { border-left: 4px solid #d9822b; padding-left: .7rem; }
-svg { width: 100%; height: auto; } svg text { font: 13px system-ui, sans-serif; fill: currentColor; }
+.bars { display: grid; grid-template-columns: minmax(6rem, max-content) 1fr max-content; gap: .4rem .7rem; }
+.bars > span { align-self: center; overflow-wrap: anywhere; }
+.bars i { display: block; height: 1.4rem; border-radius: 3px; background: var(--bar); min-width: 2px; }
+.bars span:nth-child(2) i { background: var(--before); }
+@media (max-width: 40rem) {
+  .bars { grid-template-columns: 1fr max-content; }
+  .bars > span:nth-child(3n + 1) { grid-column: 1 / 3; margin-top: .3rem; }
+}
 code { font-size: .9em; overflow-wrap: anywhere; }
 """
 
@@ -44,19 +51,17 @@ def table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def bar_chart(rows: Sequence[tuple[str, float, str]], label: str) -> str:
-    """Return a bar chart of (name, value, text) as SVG; the first bar is drawn as the baseline."""
-    widest = max(value for _, value, _ in rows) or 1.0
-    height, parts = 34, []
-    for number, (name, value, text) in enumerate(rows):
-        top, width = number * height, 340 * value / widest
-        colour = "var(--bar)" if number else "var(--before)"
-        parts.append(
-            f'<text x="0" y="{top + 21}">{escape(name)}</text>'
-            f'<rect x="190" y="{top + 4}" width="{width:.1f}" height="24" rx="3" fill="{colour}"/>'
-            f'<text x="{196 + width:.1f}" y="{top + 21}">{escape(text)}</text>'
-        )
+    """Return horizontal bars of (name, value, text); the first is drawn as the baseline.
+
+    Example:
+        >>> '<i style="width: 50.0%"></i>' in bar_chart([("before", 2.0, "2 ms"), ("after", 1.0, "1 ms")], "time")
+        True
+    """
+    widest = max((value for _, value, _ in rows), default=0.0) or 1.0
+    parts = [
+        f'<span>{escape(name)}</span><span class="bar"><i style="width: {100 * value / widest:.1f}%"></i></span>'
+        f"<span>{escape(text)}</span>"
+        for name, value, text in rows
+    ]
     said = ", ".join(f"{name} {text}" for name, _, text in rows)
-    return (
-        f'<svg viewBox="0 0 600 {height * len(rows)}" role="img" aria-label="{escape(label)}: {escape(said)}">'
-        f"{''.join(parts)}</svg>"
-    )
+    return f'<div class="bars" role="img" aria-label="{escape(label)}: {escape(said)}">{"".join(parts)}</div>'

@@ -129,7 +129,7 @@ def test_a_window_that_no_input_reaches_is_left_alone() -> None:
     assert "no input is longer than its sliding window of 4" in refusals["hf-attention"]
 
 
-def test_padding_and_generation_go_to_sdpa_and_stay_right() -> None:
+def test_padding_and_generation_stay_right() -> None:
     model, inputs = model_of("llama")
     model.eval()
     mask = torch.ones(2, 12, dtype=torch.long)

@@ -1,4 +1,4 @@
-"""kp.attention in models that are not from transformers: SDPA calls and nn.MultiheadAttention."""
+"""kp.attention in models: SDPA calls, nn.MultiheadAttention, padding and documents of Hugging Face models."""
 
 from __future__ import annotations
 
@@ -11,8 +11,11 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import kernel_pytorch as kp
 from kernel_pytorch.optimization import Context, Edits, Sites
+from kernel_pytorch.optimization.candidates import attention as hugging_face
 from kernel_pytorch.optimization.candidates import memory, sdpa
+from kernel_pytorch.optimization.fallbacks import recorded
 from optimization_fakes import ScriptedTimer
+from optimization_models import model_of
 
 CPU = Context("training", torch.device("cpu"), ())
 
@@ -178,3 +181,65 @@ def test_offloading_keeps_weights_and_small_tensors_where_they_are(monkeypatch: 
     found = torch.autograd.grad(model(x).square().sum(), [x, *model.parameters()])
     assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
     assert moved
+
+
+def packed() -> dict[str, torch.Tensor]:
+    ids = torch.randint(96, (1, 12), generator=torch.Generator().manual_seed(0))
+    return {"input_ids": ids, "position_ids": torch.tensor([[*range(5), *range(4), *range(3)]])}
+
+
+def padded(side: str) -> dict[str, torch.Tensor]:
+    mask = torch.ones(2, 12, dtype=torch.long)
+    mask[1, slice(0, 5) if side == "left" else slice(7, 12)] = 0
+    return {"input_ids": torch.randint(96, (2, 12)), "attention_mask": mask}
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "bert"])
+@pytest.mark.parametrize("form", ["left", "right", "packed"])
+def test_padding_and_documents_are_recognised(name: str, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("transformers")
+    if (name, form) == ("bert", "packed"):
+        pytest.skip("BERT has no documents by positions")
+    model, _ = model_of(name)
+    inputs = {
+        **(packed() if form == "packed" else padded(form)),
+        **({} if name == "bert" else {"use_cache": False}),
+    }
+    seen: list[str] = []
+    original = hugging_face.attention
+
+    def watched(q: Any, k: Any, v: Any, mask: Any, **options: Any) -> Any:
+        seen.append(str(mask))
+        return original(q, k, v, mask, **options)
+
+    monkeypatch.setattr(hugging_face, "attention", watched)
+    with torch.no_grad():
+        expected = model.eval()(**inputs)[0]
+    best = kp.optimize(model, inputs, include=("hf-attention",), timer=ScriptedTimer(), resume=False)
+    assert [step.candidate for step in best.plan.steps] == ["hf-attention"], str(best.report)
+    assert not best.report.fallbacks
+    seen.clear()
+    with torch.no_grad():
+        found = best(**inputs)[0]
+    words = {"left": "padding", "right": "padding", "packed": "documents"}[form]
+    assert len(seen) == 2
+    assert all(words in one and ("window" in one) == (name == "mistral") for one in seen)
+    assert torch.allclose(found, expected, atol=1e-5)
+
+
+def test_a_recognised_mask_and_dropout_go_to_sdpa_together() -> None:
+    pytest.importorskip("transformers")
+    model, _ = model_of("llama")
+    model.config.attention_dropout = 0.5
+    for layer in model.model.layers:
+        layer.self_attn.attention_dropout = 0.5
+    inputs = padded("left")
+    torch.manual_seed(0)
+    expected = model.train()(**inputs, use_cache=False).logits
+    edits = Edits()
+    hugging_face.HF_ATTENTION.apply(model, ("",), edits)
+    torch.manual_seed(0)
+    with recorded() as found:
+        out = model(**inputs, use_cache=False).logits
+    assert torch.allclose(out, expected, atol=1e-5)
+    assert found == ["hf-attention: attention with dropout or a change of the scores goes to SDPA"]

@@ -290,3 +290,29 @@ def test_a_compiled_training_step_is_one_graph() -> None:
     loss = model(**inputs).loss
     loss.backward()
     assert torch.allclose(loss, expected, rtol=1e-5)
+
+
+def test_float16_is_for_gpus_and_gives_float32_outputs() -> None:
+    model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 8)).eval()
+    assert "CPUs gain nothing" in str(precision.FLOAT16_AUTOCAST.match(model, CPU))
+    x = drawn(4, 64)
+    with torch.no_grad():
+        expected = model(x)
+        build(model, [(precision.FLOAT16_AUTOCAST, ("",))])
+        found = model(x)
+    assert found.dtype is torch.float32
+    assert 0 < float((found - expected).abs().max()) < 2e-3
+
+
+@pytest.mark.parametrize("one", [precision.BF16_LINEAR, precision.INT8_LINEAR])
+def test_the_transposed_layers_of_gpt2_are_served(one: Candidate) -> None:
+    pytest.importorskip("transformers")
+    model, inputs = model_of("gpt2")
+    found = one.match(model.eval(), CPU)
+    assert isinstance(found, Sites)
+    assert "transformer.h.0.attn.c_attn" in found.names
+    with torch.no_grad():
+        expected = model(inputs["input_ids"]).logits
+        build(model, [(one, found.names)])
+        now = model(inputs["input_ids"]).logits
+    assert 0 < float((now - expected).norm() / expected.norm()) < 0.05

@@ -248,3 +248,19 @@ def test_flash_attention_is_a_name_in_the_configuration(one: Any, monkeypatch: p
     assert model.config._attn_implementation == one.name.replace("-", "_")
     edits.undo()
     assert model.config._attn_implementation == "sdpa"
+
+
+def test_the_functions_of_liger_take_what_the_candidates_pass() -> None:
+    pytest.importorskip("liger_kernel")
+    import inspect
+
+    functions = liger._liger()
+    for name, args, kwargs in (
+        ("liger_rms_norm", 6, ()),
+        ("liger_layer_norm", 4, ()),
+        ("liger_swiglu", 2, ()),
+        ("liger_geglu", 2, ()),
+        ("liger_rope", 4, ()),
+        ("liger_fused_linear_cross_entropy", 3, ("ignore_index", "reduction")),
+    ):
+        inspect.signature(getattr(functions, name)).bind(*[None] * args, **dict.fromkeys(kwargs))

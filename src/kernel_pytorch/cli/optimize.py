@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
+from rich.progress import BarColumn, Progress, ProgressColumn, SpinnerColumn, Task, TextColumn
+from rich.text import Text
 
 from kernel_pytorch.cli.factory import from_function, from_hugging_face
 
@@ -16,6 +18,17 @@ __all__ = ["Source", "optimize", "seconds_of"]
 
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)(s|m|h)?\Z")
 _UNITS = {None: 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
+
+
+class _TimeLeft(ProgressColumn):
+    """The time left, which goes on while one combination is tried."""
+
+    def render(self, task: Task) -> Text:
+        end = task.fields["end"]
+        if end is None:
+            return Text("")
+        minutes, rest = divmod(int(max(0.0, end - time.monotonic())), 60)
+        return Text(f"{minutes}:{rest:02d} left, best so far {task.fields['best']:.2f}x")
 
 
 @dataclass(frozen=True)
@@ -60,14 +73,15 @@ def optimize(
 
     seconds = seconds_of(budget)
     model, inputs = _loaded(source, goal)
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[state]}"))
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), _TimeLeft())
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("loading", total=1, state="")
+        task = bar.add_task("the original", total=1, end=None, best=1.0)
 
         def show(step: Step) -> None:
-            minutes, rest = divmod(int(step.seconds_left), 60)
-            state = f"{minutes}:{rest:02d} left, best so far {step.best:.2f}x"
-            bar.update(task, description=step.trying, completed=step.done, total=step.total, state=state)
+            end = time.monotonic() + step.seconds_left
+            bar.update(
+                task, description=step.trying, completed=step.done, total=step.total, end=end, best=step.best
+            )
 
         best: Any = optimize_model(
             model,

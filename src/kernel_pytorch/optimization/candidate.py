@@ -104,6 +104,8 @@ class Candidate:
     """Names of outputs that it leaves out; every other output is compared."""
     adds_state: frozenset[str] = frozenset()
     """Last words of names that it adds to the state dict, such as the state of FP8 scales."""
+    requires: frozenset[str] = frozenset()
+    """Distributions that it calls, such as ``liger-kernel``: a plan holds for their versions."""
     settings: Mapping[str, str] = field(default_factory=dict)
     """Further facts for the report, such as a compiler's mode."""
 

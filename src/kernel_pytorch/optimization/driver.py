@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
+import torch
 from torch import nn
 
 from kernel_pytorch.evidence import now, versions
@@ -22,7 +23,15 @@ from kernel_pytorch.optimization.candidate import (
 from kernel_pytorch.optimization.compiler import compiled_already
 from kernel_pytorch.optimization.edits import Edits
 from kernel_pytorch.optimization.examples import examples_of
-from kernel_pytorch.optimization.plan import Plan, PlanError, Step, device_name, fingerprint, read_plan
+from kernel_pytorch.optimization.plan import (
+    Plan,
+    PlanError,
+    Step,
+    device_name,
+    fingerprint,
+    library_versions,
+    read_plan,
+)
 from kernel_pytorch.optimization.report import InputReport, ModuleReport, Refusal, Report, StepReport
 from kernel_pytorch.optimization.search import Progress, Result, Search, build, device_of
 from kernel_pytorch.optimization.timing import Timer, alternate
@@ -125,7 +134,7 @@ def optimize(
     with workload.mode(), workload.own_random_state():
         try:
             verifier = Verifier(workload, examples, decibels)
-            problem = _problem(model, context, decibels, loss)
+            problem = _problem(model, context, decibels)
             cache = TrialCache(problem, enabled=resume and loss is None)
             left = budget - (time.monotonic() - started)
             search = Search(
@@ -284,7 +293,7 @@ def _covers(pattern: str, name: str) -> bool:
     return name == pattern or name.startswith(f"{pattern}-")
 
 
-def _problem(model: nn.Module, context: Context, budget_db: float, loss: Loss | None) -> str:
+def _problem(model: nn.Module, context: Context, budget_db: float) -> str:
     """Everything that a trial depends on."""
     signatures = [example.signature for example in context.examples]
     return repr(
@@ -294,8 +303,8 @@ def _problem(model: nn.Module, context: Context, budget_db: float, loss: Loss | 
             device_name(context.device),
             signatures,
             budget_db,
-            versions(),
-            loss is None,
+            {**versions(), **library_versions()},
+            torch.get_num_threads(),
         )
     )
 
@@ -309,11 +318,12 @@ def _plan(
     sites: dict[str, Sites],
 ) -> Plan:
     gains = {name: trial for trial in result.steps for name in trial.added}
+    required = {library for name in result.best for library in known[name].requires}
     return Plan(
         goal=context.goal,
         fingerprint=fingerprint(model),
         device=device_name(context.device),
-        versions=versions(),
+        versions={**versions(), **library_versions(required)},
         steps=[
             Step(
                 candidate=name,
@@ -354,6 +364,7 @@ def _report(
             gains[name].error if name in gains else None,
             gains[name].snr_db if name in gains else None,
             tuple(sorted(known[name].drops)),
+            *((gains[name].graphs, gains[name].breaks) if name in gains else ()),
         )
         for name in result.best
     )
@@ -361,6 +372,7 @@ def _report(
     for trial in result.trials:
         if trial.reason and len(trial.state) > len(trial.base):
             tried.setdefault(" + ".join(trial.state), trial.reason)
+    fallen = {text: " + ".join(trial.state) for trial in reversed(result.trials) for text in trial.fallbacks}
     inputs = []
     for number, example in enumerate(context.examples):
         eager = result.over_eager[number] if result.over_eager else None
@@ -391,7 +403,8 @@ def _report(
         refusals=(*refused, *(Refusal(name, reason) for name, reason in tried.items())),
         modules=_modules(model, result, sites),
         notes=tuple(result.notes),
-        versions=versions(),
+        versions={**versions(), **library_versions()},
+        fallbacks=tuple(Refusal(state, text) for text, state in reversed(fallen.items())),
         memory_kind="saved for backward" if context.device.type == "cpu" else "peak memory",
     )
 

@@ -109,6 +109,10 @@ class Edits:
         self._changes: list[_Attribute | _Data | _Call] = []
         self.active = True
 
+    def __len__(self) -> int:
+        """Return the number of changes."""
+        return len(self._changes)
+
     def set(self, owner: Any, name: str, value: Any) -> None:
         """Set an attribute of any object."""
         self._add(_Attribute(owner, name, value))

@@ -1,4 +1,4 @@
-"""The page of a report: inline CSS and SVG, no scripts, no fonts and no files beside it."""
+"""The page of a report: inline CSS, no scripts, no fonts and no files beside it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from html import escape
 from typing import TYPE_CHECKING
 
 from kernel_pytorch.html_page import bar_chart, document, table
-from kernel_pytorch.optimization.report import accuracy, seconds, size
+from kernel_pytorch.optimization.report import accuracy, compilation, seconds, size
 
 if TYPE_CHECKING:
     from kernel_pytorch.optimization.report import Report
@@ -33,6 +33,9 @@ def page(report: Report) -> str:
         "<h2>Refused</h2>",
         table(("candidate", "reason"), ((one.candidate, one.reason) for one in report.refusals)),
     ]
+    if report.fallbacks:
+        rows = ((one.candidate, one.reason) for one in report.fallbacks)
+        body += ["<h2>Fallbacks and warnings</h2>", table(("while trying", "what"), rows)]
     body += _modules(report)
     body += ["<h2>Versions</h2>", table(("package", "version"), report.versions.items())]
     return document(title, body)
@@ -50,10 +53,18 @@ def waterfall(report: Report) -> str:
 
 def _steps(report: Report) -> list[str]:
     rows = [
-        (step.candidate, step.summary, f"{step.speedup:.2f}x", step.kind, accuracy(step), ", ".join(step.drops))
+        (
+            step.candidate,
+            step.summary,
+            f"{step.speedup:.2f}x",
+            step.kind,
+            accuracy(step),
+            ", ".join(step.drops),
+            compilation(step),
+        )
         for step in report.steps
     ]
-    return [table(("step", "what it does", "gain", "kind", "accuracy so far", "leaves out"), rows)]
+    return [table(("step", "what it does", "gain", "kind", "accuracy so far", "leaves out", "compiler"), rows)]
 
 
 def _inputs(report: Report) -> list[str]:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import importlib.metadata
 import os
 import platform
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +16,32 @@ import torch
 from torch import nn
 
 from kernel_pytorch.evidence import versions
+from kernel_pytorch.hardware_abstraction.registry import device as find_device
 
-__all__ = ["Fingerprint", "Plan", "PlanError", "Step", "device_name", "fingerprint", "read_plan"]
+__all__ = [
+    "Fingerprint",
+    "Plan",
+    "PlanError",
+    "Step",
+    "device_name",
+    "fingerprint",
+    "library_versions",
+    "read_plan",
+]
 
 _VERSION = 1
 _DEPENDS_ON = ("kernel_pytorch", "torch", "triton")
+LIBRARIES = (
+    "flash-attn",
+    "flash-attn-3",
+    "flash-attn-4",
+    "kernels",
+    "liger-kernel",
+    "quack-kernels",
+    "torchao",
+    "transformers",
+)
+"""Whose kernels or models take part where they are installed."""
 
 
 class PlanError(ValueError):
@@ -69,6 +93,7 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="plan", 
     fingerprint: Fingerprint
     device: str
     versions: dict[str, str]
+    """Of this library, torch and triton, and of the libraries that its steps call."""
     steps: list[Step]
     inputs: list[str]
     """The names, shapes and dtypes of each input that it was verified and timed on."""
@@ -102,10 +127,10 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="plan", 
         here = device_name(device)
         if self.device != here:
             found.append(f"the device: {here} instead of {self.device}")
-        current = versions()
+        current = {**versions(), **library_versions(self.versions.keys() & set(LIBRARIES))}
         found += [
             f"{name}: {current.get(name)} instead of {self.versions.get(name)}"
-            for name in _DEPENDS_ON
+            for name in (*_DEPENDS_ON, *LIBRARIES)
             if self.versions.get(name) != current.get(name)
         ]
         return found
@@ -152,11 +177,23 @@ def fingerprint(model: nn.Module) -> Fingerprint:
     )
 
 
+def library_versions(names: Iterable[str] = LIBRARIES) -> dict[str, str]:
+    """Return the versions of these distributions, without those that are not installed."""
+    found = {}
+    for name in sorted(names):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found
+
+
 def device_name(device: torch.device) -> str:
-    """Return the name of a device as a plan keeps it."""
+    """Return the name of a device as a plan keeps it: of a CPU, the instructions that bf16 and int8 depend on."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    return f"cpu {platform.machine()}" if device.type == "cpu" else device.type
+    if device.type != "cpu":
+        return device.type
+    here = find_device(device)
+    return " ".join(dict.fromkeys(("cpu", platform.machine(), here.arch, *sorted(here.features))))
 
 
 def _class(module: nn.Module) -> str:

@@ -39,6 +39,10 @@ class StepReport:
     """The worst error over its float64 budget; None from the first approximate step on."""
     snr_db: float | None
     drops: tuple[str, ...] = ()
+    graphs: int = 0
+    """How many graphs torch.compile compiled for the plan with this step, for all inputs."""
+    breaks: int = 0
+    """How often torch.compile broke a graph."""
 
 
 @dataclass(frozen=True)
@@ -86,6 +90,8 @@ class Report:
     versions: dict[str, str]
     memory_kind: str = ""
     """What the bytes are, such as peak allocation."""
+    fallbacks: tuple[Refusal, ...] = ()
+    """What fell back to the original or warned while a combination was tried."""
 
     @property
     def speedup(self) -> float:
@@ -127,6 +133,10 @@ class Report:
                 for step in self.steps
                 if step.drops
             ]
+            lines += [f"  {step.candidate}: {compilation(step)}" for step in self.steps if step.graphs]
+        if self.fallbacks:
+            lines.append("fallbacks and warnings")
+            lines += [f"  {one.candidate}: {one.reason}" for one in self.fallbacks]
         if self.refusals:
             lines.append("refused")
             lines += [f"  {refusal.candidate}: {refusal.reason}" for refusal in self.refusals]
@@ -152,6 +162,14 @@ def accuracy(step: StepReport) -> str:
     if step.error is not None:
         return f"{step.error:.0%} of the float64 budget"
     return "no difference" if step.snr_db is None else f"{step.snr_db:.0f} dB"
+
+
+def compilation(step: StepReport) -> str:
+    """What torch.compile did for a step, in words; empty where nothing was compiled."""
+    if not step.graphs:
+        return ""
+    graphs = f"{step.graphs} graph{'s' * (step.graphs != 1)} compiled"
+    return f"{graphs}, {step.breaks} graph break{'s' * (step.breaks != 1)}"
 
 
 def seconds(value: float | None) -> str:

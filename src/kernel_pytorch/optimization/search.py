@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+import msgspec
 import torch
 from torch import nn
 
@@ -14,6 +15,7 @@ from kernel_pytorch.optimization.candidate import Candidate, Context, Sites, Sta
 from kernel_pytorch.optimization.compiler import compilations
 from kernel_pytorch.optimization.edits import Edits
 from kernel_pytorch.optimization.examples import Example
+from kernel_pytorch.optimization.fallbacks import recorded
 from kernel_pytorch.optimization.timing import (
     TOO_NOISY,
     Arm,
@@ -115,11 +117,13 @@ class Search:
                 return result
             self._find()
         except KeyboardInterrupt:
-            result.notes.append("interrupted: this is the best combination found until then")
+            self._note("interrupted: this is the best combination found until then")
+        try:
+            self._confirm()
+        except KeyboardInterrupt:  # twice: every step of the best was verified, but not timed again
+            self._note("interrupted again: the best combination was not timed beside eager mode")
+        finally:
             self._switch(EAGER)
-            return result
-        self._confirm()
-        self._switch(EAGER)
         return result
 
     # The order of the search.
@@ -214,6 +218,11 @@ class Search:
         return trial
 
     def _tried(self, base: State, state: State) -> Trial:
+        with recorded() as fallbacks:
+            trial = self._outcome(base, state)
+        return msgspec.structs.replace(trial, fallbacks=tuple(fallbacks))
+
+    def _outcome(self, base: State, state: State) -> Trial:
         started = compilations()
         try:
             self._switch(state)

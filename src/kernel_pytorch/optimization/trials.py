@@ -27,7 +27,11 @@ class Trial(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     error: float | None = 0.0
     snr_db: float | None = None
     graphs: int = 0
+    """How many graphs torch.compile compiled for it, for all inputs."""
     breaks: int = 0
+    """How often it broke a graph."""
+    fallbacks: tuple[str, ...] = ()
+    """Calls that a candidate left to the original, and warnings of libraries."""
 
     @property
     def kept(self) -> bool:

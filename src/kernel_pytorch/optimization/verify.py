@@ -80,7 +80,7 @@ class Verifier:
         finally:
             dropout.undo()
         self._state = _state(workload)
-        self._spread = self._random_spread()
+        self._spread = self._random_spread() if len(dropout) else {}
 
     @property
     def float64(self) -> str | None:

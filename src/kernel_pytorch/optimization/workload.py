@@ -65,12 +65,18 @@ class Workload:
         wide = [tensor.double() if tensor.dtype is torch.float64 else tensor.float() for tensor in tensors]
         return torch.stack([tensor.square().mean() for tensor in wide]).sum()
 
-    def observe(self, example: Example, seed: int, steps: int = 0, rate: float = 0.0) -> Observation:
+    def observe(
+        self, example: Example, seed: int, steps: int = 0, rate: float = 0.0, *, to_host: bool = False
+    ) -> Observation:
         """Run on copies of the arguments, and return everything that a candidate must not change.
 
         With ``steps``, so many SGD steps of this rate follow, and the loss before each is returned as well. The
-        weights and buffers are put back.
+        weights and buffers are put back. With ``to_host`` outputs and gradients are returned in host memory.
         """
+
+        def copied(tensor: torch.Tensor) -> torch.Tensor:
+            return tensor.detach().to("cpu" if to_host else tensor.device, copy=True)
+
         own = example.own()
         seen: Observation = {}
         versions = {name: parameter._version for name, parameter in self.model.named_parameters()}
@@ -86,10 +92,13 @@ class Workload:
                 loss.backward()
                 seen["loss"] = loss.detach().clone()
                 for name, parameter in self.model.named_parameters():
-                    if parameter.grad is not None:  # the copy takes its place, so that both never exist for all
-                        parameter.grad = seen[f"gradient.{name}"] = parameter.grad.detach().clone()
+                    if parameter.grad is not None:
+                        copy = seen[f"gradient.{name}"] = copied(parameter.grad)
+                        if not to_host:  # the copy takes its place, so that both never exist for all
+                            parameter.grad = copy
             for name, tensor in leaves(output):
-                seen[f"output.{name}"] = tensor.detach().clone()
+                seen[f"output.{name}"] = copied(tensor)
+            del output
             for name, tensor in leaves((own.args, dict(own.kwargs))):
                 seen[f"argument.{name}"] = tensor.detach()
             for name, parameter in self.model.named_parameters():

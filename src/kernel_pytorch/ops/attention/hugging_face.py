@@ -23,7 +23,7 @@ from kernel_pytorch.masks import Mask, causal, full
 from kernel_pytorch.masks.mask import from_code
 from kernel_pytorch.ops.attention.tensor_mask import mask_and_bias
 
-__all__ = ["NAME", "attention_forward", "carried", "register_with_transformers"]
+__all__ = ["NAME", "attention_forward", "carried", "carried_mask", "register_with_transformers"]
 
 NAME = "kernel_pytorch"
 _WATCHED = "transformers.modeling_utils"  # defines AttentionInterface
@@ -89,7 +89,8 @@ def carried(mask: Mask) -> torch.Tensor:
     return found
 
 
-def _carried_mask(tensor: torch.Tensor, name: str) -> Mask:
+def carried_mask(tensor: torch.Tensor, name: str) -> Mask:
+    """Return the mask of a tensor made by ``carried``; ``name`` is the module that attends, for the error."""
     known: Mask | None = getattr(tensor, "kernel_pytorch_mask", None)
     if known is not None:
         return known
@@ -152,7 +153,7 @@ def attention_forward(
             key, value = key[:, :, :q_len], value[:, :, :q_len]
             bias = None if bias is None else bias[..., :q_len]
     elif attention_mask.dtype == torch.uint64:
-        mask = _carried_mask(attention_mask, type(module).__name__)
+        mask = carried_mask(attention_mask, type(module).__name__)
     else:
         mask, added = mask_and_bias(attention_mask, q_len, kv_len)
         bias = added if bias is None else bias if added is None else bias + added

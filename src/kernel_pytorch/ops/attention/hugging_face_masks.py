@@ -20,7 +20,7 @@ from kernel_pytorch.masks import Mask, causal, documents, full, padding, window
 from kernel_pytorch.masks.from_tensor import from_rows
 from kernel_pytorch.ops.attention.hugging_face import NAME, carried
 
-__all__ = ["make_mask"]
+__all__ = ["known_mask", "make_mask"]
 
 _UNBOUNDED = 1 << 30
 
@@ -60,11 +60,35 @@ def make_mask(
     _refuse_own_attention(config)
     span = _Span(batch_size, int(q_offset), q_length, kv_offset, kv_length)
     real = _real_tokens(attention_mask, span)
-    known = _expression(mask_function, span) if span.aligned else None
+    known = _known(mask_function, real, span)
+    if known is None:
+        known = _evaluated(mask_function, real, span, use_vmap, torch.device(device))
+    return carried(known)
+
+
+def known_mask(
+    *,
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | torch.Tensor = 0,
+    kv_offset: int = 0,
+    mask_function: Callable[..., Any],
+    attention_mask: torch.Tensor | None = None,
+    **_: Any,
+) -> torch.Tensor | None:
+    """The same, or None for masks that are not an expression of transformers' own functions and padding."""
+    span = _Span(batch_size, int(q_offset), q_length, kv_offset, kv_length)
+    found = _known(mask_function, _real_tokens(attention_mask, span), span)
+    return None if found is None else carried(found)
+
+
+def _known(function: Callable[..., Any], real: torch.Tensor | None, span: _Span) -> Mask | None:
+    known = _expression(function, span) if span.aligned else None
     padded = _padding(real)
-    if known is not None and padded is not None:
-        return carried(known & padded if not padded.is_full else known)
-    return carried(_evaluated(mask_function, real, span, use_vmap, torch.device(device)))
+    if known is None or padded is None:
+        return None
+    return known if padded.is_full else known & padded
 
 
 def _refuse_own_attention(config: Any) -> None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from kernel_pytorch.optimization.candidates.attention import HF_ATTENTION
 from kernel_pytorch.optimization.candidates.compilers import COMPILE, COMPILE_MAX_AUTOTUNE, COMPILE_REDUCE_OVERHEAD
+from kernel_pytorch.optimization.candidates.folding import BATCH_NORM_FOLDING
 from kernel_pytorch.optimization.candidates.fp8 import FP8_LINEAR, FP8_TRAINING, FP8_TRAINING_DELAYED
 from kernel_pytorch.optimization.candidates.layout import CHANNELS_LAST
 from kernel_pytorch.optimization.candidates.liger import (
     LIGER_CROSS_ENTROPY,
     LIGER_GATED_MLP,
+    LIGER_LAYER_NORM,
     LIGER_RMS_NORM,
     LIGER_ROPE,
 )
@@ -21,7 +23,13 @@ from kernel_pytorch.optimization.candidates.others import (
     QUACK_RMS_NORM,
     TORCHAO_FLOAT8,
 )
-from kernel_pytorch.optimization.candidates.precision import BF16_AUTOCAST, BF16_LINEAR, INT8_LINEAR, TF32
+from kernel_pytorch.optimization.candidates.precision import (
+    BF16_AUTOCAST,
+    BF16_LINEAR,
+    FLOAT16_AUTOCAST,
+    INT8_LINEAR,
+    TF32,
+)
 from kernel_pytorch.optimization.candidates.rotary import ROPE
 from kernel_pytorch.optimization.candidates.sdpa import MULTIHEAD_ATTENTION, SDPA_ATTENTION
 
@@ -33,9 +41,11 @@ BUILT_IN = (
     MULTIHEAD_ATTENTION,
     RMS_NORM,
     ROPE,
+    BATCH_NORM_FOLDING,
     CHUNKED_CROSS_ENTROPY,
     BF16_LINEAR,
     BF16_AUTOCAST,
+    FLOAT16_AUTOCAST,
     INT8_LINEAR,
     TF32,
     FP8_TRAINING,
@@ -45,6 +55,7 @@ BUILT_IN = (
     ACTIVATION_OFFLOADING,
     CHANNELS_LAST,
     LIGER_RMS_NORM,
+    LIGER_LAYER_NORM,
     LIGER_GATED_MLP,
     LIGER_ROPE,
     LIGER_CROSS_ENTROPY,

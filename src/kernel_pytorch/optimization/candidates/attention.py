@@ -11,16 +11,17 @@ from torch import nn
 
 from kernel_pytorch import masks
 from kernel_pytorch.ops.attention import attention
+from kernel_pytorch.ops.attention.hugging_face import carried_mask
 from kernel_pytorch.optimization.candidate import Candidate, Context, Sites, Stage
 from kernel_pytorch.optimization.edits import Edits
 from kernel_pytorch.optimization.examples import leaves
+from kernel_pytorch.optimization.fallbacks import fell_back
 
 __all__ = ["HF_ATTENTION", "NAME"]
 
 NAME = "kernel_pytorch_plan"
 """What the attention is called in the configuration of a model. Unlike ``"kernel_pytorch"``, which serves every
-mask or raises an error, it leaves some calls to SDPA, and it makes no mask where none is needed, so that compiled
-models are one graph."""
+mask or raises an error, it leaves some calls to SDPA, and compiled models with it are one graph."""
 _UNKNOWN = ("position_bias", "cache")  # arguments that change the scores
 _PASSING = ("eager", "sdpa")
 
@@ -40,11 +41,14 @@ def _mask(
     allow_is_bidirectional_skip: bool = False,
     **arguments: Any,
 ) -> torch.Tensor | None:
-    """Build no mask where ``_attend`` recognises it without; everything else is SDPA's tensor.
+    """Build no mask where ``_attend`` recognises it without, and a mask of ``kp.masks`` for padding and documents.
 
-    transformers builds a tensor in every compiled model, which keeps SDPA from its fastest kernels.
+    Everything else is SDPA's tensor. Compiled models get it for padding too: to look at the padding would break the
+    graph. transformers builds a tensor in every compiled model, which keeps SDPA from its fastest kernels.
     """
     from transformers.masking_utils import sdpa_mask
+
+    from kernel_pytorch.ops.attention.hugging_face_masks import known_mask
 
     padding, queries, keys = (arguments.get(name) for name in ("attention_mask", "q_length", "kv_length"))
     at_start = arguments.get("q_offset", 0) == 0 and arguments.get("kv_offset", 0) == 0
@@ -57,6 +61,10 @@ def _mask(
             return None  # causal, or a sliding window: the layer passes its width to the attention
         if allow_is_bidirectional_skip and local_size is None:
             return None
+    if queries != 1 and "mask_function" in arguments and not torch.compiler.is_compiling():
+        known: torch.Tensor | None = known_mask(**arguments)
+        if known is not None:
+            return known
     found: torch.Tensor | None = sdpa_mask(
         local_size=local_size,
         allow_is_causal_skip=allow_is_causal_skip,
@@ -81,12 +89,21 @@ def _attend(
     s_aux: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attend with a recognised mask; calls with a mask tensor, dropout or another change of scores go to SDPA."""
+    """Attend with a recognised mask; calls with another tensor, dropout or a change of scores go to SDPA."""
+    known = attention_mask is not None and attention_mask.dtype is torch.uint64
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
     queries, keys = query.shape[2], key.shape[2]
     windowed = sliding_window is not None and sliding_window < keys
     unknown = args or dropout or any(kwargs.get(name) is not None for name in _UNKNOWN)
-    if attention_mask is not None or unknown or (causal and 1 < queries != keys) or (windowed and queries != keys):
+    if attention_mask is not None:
+        left = unknown or not known
+    else:
+        left = unknown or (causal and 1 < queries != keys) or (windowed and queries != keys)
+    if left:
+        why = "a mask tensor" if attention_mask is not None and not known else "dropout or a change of the scores"
+        fell_back(f"hf-attention: attention with {why} goes to SDPA")
+        if known and attention_mask is not None:
+            attention_mask = carried_mask(attention_mask, type(module).__name__).dense(queries, keys).to(query.device)
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
         sdpa: Any = sdpa_attention_forward
@@ -95,9 +112,12 @@ def _attend(
             sliding_window=sliding_window, softcap=softcap, s_aux=s_aux, **kwargs,
         )  # fmt: skip
         return found
-    mask = masks.causal() if causal and queries > 1 else masks.full()
-    if windowed and causal:
-        mask = mask & masks.window(int(sliding_window or 1) - 1)
+    if attention_mask is not None:
+        mask = carried_mask(attention_mask, type(module).__name__)
+    else:
+        mask = masks.causal() if causal and queries > 1 else masks.full()
+        if windowed and causal:
+            mask = mask & masks.window(int(sliding_window or 1) - 1)
     out = attention(query, key, value, mask, scale=scaling, softcap=softcap or None, sink_logits=s_aux)
     assert isinstance(out, torch.Tensor)
     return out.transpose(1, 2).contiguous(), None
@@ -155,5 +175,11 @@ def _apply(model: nn.Module, sites: tuple[str, ...], edits: Edits) -> None:
 
 
 HF_ATTENTION = Candidate(
-    "hf-attention", "attention of Hugging Face models on kp.attention", "exact", Stage.MODULE, _match, _apply
+    "hf-attention",
+    "attention of Hugging Face models on kp.attention",
+    "exact",
+    Stage.MODULE,
+    _match,
+    _apply,
+    requires=frozenset({"transformers"}),
 )

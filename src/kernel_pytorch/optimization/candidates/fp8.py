@@ -13,7 +13,8 @@ from kernel_pytorch.fp8.quantize import NAMES, QuantizeSpec, quantize, scaled_ma
 from kernel_pytorch.hardware_abstraction.registry import device
 from kernel_pytorch.optimization.candidate import Candidate, Context, Sites, Stage
 from kernel_pytorch.optimization.candidates.modules import sites_of
-from kernel_pytorch.optimization.candidates.precision import cached, needs_gradients
+from kernel_pytorch.optimization.candidates.precision import cached
+from kernel_pytorch.optimization.candidates.weights import needs_gradients
 from kernel_pytorch.optimization.edits import Edits, Forward
 
 __all__ = ["FP8_LINEAR", "FP8_TRAINING", "FP8_TRAINING_DELAYED"]

@@ -1,4 +1,4 @@
-"""Kernels of Liger, where it is installed: RMSNorm, SwiGLU and GeGLU, rotary embedding, head and cross-entropy.
+"""Kernels of Liger, where it is installed: norms, SwiGLU and GeGLU, rotary embedding, head and cross-entropy.
 
 Liger's own ``apply_liger_kernel_to_llama`` replaces classes and functions of the whole process. Here its kernels are
 called from the modules of one model, so that they can be taken back.
@@ -25,11 +25,13 @@ from kernel_pytorch.optimization.edits import Edits, Forward
 __all__ = [
     "LIGER_CROSS_ENTROPY",
     "LIGER_GATED_MLP",
+    "LIGER_LAYER_NORM",
     "LIGER_RMS_NORM",
     "LIGER_ROPE",
     "gated_roles",
 ]
 
+_REQUIRES = frozenset({"liger-kernel"})
 _ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "liger_swiglu": functional.silu,
     "liger_geglu": partial(functional.gelu, approximate="tanh"),
@@ -62,6 +64,44 @@ LIGER_RMS_NORM = Candidate(
     partial(_matching, RMS_NORM.match),
     partial(apply_norm, _norm),
     conflicts=frozenset({"rms-norm", "quack-rms-norm"}),
+    requires=_REQUIRES,
+)
+
+
+# LayerNorm. PyTorch's own is one kernel too, so that ours would gain nothing.
+
+
+def _layer_norm_forward(call: Forward, x: Any) -> Any:
+    module: Any = call.module
+    if not isinstance(x, torch.Tensor) or x.dtype != module.weight.dtype:
+        return call.original(x)
+    return _liger().liger_layer_norm(x, module.weight, module.bias, module.eps)
+
+
+def _find_layer_norm(model: nn.Module, context: Context) -> Sites | str:
+    def wanted(module: nn.Module) -> str | bool:
+        if type(module) is not nn.LayerNorm:
+            return False
+        if module.weight is None or module.bias is None or len(module.normalized_shape) != 1:
+            return "it has no weight, no bias or several dimensions"
+        return True
+
+    return sites_of(model, wanted, "the model has no nn.LayerNorm with weight and bias over one dimension")
+
+
+def _apply_layer_norm(model: nn.Module, sites: tuple[str, ...], edits: Edits) -> None:
+    for site in sites:
+        edits.replace_forward(model.get_submodule(site), _layer_norm_forward)
+
+
+LIGER_LAYER_NORM = Candidate(
+    "liger-layer-norm",
+    "nn.LayerNorm on Liger",
+    "exact",
+    Stage.MODULE,
+    partial(_matching, _find_layer_norm),
+    _apply_layer_norm,
+    requires=_REQUIRES,
 )
 
 
@@ -146,6 +186,7 @@ LIGER_GATED_MLP = Candidate(
     Stage.MODULE,
     partial(_matching, _find_gated),
     _apply_gated,
+    requires=_REQUIRES,
 )
 
 
@@ -166,6 +207,7 @@ LIGER_ROPE = Candidate(
     partial(_matching, lambda model, _: rotation_sites(model)),
     partial(apply_rotation, _rotate),
     conflicts=frozenset({"rope"}),
+    requires=_REQUIRES,
 )
 
 
@@ -188,4 +230,5 @@ LIGER_CROSS_ENTROPY = Candidate(
     goals=CHUNKED_CROSS_ENTROPY.goals,
     conflicts=frozenset({"chunked-cross-entropy"}),
     drops=CHUNKED_CROSS_ENTROPY.drops,
+    requires=_REQUIRES | CHUNKED_CROSS_ENTROPY.requires,
 )

@@ -191,5 +191,6 @@ CHUNKED_CROSS_ENTROPY = Candidate(
     partial(apply_loss, linear_cross_entropy),
     goals=frozenset({"training", "memory"}),
     conflicts=frozenset({"liger-cross-entropy"}),
+    requires=frozenset({"transformers"}),
     drops=frozenset({"logits"}),
 )

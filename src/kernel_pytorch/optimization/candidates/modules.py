@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 
 import torch
@@ -11,7 +12,7 @@ from torch.nn.utils import parametrize
 from kernel_pytorch.optimization.candidate import Context, Sites, missing
 from kernel_pytorch.optimization.edits import own_forward
 
-__all__ = ["has_hooks", "left_alone", "sites_of", "unusable"]
+__all__ = ["has_hooks", "is_linear", "left_alone", "matrix_of", "sites_of", "unusable"]
 
 
 def left_alone(module: nn.Module) -> str | None:
@@ -24,6 +25,18 @@ def left_alone(module: nn.Module) -> str | None:
         if type(parameter) is not nn.Parameter or type(parameter.data) is not torch.Tensor:
             return f"its {name} is a {type(parameter.data).__name__}"
     return None
+
+
+def is_linear(module: nn.Module) -> bool:
+    """Whether a module is exactly an ``nn.Linear``, or the ``Conv1D`` of Hugging Face's GPT-2."""
+    library = sys.modules.get("transformers.pytorch_utils")
+    return type(module) is nn.Linear or (library is not None and type(module) is library.Conv1D)
+
+
+def matrix_of(module: nn.Module) -> torch.Tensor:
+    """The weight of a linear layer as (outputs, inputs); a ``Conv1D`` keeps it transposed."""
+    weight = module.get_parameter("weight").detach()
+    return weight if isinstance(module, nn.Linear) else weight.t()
 
 
 def has_hooks(module: nn.Module) -> bool:

@@ -16,6 +16,7 @@ from kernel_pytorch.ops.rms_norm.definition import RMS_NORM as DEFINITION
 from kernel_pytorch.optimization.candidate import Candidate, Context, Sites, Stage
 from kernel_pytorch.optimization.candidates.modules import sites_of
 from kernel_pytorch.optimization.edits import Edits, Forward
+from kernel_pytorch.optimization.fallbacks import fell_back
 
 __all__ = ["RMS_NORM", "Norm", "apply_norm", "recognised"]
 
@@ -76,6 +77,7 @@ def _forward(call: Forward, x: Any, *args: Any, **kwargs: Any) -> Any:
     compute, norm = call.settings
     served = isinstance(x, torch.Tensor) and not args and not kwargs
     if not served or weight.dtype not in (x.dtype, torch.float32) or x.is_complex():
+        fell_back(f"{type(call.module).__name__}: a call with other arguments or dtypes runs the original norm")
         return call.original(x, *args, **kwargs)
     return compute(x, weight, norm)
 

@@ -45,6 +45,7 @@ QUACK_RMS_NORM = Candidate(
     _match_quack,
     partial(apply_norm, _quack_norm),
     conflicts=frozenset({"rms-norm", "liger-rms-norm"}),
+    requires=frozenset({"quack-kernels"}),
 )
 
 
@@ -96,6 +97,7 @@ def _flash_attention(version: int) -> Candidate:
         partial(_match_flash, version),
         partial(_apply_flash, version),
         conflicts=frozenset({"hf-attention", *names}),
+        requires=frozenset({_VERSIONS[version][1], "transformers"}),
     )
 
 
@@ -136,6 +138,7 @@ TORCHAO_FLOAT8 = Candidate(
     _apply_torchao,
     goals=frozenset({"training", "memory"}),
     conflicts=frozenset({"fp8-training", "fp8-training-delayed"}),
+    requires=frozenset({"torchao"}),
 )
 
 

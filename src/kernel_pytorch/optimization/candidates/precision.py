@@ -1,15 +1,15 @@
 """Lower precision for inference and training: bf16 and int8 linear layers, autocast, TF32.
 
-The parameters stay as they are, so the state dict does too. A linear layer keeps a copy of its weight in the lower
-precision beside it and makes it anew when the weight changes.
+The parameters stay as they are, so the state dict does too. A linear layer keeps its weight in the lower precision
+beside them.
 """
 
 from __future__ import annotations
 
 import contextlib
 import threading
-import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,75 +18,35 @@ from torch.nn import functional
 
 from kernel_pytorch._compat.memory import int8_matmul
 from kernel_pytorch.optimization.candidate import Candidate, Context, Sites, Stage
-from kernel_pytorch.optimization.candidates.modules import sites_of
+from kernel_pytorch.optimization.candidates.modules import is_linear, matrix_of, sites_of
+from kernel_pytorch.optimization.candidates.weights import WeightCache, needs_gradients
 from kernel_pytorch.optimization.compiler import map_tensors
 from kernel_pytorch.optimization.edits import Edits, Forward
+from kernel_pytorch.optimization.fallbacks import fell_back
 
-__all__ = ["BF16_AUTOCAST", "BF16_LINEAR", "INT8_LINEAR", "TF32", "WeightCache", "cached", "needs_gradients"]
+__all__ = ["BF16_AUTOCAST", "BF16_LINEAR", "FLOAT16_AUTOCAST", "INT8_LINEAR", "TF32", "cached"]
 
 _INFERENCE = frozenset({"latency", "throughput"})
 _LEAST_ELEMENTS = 1 << 10  # a smaller weight costs more to convert inputs for than it gains
 
 
-class WeightCache:
-    """The weight of a linear layer in lower precision, made again when the weight changes. Not copied or pickled."""
-
-    def __init__(self, module: nn.Linear, convert: Callable[[torch.Tensor], tuple[torch.Tensor, ...]]) -> None:
-        self.module, self.convert = module, convert
-        self.guarded = False
-        """Whether a caller outside the compiled graph refreshes the cache before each call."""
-        self._tensors: tuple[torch.Tensor, ...] = ()
-        self._source: tuple[int, int] | None = None
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "guarded": False, "_tensors": (), "_source": None}
-
-    def refresh(self) -> tuple[torch.Tensor, ...]:
-        """Return the converted weight, made anew if the weight has changed."""
-        weight = self.module.weight
-        source = (weight.data_ptr(), weight._version)
-        if source != self._source:
-            with torch.no_grad():
-                made = self.convert(weight.detach())
-                if self._tensors and [x.shape for x in made] == [x.shape for x in self._tensors]:
-                    for old, new in zip(self._tensors, made, strict=True):
-                        old.copy_(new)  # compiled graphs hold the old tensors
-                else:
-                    self._tensors = made
-            self._source = source
-        return self._tensors
-
-    def tensors(self) -> tuple[torch.Tensor, ...]:
-        """Return the converted weight, in a compiled graph too."""
-        if not torch.compiler.is_compiling():
-            return self.refresh()
-        return self._tensors if self.guarded else self.convert(self.module.weight)
-
-
 def _bf16(weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    return (weight.to(torch.bfloat16),)
+    return (weight.to(torch.bfloat16).contiguous(),)
 
 
 def _int8(weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Per-channel symmetric int8, and the scales."""
     scale = weight.float().abs().amax(dim=1).clamp_min(1e-12) / 127
-    return (weight.float() / scale[:, None]).round().clamp(-127, 127).to(torch.int8), scale
+    return (weight.float() / scale[:, None]).round().clamp(-127, 127).to(torch.int8).contiguous(), scale
 
 
-def needs_gradients(call: Forward, x: torch.Tensor) -> bool:
-    """Whether a call of a linear layer records gradients, so that it must run in full precision; warn if so."""
-    recorded = torch.is_grad_enabled() and (x.requires_grad or call.module.get_parameter("weight").requires_grad)
-    if recorded and not torch.compiler.is_compiling():
-        warnings.warn(
-            "a plan for inference runs a call that records gradients in full precision: call the model under "
-            "torch.no_grad() or torch.inference_mode(), or optimise it for training",
-            stacklevel=2,
-        )
-    return recorded
+def _name(x: torch.Tensor) -> str:
+    return str(x.dtype).removeprefix("torch.")
 
 
 def _bf16_forward(call: Forward, x: torch.Tensor) -> Any:
     if needs_gradients(call, x) or x.dtype is not torch.float32:
+        fell_back(f"bf16-linear: a call with {_name(x)} inputs runs the original layer")
         return call.original(x)
     (weight,) = call.settings.tensors()
     bias: Any = call.module.bias
@@ -96,6 +56,7 @@ def _bf16_forward(call: Forward, x: torch.Tensor) -> Any:
 
 def _int8_forward(call: Forward, x: torch.Tensor) -> Any:
     if needs_gradients(call, x) or x.dtype not in (torch.float32, torch.bfloat16) or x.numel() == 0:
+        fell_back(f"int8-linear: a call with {_name(x)} inputs runs the original layer")
         return call.original(x)
     weight, scale = call.settings.tensors()
     rows = x.reshape(-1, x.shape[-1]).float()
@@ -117,14 +78,15 @@ def _linears(model: nn.Module, dtypes: tuple[torch.dtype, ...]) -> Sites | str:
     }
 
     def wanted(module: nn.Module) -> str | bool:
-        if not isinstance(module, nn.Linear):
+        if not isinstance(module, nn.Linear) and not is_linear(module):
             return False
-        if type(module) is not nn.Linear:
+        if not is_linear(module):
             return f"is a {type(module).__name__}, not an nn.Linear" if id(module) not in called else False
-        if module.weight.dtype not in dtypes:
-            return f"its weight is {str(module.weight.dtype).removeprefix('torch.')}"
-        if module.weight.numel() < _LEAST_ELEMENTS:
-            return f"its weight has only {module.weight.numel()} elements"
+        weight = module.get_parameter("weight")
+        if weight.dtype not in dtypes:
+            return f"its weight is {str(weight.dtype).removeprefix('torch.')}"
+        if weight.numel() < _LEAST_ELEMENTS:
+            return f"its weight has only {weight.numel()} elements"
         return True
 
     names = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
@@ -141,6 +103,12 @@ def _match_int8(model: nn.Module, context: Context) -> Sites | str:
     return _linears(model, (torch.float32, torch.bfloat16))
 
 
+def _of_weight(
+    convert: Callable[[torch.Tensor], tuple[torch.Tensor, ...]], module: nn.Module
+) -> tuple[torch.Tensor, ...]:
+    return convert(matrix_of(module))
+
+
 def cached(
     forward: Callable[..., Any], convert: Callable[[torch.Tensor], tuple[torch.Tensor, ...]]
 ) -> Callable[[nn.Module, tuple[str, ...], Edits], None]:
@@ -149,8 +117,9 @@ def cached(
     def apply(model: nn.Module, sites: tuple[str, ...], edits: Edits) -> None:
         for name in sites:
             module = model.get_submodule(name)
-            assert isinstance(module, nn.Linear)
-            edits.replace_forward(module, forward, WeightCache(module, convert))
+            if not is_linear(module):
+                raise ValueError(f"module {name!r} ({type(module).__name__}) is no linear layer")
+            edits.replace_forward(module, forward, WeightCache(partial(_of_weight, convert), module))
 
     return apply
 
@@ -159,13 +128,13 @@ def cached(
 
 
 def _autocast_forward(call: Forward, *args: Any, **kwargs: Any) -> Any:
-    with torch.autocast(call.settings, torch.bfloat16):
+    with torch.autocast(*call.settings):
         out = call.original(*args, **kwargs)
     return map_tensors(_widened, out)
 
 
 def _widened(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.float() if tensor.dtype is torch.bfloat16 else tensor
+    return tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
 
 
 def _match_autocast(model: nn.Module, context: Context) -> Sites | str:
@@ -176,9 +145,15 @@ def _match_autocast(model: nn.Module, context: Context) -> Sites | str:
     return sites_of(model, lambda module: module is model, "the model cannot be wrapped")
 
 
-def _apply_autocast(model: nn.Module, sites: tuple[str, ...], edits: Edits) -> None:
+def _match_float16(model: nn.Module, context: Context) -> Sites | str:
+    if context.device.type == "cpu":
+        return "CPUs gain nothing over bfloat16"
+    return _match_autocast(model, context)
+
+
+def _apply_autocast(dtype: torch.dtype, model: nn.Module, sites: tuple[str, ...], edits: Edits) -> None:
     device = next(parameter.device for parameter in model.parameters())
-    edits.replace_forward(model, _autocast_forward, device.type)
+    edits.replace_forward(model, _autocast_forward, (device.type, dtype))
 
 
 _switching = threading.Lock()
@@ -210,7 +185,7 @@ def _apply_tf32(model: nn.Module, sites: tuple[str, ...], edits: Edits) -> None:
     edits.replace_forward(model, _tf32_forward)
 
 
-_OTHERS = frozenset({"bf16-linear", "bf16-autocast", "int8-linear", "tf32"})
+_OTHERS = frozenset({"bf16-linear", "bf16-autocast", "float16-autocast", "int8-linear", "tf32"})
 
 
 def _approximate(name: str, summary: str, match: Any, apply: Any, goals: frozenset[str] = _INFERENCE) -> Candidate:
@@ -232,7 +207,13 @@ BF16_AUTOCAST = _approximate(
     "bf16-autocast",
     "the model under torch.autocast in bf16, outputs in float32",
     _match_autocast,
-    _apply_autocast,
+    partial(_apply_autocast, torch.bfloat16),
     goals=frozenset({"latency", "throughput", "training", "memory"}),
+)
+FLOAT16_AUTOCAST = _approximate(
+    "float16-autocast",
+    "the model under torch.autocast in float16, outputs in float32",
+    _match_float16,
+    partial(_apply_autocast, torch.float16),
 )
 TF32 = _approximate("tf32", "float32 GEMMs on TF32 matrix units", _match_tf32, _apply_tf32)

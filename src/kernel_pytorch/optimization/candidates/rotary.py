@@ -21,6 +21,7 @@ from kernel_pytorch.ops.rope.definition import ROPE as DEFINITION
 from kernel_pytorch.optimization.candidate import Candidate, Context, Sites, Stage
 from kernel_pytorch.optimization.candidates.modules import sites_of
 from kernel_pytorch.optimization.edits import Edits, Forward
+from kernel_pytorch.optimization.fallbacks import fell_back
 
 __all__ = ["ROPE", "Rotate", "apply_rotation", "rotation_sites"]
 
@@ -64,6 +65,7 @@ def _with_rotation(kind: type[nn.Module], rotate: Rotate) -> Callable[..., Any]:
         served = served and q.dtype == k.dtype == cos.dtype  # others are promoted, as under autocast
         served = served and not args and kwargs in ({}, {"unsqueeze_dim": 1})
         if not served or cos.requires_grad:
+            fell_back(f"{kind.__name__}: a call with other shapes or dtypes runs the model's own rotary embedding")
             return original(q, k, cos, sin, *args, **kwargs)
         return rotate(q, k, cos, sin, interleaved)
 

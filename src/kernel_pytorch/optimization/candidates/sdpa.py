@@ -23,6 +23,7 @@ from kernel_pytorch.optimization.candidate import Candidate, Context, Sites, Sta
 from kernel_pytorch.optimization.candidates.attention import pretrained_models
 from kernel_pytorch.optimization.candidates.modules import left_alone, sites_of
 from kernel_pytorch.optimization.edits import Edits, Forward
+from kernel_pytorch.optimization.fallbacks import fell_back
 
 __all__ = ["MULTIHEAD_ATTENTION", "SDPA_ATTENTION"]
 
@@ -150,6 +151,7 @@ def _multihead(
     served = batched and not need_weights and not (module.dropout and module.training)
     served = served and not (masked and torch.compiler.is_compiling())
     if not served or (hinted and query.shape != key.shape):
+        fell_back("multihead-attention: a call with weights, dropout or unbatched inputs runs the original")
         return call.original(
             query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal
         )

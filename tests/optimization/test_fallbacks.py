@@ -1,0 +1,104 @@
+"""What would stay silent stands in the report: calls that are left alone, warnings, compilations, versions."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from torch import nn
+
+import kernel_pytorch as kp
+from kernel_pytorch.optimization import Forward, PlanError, Progress
+from kernel_pytorch.optimization.fallbacks import fell_back
+from kernel_pytorch.optimization.plan import library_versions
+from optimization_fakes import ScriptedTimer, rewrite, unchanged
+
+
+def small() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 8)).eval()
+
+
+def optimised(model: nn.Module, **options: Any) -> Any:
+    return kp.optimize(model, (torch.ones(4, 16),), timer=ScriptedTimer(), resume=False, **options)
+
+
+def leaves_calls_alone(call: Forward, x: torch.Tensor) -> Any:
+    fell_back("half-hearted: every call runs the original")
+    return call.original(x)
+
+
+def warns(call: Forward, x: torch.Tensor) -> Any:
+    warnings.warn("slow kernel", stacklevel=2)
+    return call.original(x)
+
+
+def test_fallbacks_and_warnings_of_candidates_are_named(only: Any) -> None:
+    only(rewrite("half-hearted", leaves_calls_alone), rewrite("warner", warns))
+    report = optimised(small()).report
+    found = {(one.candidate, one.reason) for one in report.fallbacks}
+    assert ("half-hearted", "half-hearted: every call runs the original") in found
+    assert any("slow kernel" in reason for _, reason in found)
+    assert "fallbacks and warnings" in str(report)
+
+
+def test_compilations_and_graph_breaks_are_counted(only: Any, tmp_path: Any) -> None:
+    class Breaks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = small()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.inner(x) * (2 if bool(x.sum() > 0) else 3)
+
+    only(compiled=True)
+    report = optimised(Breaks().eval()).report
+    (step,) = report.steps
+    assert step.graphs >= 2
+    assert step.breaks >= 1
+    assert "graph break" in str(report)
+    report.save(tmp_path / "report.html")
+    assert "graph break" in (tmp_path / "report.html").read_text()
+
+
+def test_an_interrupted_search_is_timed_all_the_same(only: Any) -> None:
+    only(rewrite("one", unchanged), rewrite("two", unchanged))
+
+    def progress(now: Progress) -> None:
+        if now.trying == "one + two":
+            raise KeyboardInterrupt
+
+    best = optimised(small(), progress=progress)
+    assert len(best.plan.steps) <= 1
+    assert len(best.report.inputs) == 1
+    assert "interrupted" in best.report.notes[0]
+
+
+def test_interrupted_twice(only: Any) -> None:
+    only(rewrite("one", unchanged))
+    tried: list[str] = []
+
+    def progress(now: Progress) -> None:
+        tried.append(now.trying)
+        if len(tried) > 1:
+            raise KeyboardInterrupt
+
+    best = optimised(small(), progress=progress)
+    assert not best.plan.steps
+    assert best.report.verdict == "left as it is"
+
+
+def test_a_plan_holds_for_the_versions_of_the_libraries_that_it_calls() -> None:
+    pytest.importorskip("transformers")
+    from optimization_models import model_of
+
+    model, inputs = model_of("llama")
+    plan = kp.optimize(model, inputs, include=("hf-attention",), timer=ScriptedTimer(), resume=False).plan
+    assert plan.versions["transformers"] == library_versions()["transformers"]
+    other = msgspec.structs.replace(plan, versions={**plan.versions, "transformers": "4.0.0"})
+    with pytest.raises(PlanError, match=r"transformers: .* instead of 4\.0\.0"):
+        kp.apply(model_of("llama")[0], other)
+    assert "transformers" not in optimised(small(), include=("bf16-linear",)).plan.versions
