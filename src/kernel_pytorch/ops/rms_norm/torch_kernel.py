@@ -1,7 +1,7 @@
 """RMSNorm in plain torch operations with float32 arithmetic: runs wherever torch does.
 
 Works through the rows in pieces small enough that what one operation writes is still in the cache when the
-next one reads it; a processor with a slow memory gains two to three times from that.
+next one reads it.
 """
 
 from __future__ import annotations
