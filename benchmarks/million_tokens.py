@@ -1,10 +1,10 @@
-"""One training step of a model of a billion parameters on a million tokens, on one GPU.
+"""One training step of a model of a billion parameters on a million tokens, on one GPU, checked and measured.
 
-Most layers attend with ``causal & (window | sinks)``, some with exact dense causal attention, all of them through
-``kp.attention``, whose memory grows with the tokens and not with their square. The rest of the model is
-token-local, so it runs in chunks of tokens and is recomputed in the backward. Run it with
-``python demos/million_tokens.py``: where the device cannot hold the step, or with ``--small``, a small model takes
-the same path in a few seconds. It checks its gradients against a plain implementation before it times anything.
+``demos/million_tokens.py`` shows how such a step is written. Here most layers attend with ``causal & (window |
+sinks)`` and some with exact dense causal attention; the rest of the model runs in chunks of tokens. Run it with
+``python benchmarks/million_tokens.py``: where the device cannot hold the step, or with ``--small``, a small model
+takes the same path in a few seconds. Its gradients are compared with a plain implementation before anything is timed,
+and the peak of memory with a formula. ``benchmarks/long_sequences.py`` records it.
 
 Shapes: N tokens (C in a chunk), E hidden, G key heads, H query heads of one of them, D head dimension, F inside of
 the feed-forward, V vocabulary. Tokens are always the dimension before the last, and the batch is one sequence.
@@ -13,7 +13,6 @@ the feed-forward, V vocabulary. Tokens are always the dimension before the last,
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
 import time
@@ -28,7 +27,6 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from torch import nn
 from torch.nn import functional
-from torch.utils.checkpoint import checkpoint
 
 import kernel_pytorch as kp
 from kernel_pytorch.masks import Mask
@@ -82,87 +80,6 @@ SMALL = Config(
 )  # fmt: skip
 
 
-# Token-local work in chunks
-
-
-class _Recomputing:
-    """Whether a layer is being run again for its backward."""
-
-    on = False
-
-    def __enter__(self) -> None:
-        _Recomputing.on = True
-
-    def __exit__(self, *_: object) -> None:
-        _Recomputing.on = False
-
-
-def _contexts() -> tuple[contextlib.AbstractContextManager[None], contextlib.AbstractContextManager[None]]:
-    """Around a layer's first run, and around its second."""
-    return contextlib.nullcontext(), _Recomputing()
-
-
-class _Tokenwise(torch.autograd.Function):
-    """A function of each token alone, in chunks of tokens; see ``tokenwise``."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, function: Callable[..., Any], chunk: int, ends_layer: bool, count: int, *tensors: torch.Tensor
-    ) -> tuple[torch.Tensor, ...]:
-        inputs = tensors[:count]
-        ctx.function, ctx.chunk, ctx.unused = function, chunk, len(tensors) - count
-        ctx.save_for_backward(*inputs)
-        if ends_layer and _Recomputing.on:
-            # Nobody reads the output of a layer that is run again, only what it saves on the way.
-            return (torch.empty_like(inputs[0]),)
-        outputs: tuple[torch.Tensor, ...] = ()
-        tokens = inputs[0].shape[-2]
-        for first in range(0, tokens, chunk):
-            size = min(chunk, tokens - first)
-            parts = function(first, *(x.narrow(-2, first, size) for x in inputs))
-            # Written in place: to concatenate the chunks at the end would hold everything twice.
-            outputs = outputs or tuple(y.new_empty(*y.shape[:-2], tokens, y.shape[-1]) for y in parts)
-            for whole, part in zip(outputs, parts, strict=True):
-                whole.narrow(-2, first, size).copy_(part)
-        return outputs
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        inputs = ctx.saved_tensors
-        found = [torch.empty_like(x) if x.is_floating_point() else None for x in inputs]
-        tokens = inputs[0].shape[-2]
-        for first in range(0, tokens, ctx.chunk):
-            size = min(ctx.chunk, tokens - first)
-            with torch.enable_grad():
-                parts = [x.narrow(-2, first, size).detach().requires_grad_(x.is_floating_point()) for x in inputs]
-                outputs = ctx.function(first, *parts)
-            # Adds to the .grad of the float32 parameters on the way: there is no other copy of their gradients.
-            torch.autograd.backward(outputs, [dy.narrow(-2, first, size) for dy in gradients])
-            for whole, part in zip(found, parts, strict=True):
-                if whole is not None:
-                    whole.narrow(-2, first, size).copy_(part.grad)
-        return (None, None, None, None, *found, *(None,) * ctx.unused)
-
-
-def tokenwise(
-    function: Callable[..., tuple[torch.Tensor, ...]],
-    chunk: int,
-    inputs: Sequence[torch.Tensor],
-    parameters: Sequence[nn.Parameter],
-    *,
-    ends_layer: bool = False,
-) -> tuple[torch.Tensor, ...]:
-    """``function(first token, *inputs)``, computed ``chunk`` tokens at a time, forward and backward.
-
-    Only the inputs are kept for the backward, which computes each chunk again: what a chunk makes on the way
-    exists for one chunk at a time. The parameters that the function uses are named so that autograd knows them.
-    """
-    outputs: tuple[torch.Tensor, ...] = _Tokenwise.apply(
-        function, chunk, ends_layer, len(inputs), *inputs, *parameters
-    )  # type: ignore[no-untyped-call]
-    return outputs
-
-
 # The model
 
 
@@ -199,39 +116,30 @@ class Layer(nn.Module):
         self.gate_up = weight(2 * config.ffn, hidden)
         self.down = weight(hidden, config.ffn, depth)
 
-    def project(self, first: int, x_CE: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """q (1, H, C, D), k and v (1, 1, C, D) of the first key head, then of the next, ..."""
+    def project(self, first: int, x_CE: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         config = self.config
         qkv = functional.linear(kp.rms_norm(x_CE, self.attention_norm), self.qkv.to(x_CE.dtype))
+        # The query heads of a key head, the key and the value; then those of the next key head.
         qkv_CGHD = qkv.view(len(x_CE), config.kv_heads, config.group + 2, config.head_dim)
-        parts = []
-        for qkv_CHD in qkv_CGHD.unbind(1):
-            qk_CHD = rotated(qkv_CHD[:, :-1], first, config.rope_base)
-            parts += [qk_CHD[:, :-1], qk_CHD[:, -1:], qkv_CHD[:, -1:]]
-        return tuple(part.transpose(0, 1).unsqueeze(0) for part in parts)
+        q_CHD = rotated(qkv_CGHD[:, :, :-2].flatten(1, 2), first, config.rope_base)
+        k_CGD = rotated(qkv_CGHD[:, :, -2], first, config.rope_base)
+        q, k, v = (part.transpose(0, 1).unsqueeze(0) for part in (q_CHD, k_CGD, qkv_CGHD[:, :, -1]))
+        return q, k, v
 
-    def finish(self, _first: int, x_CE: torch.Tensor, *heads_1HCD: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def finish(self, _first: int, x_CE: torch.Tensor, heads_1HCD: torch.Tensor) -> torch.Tensor:
         """The output projection, and the whole feed-forward."""
         dtype = x_CE.dtype
-        attended = torch.cat([part.squeeze(0).transpose(0, 1).flatten(1) for part in heads_1HCD], dim=-1)
+        attended = heads_1HCD.squeeze(0).transpose(0, 1).flatten(1)
         x_CE = x_CE + functional.linear(attended, self.out.to(dtype))
         inner_CF = functional.linear(kp.rms_norm(x_CE, self.ffn_norm), self.gate_up.to(dtype))
         gate_CF, up_CF = inner_CF.chunk(2, dim=-1)
-        return (x_CE + functional.linear(functional.silu(gate_CF) * up_CF, self.down.to(dtype)),)
+        return x_CE + functional.linear(functional.silu(gate_CF) * up_CF, self.down.to(dtype))
 
     def forward(self, x_NE: torch.Tensor, mask: Mask) -> torch.Tensor:
-        chunk = self.config.chunk
-        qkv = tokenwise(self.project, chunk, (x_NE,), (self.attention_norm, self.qkv))
-        # One key head and its query heads at a time: what a kernel makes besides its output (keys repeated for each
-        # query head, gradients in float32) exists for one group only, and every tensor stays below 2^31 numbers.
-        heads = []
-        for q_1HND, k_11ND, v_11ND in zip(qkv[::3], qkv[1::3], qkv[2::3], strict=True):
-            heads_1HND = kp.attention(q_1HND, k_11ND, v_11ND, mask)
-            assert isinstance(heads_1HND, torch.Tensor)
-            heads.append(heads_1HND)
-        del qkv, q_1HND, k_11ND, v_11ND  # not needed until the backward makes them again
-        parameters = (self.out, self.ffn_norm, self.gate_up, self.down)
-        return tokenwise(self.finish, chunk, (x_NE, *heads), parameters, ends_layer=True)[0]
+        parameters = tuple(self.parameters())
+        return kp.context_parallel.chunked_layer(
+            x_NE, mask, self.project, self.finish, chunk=self.config.chunk, parameters=parameters
+        )
 
 
 class Model(nn.Module):
@@ -249,12 +157,12 @@ class Model(nn.Module):
         self.layers = nn.ModuleList(Layer(config, device) for _ in range(config.layers))
         self.norm = nn.Parameter(torch.ones(config.hidden, device=device))
 
-    def embed(self, _first: int, tokens_C1: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return (functional.embedding(tokens_C1.squeeze(-1), self.embedding).to(self.config.dtype),)
+    def embed(self, _first: int, tokens_C1: torch.Tensor) -> torch.Tensor:
+        return functional.embedding(tokens_C1.squeeze(-1), self.embedding).to(self.config.dtype)
 
-    def losses(self, _first: int, x_CE: torch.Tensor, targets_C1: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def losses(self, _first: int, x_CE: torch.Tensor, targets_C1: torch.Tensor) -> torch.Tensor:
         logits_CV = functional.linear(kp.rms_norm(x_CE, self.norm), self.embedding.to(x_CE.dtype)).float()
-        return (functional.cross_entropy(logits_CV, targets_C1.squeeze(-1), reduction="none").unsqueeze(-1),)
+        return functional.cross_entropy(logits_CV, targets_C1.squeeze(-1), reduction="none").unsqueeze(-1)
 
     def forward(
         self,
@@ -265,17 +173,17 @@ class Model(nn.Module):
     ) -> torch.Tensor:
         """The mean loss, through the first ``len(masks)`` layers."""
         config = self.config
-        (x_NE,) = tokenwise(self.embed, config.chunk, (tokens_N1,), (self.embedding,))
+        tokenwise = kp.context_parallel.tokenwise
+        x_NE = tokenwise(self.embed, tokens_N1, chunk=config.chunk, parameters=[self.embedding])
         for layer, mask in zip(self.layers, masks, strict=False):
             if x_NE.requires_grad:  # the gradient of a layer's input is there when its backward is done
                 x_NE.register_hook(lambda _: on_layer("backward"))
-            # Keeps the layer's input alone; q, k, v and attended heads are made again, for one layer at a time.
-            x_NE = checkpoint(
-                layer, x_NE, mask, use_reentrant=False, preserve_rng_state=False, context_fn=_contexts
-            )
+            x_NE = layer(x_NE, mask)
             on_layer("forward")
-        inputs, parameters = (x_NE, targets_N1), (self.norm, self.embedding)
-        (losses_N1,) = tokenwise(self.losses, config.loss_chunk, inputs, parameters)
+        parameters = [self.norm, self.embedding]
+        losses_N1: torch.Tensor = tokenwise(
+            self.losses, x_NE, targets_N1, chunk=config.loss_chunk, parameters=parameters
+        )
         return losses_N1.mean()
 
 
