@@ -34,7 +34,7 @@ from kernel_pytorch.evidence import Benchmark, read_record
 from kernel_pytorch.hardware_abstraction.device import Device
 from kernel_pytorch.hardware_abstraction.registry import ENTRY_POINT_GROUP, Backend
 
-__all__ = ["NOTES", "PAGE_SET", "index_page", "read_notes", "render", "write_backend_pages"]
+__all__ = ["NOTES", "PAGE_SET", "index_page", "measured_rows", "read_notes", "render", "write_backend_pages"]
 
 TEMPLATES = Path(__file__).parent / "templates"
 PAGE_SET = {
@@ -50,6 +50,13 @@ PAGE_SET = {
     "guides/performance": "guides/{name}-performance.md",
 }
 """Template to the page it becomes; ``op-support.csv`` comes beside them."""
+_SHARED = {
+    "partitioner": "{shared}-partitioner.md",
+    "op-support": "{shared}-op-support.md",
+    "tutorials/tutorials": "tutorials/{shared}-tutorials.md",
+    "guides/guides": "guides/{shared}-guides.md",
+}
+"""Pages that are the same for backends of one kind, in a folder beside theirs."""
 NOTES = (
     "Overview",
     "Features",
@@ -82,25 +89,42 @@ def read_notes(path: Path | None) -> dict[str, str]:
     return {title: text for title, text in found.items() if text}
 
 
-def render(record: Backend, folder: Path | None = None) -> dict[str, str]:
+def render(record: Backend, folder: Path | None = None, *, shared: str = "") -> dict[str, str]:
     """A backend's pages by their path in its folder.
 
     Args:
         record: any backend; it need not be registered.
         folder: where they will be; tutorials and guides that are there already get into the indexes.
+        shared: the folder beside this one with the pages that several backends have in common (partitioner,
+            operators, tutorials and guides). The overview links to those instead.
     """
-    facts = _facts(record)
+    facts = {**_facts(record), "shared": shared, "pages": _places(record.name, shared)}
     pages: dict[str, str] = {}
     # Indexes last: they list what is beside them.
-    for template in sorted(PAGE_SET, key=lambda name: name in ("tutorials/tutorials", "guides/guides")):
-        path = PAGE_SET[template].format(name=record.name)
+    own = {
+        name: path.format(name=record.name) for name, path in PAGE_SET.items() if not shared or not _is_shared(name)
+    }
+    for template in sorted(own, key=lambda name: name in ("tutorials/tutorials", "guides/guides")):
+        path = own[template]
         depth = path.count("/")
         listed = _listed(path, pages, folder) if template in ("tutorials/tutorials", "guides/guides") else []
         places = {"root": "../" * (3 + depth), "docs": "../" * (2 + depth), "listed": listed}
         text = _templates().get_template(f"{template}.md.j2").render(facts, **places)
         pages[path] = f"{_header(record)}\n\n{_tidy(text)}"
-    ordered = {path: pages[path] for path in (page.format(name=record.name) for page in PAGE_SET.values())}
-    return {**ordered, "op-support.csv": csv_text(operator_rows(record))}
+    ordered = {path: pages[path] for path in own.values()}
+    return ordered if shared else {**ordered, "op-support.csv": csv_text(operator_rows(record))}
+
+
+def _is_shared(template: str) -> bool:
+    return template in _SHARED or template.startswith(("tutorials/", "guides/"))
+
+
+def _places(name: str, shared: str) -> dict[str, str]:
+    """Where the overview finds each page."""
+    places = {template: path.format(name=name) for template, path in PAGE_SET.items()}
+    if shared:
+        places |= {template: f"../{shared}/{path.format(shared=shared)}" for template, path in _SHARED.items()}
+    return places
 
 
 def write_backend_pages(record: Backend, folder: Path) -> list[Path]:
@@ -213,7 +237,7 @@ def _facts(record: Backend) -> dict[str, Any]:
         "untaken_rows": [[f"`{row.operator}`", "; ".join(row.constraints)] for row in rows if not row.formats],
         "how_known": _how_known(record),
         "probed": record.lowering is not None and recorded(record) is not None,
-        "measured": list(_measured(record)),
+        "measured": list(measured_rows(record)),
         "problems": _problems(lowering),
         **({} if lowering is None else _tables(lowering, rows)),
     }
@@ -339,7 +363,8 @@ def _how_known(record: Backend) -> str:
     return text
 
 
-def _measured(record: Backend) -> Iterator[list[str]]:
+def measured_rows(record: Backend) -> Iterator[list[str]]:
+    """What the benchmarks of a backend's hardware found: record, device, cases, range of the speed-up, when."""
     now = {(kernel.op, kernel.name): kernel.source_digest for kernel in record.kernels}
     for path in sorted(record.evidence.glob("*.json")) if record.evidence is not None else ():
         found = read_record(path)
