@@ -72,6 +72,8 @@ NOTES = (
 )
 _ONCE = ("build the mask",)
 """How cases begin that time work which is done once for many calls."""
+_NO_SPEED = ("selection", "fp8-parity")
+"""Records that time something else than a kernel beside its rivals: a dispatch, a comparison of losses."""
 _NO_PTE = "No `.pte` path for this target yet: the kernels run in eager and compiled PyTorch, not in ExecuTorch."
 
 
@@ -368,7 +370,7 @@ def measured_rows(record: Backend) -> Iterator[list[str]]:
     now = {(kernel.op, kernel.name): kernel.source_digest for kernel in record.kernels}
     for path in sorted(record.evidence.glob("*.json")) if record.evidence is not None else ():
         found = read_record(path)
-        if not isinstance(found, Benchmark) or found.device.backend != record.name:
+        if not isinstance(found, Benchmark) or found.device.backend != record.name or found.op in _NO_SPEED:
             continue
         ratios = []
         # The others are about memory, and about work that is done once and not in a call.
