@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -21,6 +22,7 @@ from kernel_pytorch.evidence import Benchmark, read_record, schema
 from kernel_pytorch.hardware_abstraction.device import Rates
 from kernel_pytorch.hardware_abstraction.dispatch import forget_choices
 from kernel_pytorch.hardware_abstraction.op import registered_op
+from kernel_pytorch.lowering.quiet import quiet_native
 from kernel_pytorch.ops.rms_norm import torch_kernel
 from requirements import needs_executorch
 
@@ -179,6 +181,17 @@ def test_tour_visits_every_section(run: Run, tmp_path: Path) -> None:
     text = page.read_text()
     assert text.count("<h2>") == 5
     assert text.count("<svg") == 4
+
+
+def test_known_messages_of_native_code_are_left_out(capfd: pytest.CaptureFixture[str]) -> None:
+    with quiet_native():
+        os.write(2, b"first\n[cpuinfo_utils.cpp:71] Reading a file\nprompt> [cpu")
+        os.write(2, b"info_utils.cpp:9] more\n")
+        subprocess.run(["sh", "-c", "echo from a child >&2"], check=True)
+        os.write(2, b"[cpuinfo_utils is no message")
+    os.write(2, b"\nafter\n")
+    text = capfd.readouterr().err
+    assert text == "first\nprompt> from a child\n[cpuinfo_utils is no message\nafter\n"
 
 
 def test_bench_prints_a_table_of_checked_times(run: Run) -> None:
