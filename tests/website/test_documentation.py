@@ -311,7 +311,9 @@ def headings(page: Path) -> set[str]:
     """The anchors a page offers, as GitHub makes them from its headings."""
     found = tokens(page.read_text(encoding="utf-8"))
     titles = [after.content for token, after in itertools.pairwise(found) if token.type == "heading_open"]
-    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+    plain = [re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles]
+    counted = {f"{one}-{plain[:place].count(one)}" for place, one in enumerate(plain) if one in plain[:place]}
+    return {*plain, *counted}
 
 
 @pytest.mark.parametrize("page", ALL_PAGES, ids=name_of)
