@@ -95,7 +95,7 @@ SHELL_PATTERNS = ["README.md", "CONTRIBUTING.md", "docs/*.md", "docs/tutorials/*
 
 PAGES = Sybil(
     parsers=[PythonCodeBlockParser(doctest_optionflags=_FLAGS), SkipParser()],
-    patterns=["API.md", *_below("docs", "md")],
+    patterns=_below("docs", "md"),
     excludes=SHELL_PATTERNS,
     setup=_names,
     fixtures=_FIXTURES,

@@ -3,7 +3,7 @@
 Run it with ``python benchmarks/long_sequences.py``; add ``--record`` in a clean checkout to keep the result. Chunks
 are compared with float64 at a small length first. At each length: forward and backward, 8 heads of 128, bfloat16,
 once in chunks with everything on the device, once with keys, values and their gradients in host memory, and as the
-peer PyTorch's SDPA on the whole sequence. The step is ``demos/million_tokens.py``, which checks its own gradients.
+peer PyTorch's SDPA on the whole sequence. The step is ``million_tokens.py``, which checks its own gradients.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from kernel_pytorch.testing.budget import Comparison, compare, exceeded
 
 OP = registered_op("attention")
 CHUNK = 131072
-DEMO = Path(__file__).parent.parent / "demos" / "million_tokens.py"
+STEP = Path(__file__).parent / "million_tokens.py"
 
 
 def gate() -> Comparison:
@@ -111,7 +111,7 @@ def measure(length: int, console: Console, checked: Comparison) -> Iterator[Meas
 def training_step() -> Measurement:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "step.json"
-        subprocess.run([sys.executable, str(DEMO), "--json", str(path)], check=True)
+        subprocess.run([sys.executable, str(STEP), "--json", str(path)], check=True)
         found = json.loads(path.read_text())
     seconds = found["seconds"]["total"]
     size = f"{found['parameters'] / 1e9:.2f}B parameters"
@@ -120,7 +120,7 @@ def training_step() -> Measurement:
         case=f"a training step of {size} on {found['tokens']} tokens, {len(found['masks'])} layers",
         phase="forward, backward and optimizer",
         format=found["dtype"],
-        subject="kernel:demos/million_tokens.py",
+        subject="kernel:benchmarks/million_tokens.py",
         seconds=Quantiles(seconds, seconds, seconds),
         samples=1,
         traffic_bytes=0,

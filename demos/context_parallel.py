@@ -54,7 +54,6 @@ class Model(nn.Module):
 def train() -> None:
     """What every rank runs."""
     group = dist.group.WORLD
-    assert group is not None
     cuda = "nccl" in dist.get_backend(group)
     where = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
     first = dist.get_rank(group) == 0

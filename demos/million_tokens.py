@@ -1,599 +1,96 @@
-"""One training step of a model of a billion parameters on a million tokens, on one GPU.
+"""A training step on a million tokens of a model of a billion parameters, on one GPU.
 
-Most layers attend with ``causal & (window | sinks)``, some with exact dense causal attention, all of them through
-``kp.attention``, whose memory grows with the tokens and not with their square. The rest of the model is
-token-local, so it runs in chunks of tokens and is recomputed in the backward. Run it with
-``python demos/million_tokens.py``: where the device cannot hold the step, or with ``--small``, a small model takes
-the same path in a few seconds. It checks its gradients against a plain implementation before it times anything.
-
-Shapes: N tokens (C in a chunk), E hidden, G key heads, H query heads of one of them, D head dimension, F inside of
-the feed-forward, V vocabulary. Tokens are always the dimension before the last, and the batch is one sequence.
+Run it with ``python demos/million_tokens.py``; on a smaller device a small model takes the same steps. Attention is
+exact, and its memory grows with the tokens instead of their square. The rest of the model runs in chunks of tokens,
+and each layer is run again in the backward. ``benchmarks/million_tokens.py`` checks every gradient and measures.
 """
 
 from __future__ import annotations
 
-import argparse
-import contextlib
-import json
-import os
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from torch import nn
-from torch.nn import functional
-from torch.utils.checkpoint import checkpoint
+from torch.nn.functional import cross_entropy, embedding, linear, silu
 
 import kernel_pytorch as kp
-from kernel_pytorch.masks import Mask
+
+here = kp.device()
+device = torch.device(here.torch_device or "cpu")
+if device.type != "cpu" and here.memory_bytes > 120 << 30:
+    TOKENS, LAYERS, WIDTH, HEADS, KV_HEADS, FFN, VOCABULARY = 1 << 20, 16, 2048, 16, 4, 8192, 32768
+    WINDOW, CHUNK, DTYPE = 4096, 32768, torch.bfloat16
+else:
+    TOKENS, LAYERS, WIDTH, HEADS, KV_HEADS, FFN, VOCABULARY = 4096, 4, 64, 4, 2, 192, 512
+    WINDOW, CHUNK, DTYPE = 256, 512, torch.float32
+DIM = WIDTH // HEADS
+NEAR = kp.masks.causal() & (kp.masks.window(WINDOW) | kp.masks.sinks(64))
+MASKS = [kp.masks.causal() if layer == LAYERS - 1 else NEAR for layer in range(LAYERS)]
 
 
-@dataclass(frozen=True)
-class Config:
-    tokens: int
-    layers: int
-    hidden: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    ffn: int
-    vocab: int
-    window: int
-    sinks: int
-    dense_every: int
-    """The last of every so many layers attends to all earlier tokens, the others to the window and the sinks."""
-    chunk: int
-    """Tokens that the token-local parts take at once."""
-    loss_chunk: int
-    """The same for the loss: a token has far more logits than anything else."""
-    dtype: torch.dtype
-    check_tokens: int
-    """The length at which gradients are compared with the plain implementation."""
-    check_layers: int
-    rope_base: float = 500_000.0
-
-    @property
-    def group(self) -> int:
-        return self.heads // self.kv_heads
-
-    def masks(self, layers: int | None = None, share: int = 1) -> list[Mask]:
-        """The mask of each layer; windows and sinks divided by ``share``, for shorter sequences."""
-        near = kp.masks.window(self.window // share) | kp.masks.sinks(max(1, self.sinks // share))
-        layers = self.layers if layers is None else layers
-        every = min(self.dense_every, layers)
-        return [kp.masks.causal() if (i + 1) % every == 0 else kp.masks.causal() & near for i in range(layers)]
+def weight(rows: int, columns: int) -> nn.Parameter:
+    return nn.Parameter(torch.randn(rows, columns, device=device) * columns**-0.5)
 
 
-FULL = Config(
-    tokens=1 << 20, layers=16, hidden=2048, heads=16, kv_heads=4, head_dim=128, ffn=8192, vocab=32768,
-    window=4096, sinks=64, dense_every=8, chunk=32768, loss_chunk=8192, dtype=torch.bfloat16,
-    check_tokens=4096, check_layers=4,
-)  # fmt: skip
-SMALL = Config(
-    tokens=2048, layers=2, hidden=64, heads=4, kv_heads=2, head_dim=16, ffn=192, vocab=512,
-    window=256, sinks=8, dense_every=2, chunk=512, loss_chunk=128, dtype=torch.float32,
-    check_tokens=700, check_layers=2,
-)  # fmt: skip
-
-
-# Token-local work in chunks
-
-
-class _Recomputing:
-    """Whether a layer is being run again for its backward."""
-
-    on = False
-
-    def __enter__(self) -> None:
-        _Recomputing.on = True
-
-    def __exit__(self, *_: object) -> None:
-        _Recomputing.on = False
-
-
-def _contexts() -> tuple[contextlib.AbstractContextManager[None], contextlib.AbstractContextManager[None]]:
-    """Around a layer's first run, and around its second."""
-    return contextlib.nullcontext(), _Recomputing()
-
-
-class _Tokenwise(torch.autograd.Function):
-    """A function of each token alone, in chunks of tokens; see ``tokenwise``."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, function: Callable[..., Any], chunk: int, ends_layer: bool, count: int, *tensors: torch.Tensor
-    ) -> tuple[torch.Tensor, ...]:
-        inputs = tensors[:count]
-        ctx.function, ctx.chunk, ctx.unused = function, chunk, len(tensors) - count
-        ctx.save_for_backward(*inputs)
-        if ends_layer and _Recomputing.on:
-            # Nobody reads the output of a layer that is run again, only what it saves on the way.
-            return (torch.empty_like(inputs[0]),)
-        outputs: tuple[torch.Tensor, ...] = ()
-        tokens = inputs[0].shape[-2]
-        for first in range(0, tokens, chunk):
-            size = min(chunk, tokens - first)
-            parts = function(first, *(x.narrow(-2, first, size) for x in inputs))
-            # Written in place: to concatenate the chunks at the end would hold everything twice.
-            outputs = outputs or tuple(y.new_empty(*y.shape[:-2], tokens, y.shape[-1]) for y in parts)
-            for whole, part in zip(outputs, parts, strict=True):
-                whole.narrow(-2, first, size).copy_(part)
-        return outputs
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        inputs = ctx.saved_tensors
-        found = [torch.empty_like(x) if x.is_floating_point() else None for x in inputs]
-        tokens = inputs[0].shape[-2]
-        for first in range(0, tokens, ctx.chunk):
-            size = min(ctx.chunk, tokens - first)
-            with torch.enable_grad():
-                parts = [x.narrow(-2, first, size).detach().requires_grad_(x.is_floating_point()) for x in inputs]
-                outputs = ctx.function(first, *parts)
-            # Adds to the .grad of the float32 parameters on the way: there is no other copy of their gradients.
-            torch.autograd.backward(outputs, [dy.narrow(-2, first, size) for dy in gradients])
-            for whole, part in zip(found, parts, strict=True):
-                if whole is not None:
-                    whole.narrow(-2, first, size).copy_(part.grad)
-        return (None, None, None, None, *found, *(None,) * ctx.unused)
-
-
-def tokenwise(
-    function: Callable[..., tuple[torch.Tensor, ...]],
-    chunk: int,
-    inputs: Sequence[torch.Tensor],
-    parameters: Sequence[nn.Parameter],
-    *,
-    ends_layer: bool = False,
-) -> tuple[torch.Tensor, ...]:
-    """``function(first token, *inputs)``, computed ``chunk`` tokens at a time, forward and backward.
-
-    Only the inputs are kept for the backward, which computes each chunk again: what a chunk makes on the way
-    exists for one chunk at a time. The parameters that the function uses are named so that autograd knows them.
-    """
-    outputs: tuple[torch.Tensor, ...] = _Tokenwise.apply(
-        function, chunk, ends_layer, len(inputs), *inputs, *parameters
-    )  # type: ignore[no-untyped-call]
-    return outputs
-
-
-# The model
-
-
-def rotated(x_CHD: torch.Tensor, first: int, base: float) -> torch.Tensor:
-    """Rotary embedding of tokens that start at position ``first``.
-
-    Angles in float64: at position one million, float32 would be off by hundredths of a radian.
-    """
-    half = x_CHD.shape[-1] // 2
-    position_C = torch.arange(first, first + x_CHD.shape[0], dtype=torch.float64, device=x_CHD.device)
-    rate = base ** (-torch.arange(half, dtype=torch.float64, device=x_CHD.device) / half)
-    angle = (position_C.unsqueeze(-1) * rate).unsqueeze(1)
-    cos, sin = angle.cos().float(), angle.sin().float()
-    a, b = x_CHD.float().split(half, dim=-1)
-    return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).to(x_CHD.dtype)
+def turns(first: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """For kp.rope; angles in float64, because at position one million float32 is off by hundredths."""
+    place = torch.arange(first, first + count, dtype=torch.float64, device=device)[:, None]
+    angle = place * 500_000.0 ** (-torch.arange(0, DIM, 2, device=device).double() / DIM)
+    return angle.cos().float().repeat(1, 2), angle.sin().float().repeat(1, 2)
 
 
 class Layer(nn.Module):
-    """Attention and a gated feed-forward, each after a norm and added to what came in."""
+    """Attention and a gated feed-forward; parameters are float32, and rounded where they are used."""
 
-    def __init__(self, config: Config, device: torch.device) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.config = config
-        hidden, depth = config.hidden, (2 * config.layers) ** -0.5
-        per_group = (config.group + 2) * config.head_dim  # the query heads of a key head, the key and the value
+        self.qkv, self.out = weight((HEADS + 2 * KV_HEADS) * DIM, WIDTH), weight(WIDTH, WIDTH)
+        self.gate_up, self.down = weight(2 * FFN, WIDTH), weight(WIDTH, FFN)
 
-        def weight(rows: int, columns: int, scale: float = 1.0) -> nn.Parameter:
-            return nn.Parameter(torch.randn(rows, columns, device=device) * (scale * columns**-0.5))
+    def project(self, first: int, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        heads = linear(kp.rms_norm(x), self.qkv.to(x.dtype)).unflatten(-1, (-1, DIM))
+        q, k, v = (y.transpose(0, 1)[None] for y in heads.split((HEADS, KV_HEADS, KV_HEADS), dim=1))
+        return *kp.rope(q, k, *turns(first, len(x))), v
 
-        self.attention_norm = nn.Parameter(torch.ones(hidden, device=device))
-        self.qkv = weight(config.kv_heads * per_group, hidden)
-        self.out = weight(hidden, config.heads * config.head_dim, depth)
-        self.ffn_norm = nn.Parameter(torch.ones(hidden, device=device))
-        self.gate_up = weight(2 * config.ffn, hidden)
-        self.down = weight(hidden, config.ffn, depth)
-
-    def project(self, first: int, x_CE: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """q (1, H, C, D), k and v (1, 1, C, D) of the first key head, then of the next, ..."""
-        config = self.config
-        qkv = functional.linear(kp.rms_norm(x_CE, self.attention_norm), self.qkv.to(x_CE.dtype))
-        qkv_CGHD = qkv.view(len(x_CE), config.kv_heads, config.group + 2, config.head_dim)
-        parts = []
-        for qkv_CHD in qkv_CGHD.unbind(1):
-            qk_CHD = rotated(qkv_CHD[:, :-1], first, config.rope_base)
-            parts += [qk_CHD[:, :-1], qk_CHD[:, -1:], qkv_CHD[:, -1:]]
-        return tuple(part.transpose(0, 1).unsqueeze(0) for part in parts)
-
-    def finish(self, _first: int, x_CE: torch.Tensor, *heads_1HCD: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """The output projection, and the whole feed-forward."""
-        dtype = x_CE.dtype
-        attended = torch.cat([part.squeeze(0).transpose(0, 1).flatten(1) for part in heads_1HCD], dim=-1)
-        x_CE = x_CE + functional.linear(attended, self.out.to(dtype))
-        inner_CF = functional.linear(kp.rms_norm(x_CE, self.ffn_norm), self.gate_up.to(dtype))
-        gate_CF, up_CF = inner_CF.chunk(2, dim=-1)
-        return (x_CE + functional.linear(functional.silu(gate_CF) * up_CF, self.down.to(dtype)),)
-
-    def forward(self, x_NE: torch.Tensor, mask: Mask) -> torch.Tensor:
-        chunk = self.config.chunk
-        qkv = tokenwise(self.project, chunk, (x_NE,), (self.attention_norm, self.qkv))
-        # One key head and its query heads at a time: what a kernel makes besides its output (keys repeated for each
-        # query head, gradients in float32) exists for one group only, and every tensor stays below 2^31 numbers.
-        heads = []
-        for q_1HND, k_11ND, v_11ND in zip(qkv[::3], qkv[1::3], qkv[2::3], strict=True):
-            heads_1HND = kp.attention(q_1HND, k_11ND, v_11ND, mask)
-            assert isinstance(heads_1HND, torch.Tensor)
-            heads.append(heads_1HND)
-        del qkv, q_1HND, k_11ND, v_11ND  # not needed until the backward makes them again
-        parameters = (self.out, self.ffn_norm, self.gate_up, self.down)
-        return tokenwise(self.finish, chunk, (x_NE, *heads), parameters, ends_layer=True)[0]
+    def finish(self, _: int, x: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
+        x = x + linear(attended[0].transpose(0, 1).flatten(1), self.out.to(x.dtype))
+        gate, up = linear(kp.rms_norm(x), self.gate_up.to(x.dtype)).chunk(2, dim=-1)
+        return x + linear(silu(gate) * up, self.down.to(x.dtype))
 
 
-class Model(nn.Module):
-    """A Llama-shaped decoder.
-
-    Parameters are float32 and are rounded to the compute dtype where they are used, inside each chunk: they are
-    their own master copies, and the gradients of all chunks add up in float32. The rounding is repeated for every
-    chunk, which costs far less than the products of the chunk. The embedding is also the output projection.
-    """
-
-    def __init__(self, config: Config, device: torch.device) -> None:
-        super().__init__()
-        self.config = config
-        self.embedding = nn.Parameter(torch.randn(config.vocab, config.hidden, device=device) * config.hidden**-0.5)
-        self.layers = nn.ModuleList(Layer(config, device) for _ in range(config.layers))
-        self.norm = nn.Parameter(torch.ones(config.hidden, device=device))
-
-    def embed(self, _first: int, tokens_C1: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return (functional.embedding(tokens_C1.squeeze(-1), self.embedding).to(self.config.dtype),)
-
-    def losses(self, _first: int, x_CE: torch.Tensor, targets_C1: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        logits_CV = functional.linear(kp.rms_norm(x_CE, self.norm), self.embedding.to(x_CE.dtype)).float()
-        return (functional.cross_entropy(logits_CV, targets_C1.squeeze(-1), reduction="none").unsqueeze(-1),)
-
-    def forward(
-        self,
-        tokens_N1: torch.Tensor,
-        targets_N1: torch.Tensor,
-        masks: Sequence[Mask],
-        on_layer: Callable[[str], None] = lambda _: None,
-    ) -> torch.Tensor:
-        """The mean loss, through the first ``len(masks)`` layers."""
-        config = self.config
-        (x_NE,) = tokenwise(self.embed, config.chunk, (tokens_N1,), (self.embedding,))
-        for layer, mask in zip(self.layers, masks, strict=False):
-            if x_NE.requires_grad:  # the gradient of a layer's input is there when its backward is done
-                x_NE.register_hook(lambda _: on_layer("backward"))
-            # Keeps the layer's input alone; q, k, v and attended heads are made again, for one layer at a time.
-            x_NE = checkpoint(
-                layer, x_NE, mask, use_reentrant=False, preserve_rng_state=False, context_fn=_contexts
-            )
-            on_layer("forward")
-        inputs, parameters = (x_NE, targets_N1), (self.norm, self.embedding)
-        (losses_N1,) = tokenwise(self.losses, config.loss_chunk, inputs, parameters)
-        return losses_N1.mean()
+torch.manual_seed(0)
+table, layers = weight(VOCABULARY, WIDTH), nn.ModuleList(Layer() for _ in range(LAYERS))
+optimizer = torch.optim.AdamW([table, *layers.parameters()], lr=3e-4)
 
 
-def plain_loss(
-    model: Model, tokens_N1: torch.Tensor, targets_N1: torch.Tensor, masks: Sequence[Mask]
-) -> torch.Tensor:
-    """The same model written plainly in float32: dense masks, nothing chunked, nothing recomputed."""
-    config, tokens = model.config, len(tokens_N1)
-
-    def norm(x_NE: torch.Tensor, weight_E: torch.Tensor) -> torch.Tensor:
-        return x_NE * torch.rsqrt(x_NE.square().mean(dim=-1, keepdim=True) + 1e-6) * weight_E
-
-    x_NE = model.embedding[tokens_N1.squeeze(-1)]
-    for layer, mask in zip(model.layers, masks, strict=False):
-        assert isinstance(layer, Layer)
-        qkv = norm(x_NE, layer.attention_norm) @ layer.qkv.T
-        qkv = qkv.view(tokens, config.kv_heads, config.group + 2, config.head_dim)
-        q = rotated(qkv[:, :, :-2].flatten(1, 2), 0, config.rope_base)
-        k = rotated(qkv[:, :, -2], 0, config.rope_base)
-        k, v = (x.repeat_interleave(config.group, dim=1) for x in (k, qkv[:, :, -1]))
-        scores = torch.einsum("qhd,khd->hqk", q, k) * config.head_dim**-0.5
-        hidden = ~mask.dense(tokens, tokens)[0].to(scores.device)
-        p = torch.softmax(scores.masked_fill(hidden, -torch.inf), dim=-1)
-        x_NE = x_NE + torch.einsum("hqk,khd->qhd", p, v).flatten(1) @ layer.out.T
-        gate, up = (norm(x_NE, layer.ffn_norm) @ layer.gate_up.T).chunk(2, dim=-1)
-        x_NE = x_NE + (functional.silu(gate) * up) @ layer.down.T
-    return functional.cross_entropy(norm(x_NE, model.norm) @ model.embedding.T, targets_N1.squeeze(-1))
+def losses(_: int, x: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    logits = linear(kp.rms_norm(x), table.to(x.dtype)).float()
+    return cross_entropy(logits, targets[:, 0], reduction="none")[:, None]
 
 
-# What it takes
-
-
-def count_parameters(config: Config) -> int:
-    heads = (2 * config.heads + 2 * config.kv_heads) * config.head_dim
-    layer = config.hidden * (heads + 3 * config.ffn + 2)
-    return config.layers * layer + config.vocab * config.hidden + config.hidden
-
-
-def predicted_peak(config: Config) -> dict[str, int]:
-    """Bytes at the fullest moment, by parts: the backward of the last layer, while every layer's input is kept.
-
-    The last part is the larger of two moments in it: a chunk of the feed-forward, with the gradient that came in,
-    and the attention backward of one group, after that gradient is gone.
-    """
-    n, size = config.tokens, config.dtype.itemsize
-    stream = n * config.hidden * size
-    query, key = (n * heads * config.head_dim * size for heads in (config.heads, config.kv_heads))
-    chunk = min(config.chunk, n)
-    # At its fullest a chunk holds six tensors as wide as the feed-forward (gate and up, their gradients, and those
-    # joined again) and as many as wide as the stream; then the weights in the compute dtype, and the gradient of
-    # the largest on its way into float32.
-    in_chunk = stream + chunk * size * 6 * (config.ffn + config.hidden)
-    in_chunk += config.hidden * size * (config.heads * config.head_dim + 3 * config.ffn)
-    in_chunk += config.hidden * 2 * config.ffn * (size + 4)
-    # Keys and values repeated for each query head, the gradients of all three, and dq once more in float32.
-    in_attention = 5 * query // config.kv_heads + n * config.group * config.head_dim * 4
-    return {
-        "parameters, gradients and AdamW's two moments, float32": 16 * count_parameters(config),
-        "inputs of the layers": config.layers * stream,
-        "gradient of the layer's input": stream,
-        "queries, keys, values, attended heads and their gradient": 3 * query + 2 * key,
-        "working set: a chunk or one group's attention": max(in_chunk, in_attention),
-    }
-
-
-def step_flops(config: Config) -> tuple[int, int]:
-    """(what the mathematics asks for, what this step computes).
-
-    The second runs forward everything twice, and the projections to q, k and v a third time: for the attention of
-    the layer that is run again, and for their own gradient. In attention's backward the scores are made again.
-    """
-    attended = sum(mask.density(config.tokens, config.tokens) for mask in config.masks()) * config.tokens**2
-    attention = int(attended * config.heads * config.head_dim)
-    dense = count_parameters(config) * config.tokens
-    projected = (
-        config.layers * config.hidden * (config.heads + 2 * config.kv_heads) * config.head_dim * config.tokens
-    )
-    return 6 * dense + 12 * attention, 8 * dense + 2 * projected + (4 + 4 + 10) * attention
-
-
-def synthetic(
-    tokens: int, vocab: int, device: torch.device, seed: int = 0, block: int = 256
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(tokens, next tokens), each (N, 1): frequencies as in language, and half of the blocks copied from any earlier
-    one, so that much of what comes next stands somewhere far back."""
-    generator = torch.Generator().manual_seed(seed)
-    blocks = -(-(tokens + 1) // block)
-    frequency = 1.0 / torch.arange(1, vocab + 1, dtype=torch.float64)
-    fresh = torch.multinomial(frequency, blocks * block, replacement=True, generator=generator).view(blocks, block)
-    copies, back = torch.rand(2, blocks, generator=generator).tolist()
-    source = list(range(blocks))
-    for i in range(1, blocks):
-        if copies[i] < 0.5:
-            source[i] = source[int(back[i] * i)]
-    text = fresh[torch.tensor(source)].flatten()[: tokens + 1].unsqueeze(-1).to(device)
-    return text[:-1], text[1:]
-
-
-# Checks, before anything is timed
-
-
-def tolerance(config: Config, roundings: int) -> float:
-    """How far the norm of a gradient's error may be from zero, as a share of the gradient's norm.
-
-    In float32 everything but the order of sums is the same. In a narrower format each of ``roundings`` results on
-    the way errs by up to its unit roundoff, independently, so that their squares add up.
-    """
-    if config.dtype == torch.float32:
-        return 1e-4
-    return float(torch.finfo(config.dtype).eps / 2 * roundings**0.5)
-
-
-def apart(ours: torch.Tensor, truth: torch.Tensor) -> float:
-    truth = truth.float()
-    return float((ours.float() - truth).norm() / truth.norm())
-
-
-def check_gradients(model: Model, device: torch.device) -> tuple[dict[str, float], float]:
-    """Errors of the loss and of every parameter's gradient against the plain float32 model, and their tolerance."""
-    config = model.config
-    masks = config.masks(config.check_layers, share=max(1, config.window * 8 // config.check_tokens))
-    data = synthetic(config.check_tokens, config.vocab, device, seed=1)
-    truth_loss = plain_loss(model, *data, masks)
-    truth = torch.autograd.grad(truth_loss, list(model.parameters()), allow_unused=True)
-    model.zero_grad()
-    loss = model(*data, masks)
+def step(text: torch.Tensor) -> float:
+    whole = {"chunk": CHUNK // 4, "parameters": [table]}
+    x = kp.context_parallel.tokenwise(lambda _, t: embedding(t[:, 0], table).to(DTYPE), text[:-1], **whole)
+    for layer, mask in zip(layers, MASKS, strict=True):
+        own = {"chunk": CHUNK, "parameters": list(layer.parameters())}
+        x = kp.context_parallel.chunked_layer(x, mask, layer.project, layer.finish, **own)
+    loss = kp.context_parallel.tokenwise(losses, x, text[1:], **whole).mean()
     loss.backward()
-    errors = {"loss": apart(loss.detach(), truth_loss.detach())}
-    for (name, parameter), exact in zip(model.named_parameters(), truth, strict=True):
-        if exact is not None:  # of the layers that took part
-            assert parameter.grad is not None, name
-            errors[name] = apart(parameter.grad, exact)
-    model.zero_grad()
-    # A dozen results a layer are rounded on the way there and as many on the way back.
-    return errors, tolerance(config, 24 * config.check_layers)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=False)
+    return loss.item()
 
 
-def check_end(config: Config, mask: Mask, device: torch.device, last: int = 64) -> tuple[dict[str, float], float]:
-    """Errors of attention at the full length, where the last queries and keys are, and their tolerance.
-
-    No later query sees the last keys, so the last queries alone give these keys' whole gradients.
-    """
-    generator = torch.Generator(device=device).manual_seed(0)
-    last = min(last, config.tokens)
-
-    def drawn(heads: int) -> torch.Tensor:
-        shape = (1, heads, config.tokens, config.head_dim)
-        return torch.randn(shape, generator=generator, device=device, dtype=config.dtype)
-
-    q, k, v, dout = drawn(config.group), drawn(1), drawn(1), drawn(config.group)
-    leaves = [x.requires_grad_() for x in (q, k, v)]
-    out = kp.attention(q, k, v, mask)
-    assert isinstance(out, torch.Tensor)
-    ours = [x[:, :, -last:] for x in (out, *torch.autograd.grad(out, leaves, dout))]
-    wide = [x.detach().float().requires_grad_() for x in (q[:, :, -last:], k, v)]
-    scores = wide[0] @ wide[1].transpose(-1, -2) * config.head_dim**-0.5
-    keep = mask.dense(last, config.tokens).to(device)
-    exact = torch.softmax(scores.masked_fill_(~keep, -torch.inf), dim=-1) @ wide[2]
-    truth = [exact, *torch.autograd.grad(exact, wide, dout[:, :, -last:].float())]
-    names = ("out", "dq", "dk", "dv")
-    errors = {n: apart(x.detach(), y[:, :, -last:].detach()) for n, x, y in zip(names, ours, truth, strict=True)}
-    return errors, tolerance(config, 4)  # probabilities, scores' gradients, their sums and the result
-
-
-def demand(errors: dict[str, float], limit: float, what: str, console: Console) -> None:
-    worst = max(errors, key=lambda name: errors[name])
-    console.print(f"{what}: largest error {errors[worst]:.1e} ({worst}), tolerance {limit:.1e}", highlight=False)
-    wrong = {name: error for name, error in errors.items() if not error <= limit}
-    if wrong:
-        raise SystemExit(f"{what}: errors above {limit:.1e}: {wrong}")
-
-
-# The step
-
-
-def train_step(
-    model: Model,
-    optimiser: torch.optim.Optimizer,
-    data: tuple[torch.Tensor, torch.Tensor],
-    masks: Sequence[Mask],
-    wait: Callable[[], None],
-    on_layer: Callable[[str], None] = lambda _: None,
-) -> tuple[float, dict[str, float]]:
-    """The loss and the seconds of each phase; gradients are zero before and after."""
-
-    def clock() -> float:
-        wait()
-        return time.perf_counter()
-
-    started = clock()
-    loss = model(*data, masks, on_layer)
-    forward = clock()
-    loss.backward()
-    backward = clock()
-    optimiser.step()
-    optimiser.zero_grad(set_to_none=False)
-    done = clock()
-    seconds = {"forward": forward - started, "backward": backward - forward, "optimizer": done - backward}
-    return float(loss.detach()), seconds
-
-
-def choose(arguments: argparse.Namespace, device: kp.Device, console: Console) -> Config:
-    config = SMALL if arguments.small else FULL
-    asked = {
-        name: getattr(arguments, name) for name in ("tokens", "layers") if getattr(arguments, name) is not None
-    }
-    config = replace(config, **asked)
-    needed = sum(predicted_peak(config).values())
-    if arguments.small or (device.backend != "cpu" and needed < device.memory_bytes):
-        return replace(config, check_layers=min(config.check_layers, config.layers))
-    there = "a CPU" if device.backend == "cpu" else f"a GPU with {device.memory_bytes / 2**30:.0f} GiB"
-    lack = f"{config.tokens:,} tokens need a GPU with {needed / 2**30:.0f} GiB, and this is {there}"
-    if asked:
-        raise SystemExit(f"{lack}; use --small, fewer --tokens or fewer --layers")
-    console.print(f"{lack}: the small model instead, as with --small.", highlight=False)
-    return SMALL
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description="One training step on a million tokens, on one GPU.")
-    parser.add_argument("--tokens", type=int, help="length of the sequence")
-    parser.add_argument("--layers", type=int, help="number of layers")
-    parser.add_argument("--small", action="store_true", help="a small model that any machine can take")
-    parser.add_argument("--json", type=Path, help="write the result here")
-    arguments = parser.parse_args(argv)
-    # Freed blocks are joined again: without it the sizes of different phases would not fit into each other's gaps.
-    os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
-
-    console = Console()
-    found = kp.device()
-    config = choose(arguments, found, console)
-    device = torch.device(found.torch_device or "cpu")
-    accelerator = None if device.type == "cpu" else torch.get_device_module(device)
-
-    def wait() -> None:
-        if accelerator is not None:
-            accelerator.synchronize(device)
-
-    torch.manual_seed(0)
-    model, masks = Model(config, device), config.masks()
-    parameters = sum(p.numel() for p in model.parameters())
-    console.print(f"{found.name}: {parameters:,} parameters, {config.tokens:,} tokens, {config.layers} layers")
-    for mask in dict.fromkeys(masks):
-        console.print(f"  {masks.count(mask)} x {mask}", highlight=False)
-
-    errors, limit = check_gradients(model, device)
-    demand(errors, limit, f"gradients at {config.check_tokens:,} tokens against the plain model", console)
-    ends = {}
-    for mask in dict.fromkeys(masks):
-        ends[str(mask)], limit_end = check_end(config, mask, device)
-        demand(ends[str(mask)], limit_end, f"the last of {config.tokens:,} tokens under {mask}", console)
-
-    fused = True if device.type == "cuda" else None
-    optimiser = torch.optim.AdamW(model.parameters(), lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=fused)
-    warm = min(config.tokens, 2 * config.chunk)
-    console.print(f"Warm-up: a step on {warm:,} tokens, which compiles kernels and allocates AdamW's moments.")
-    train_step(model, optimiser, synthetic(warm, config.vocab, device, seed=2), masks, wait)
-    data = synthetic(config.tokens, config.vocab, device)
-    if accelerator is not None:
-        accelerator.empty_cache()
-        accelerator.reset_peak_memory_stats(device)
-
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console) as progress:
-        tasks = {phase: progress.add_task(phase, total=config.layers) for phase in ("forward", "backward")}
-
-        def on_layer(phase: str) -> None:
-            wait()  # once a layer and direction: the bar shows what is done, not what is queued
-            progress.advance(tasks[phase])
-
-        loss, seconds = train_step(model, optimiser, data, masks, wait, on_layer)
-
-    total = sum(seconds.values())
-    peak = None if accelerator is None else int(accelerator.max_memory_allocated(device))
-    parts = predicted_peak(config)
-    asked_flops, done_flops = step_flops(config)
-    result = {
-        "device": found.name,
-        "torch": torch.__version__,
-        "dtype": str(config.dtype).removeprefix("torch."),
-        "tokens": config.tokens,
-        "parameters": parameters,
-        "layers": config.layers,
-        "masks": [str(mask) for mask in masks],
-        "seconds": {**seconds, "total": total},
-        "tokens_per_second": config.tokens / total,
-        "model_flops": asked_flops,
-        "computed_flops": done_flops,
-        "loss": loss,
-        "peak_bytes": peak,
-        "reserved_bytes": None if accelerator is None else int(accelerator.max_memory_reserved(device)),
-        "predicted_peak_bytes": sum(parts.values()),
-        "predicted_parts": parts,
-        "gradient_errors": errors,
-        "gradient_tolerance": limit,
-        "end_errors": ends,
-        "end_tolerance": limit_end,
-    }
-    report(result, console)
-    if arguments.json is not None:
-        arguments.json.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
-
-
-def report(result: dict[str, Any], console: Console) -> None:
-    table = Table("", "", title=f"one step on {result['tokens']:,} tokens", show_header=False)
-    for phase, seconds in result["seconds"].items():
-        table.add_row(phase, f"{seconds:.2f} s")
-    table.add_row("tokens per second", f"{result['tokens_per_second']:,.0f}")
-    table.add_row("TFLOP/s asked for", f"{result['model_flops'] / result['seconds']['total'] / 1e12:,.2f}")
-    table.add_row("TFLOP/s computed", f"{result['computed_flops'] / result['seconds']['total'] / 1e12:,.2f}")
-    table.add_row("loss", f"{result['loss']:.4f}", end_section=True)
-    for part, size in result["predicted_parts"].items():
-        table.add_row(part, f"{size / 2**30:.3f} GiB")
-    table.add_row("predicted peak", f"{result['predicted_peak_bytes'] / 2**30:.3f} GiB")
-    peak = result["peak_bytes"]
-    table.add_row("measured peak", "not counted on a CPU" if peak is None else f"{peak / 2**30:.3f} GiB")
-    console.print(table)
-
-
-if __name__ == "__main__":
-    main()
+size = sum(p.numel() for p in (table, *layers.parameters()))
+rows = Table("tokens", "loss", "seconds", "tokens/s", "peak memory", "one dense mask", title=f"{size:,} parameters")
+for tokens in (TOKENS // 16, TOKENS // 4, TOKENS):  # the first one warms up
+    text = torch.randint(VOCABULARY, (tokens + 1, 1), device=device)
+    began = time.perf_counter()
+    loss = step(text)
+    seconds = time.perf_counter() - began
+    peak = 0 if device.type == "cpu" else torch.get_device_module(device).max_memory_allocated()
+    cells = f"{tokens:,}", f"{loss:.2f}", f"{seconds:.1f}", f"{tokens / seconds:,.0f}"
+    rows.add_row(*cells, f"{peak / 2**30:.1f} GiB" if peak else "a CPU's", f"{tokens**2 / 2**30:,.2g} GiB")
+Console().print(rows)

@@ -12,26 +12,35 @@ version = release = kernel_pytorch.__version__
 copyright = "the KernelPyTorch authors"  # noqa: A001 - Sphinx's name
 
 extensions = ["myst_parser", "sphinx_copybutton", "tools.website.site"]
-root_doc = "docs/README"
+root_doc = "docs/index"
 include_patterns = ["*.md", "docs/**.md", "demos/*.md"]
 exclude_patterns = [".*", "src", "tests", "tools", "benchmarks", "build", "dist", "docs/_*"]
 nitpicky = True
 
 # The navigation: captions with pages or patterns. A page that is in none fails the build.
 site_map = {
-    "Start": ["README", "docs/setup", "docs/tutorials/*", "demos/README"],
+    "Start": ["docs/setup", "docs/tutorials/*", "demos/README", "docs/README"],
     "Guides": [
         "docs/optimize",
         "docs/attention",
-        "docs/context_parallel",
         "docs/fp8",
+        "docs/guides/choosing-an-fp8-recipe",
+        "docs/context_parallel",
+        "docs/guides/context-parallel-with-torchrun",
         "docs/lowering",
-        "docs/guides/*",
     ],
-    "Hardware": ["docs/hardware", "docs/support", "docs/backends/*", "docs/backends/*/*-overview"],
+    "Hardware": ["docs/hardware", "docs/backends/*/*-overview", "docs/backends/*", "docs/support"],
     "Performance": ["docs/performance", "BENCHMARKS"],
-    "Project": ["docs/architecture", "API", "CONTRIBUTING", "docs/releases", "CHANGELOG"],
+    "Reference": ["API"],
+    "Project": ["README", "docs/architecture", "CONTRIBUTING", "docs/releases", "CHANGELOG"],
 }
+below = {
+    "API": ["docs/api/*"],
+    "docs/backends/README": ["docs/backends/gpu/*", "docs/backends/gpu/*/*"],
+}
+"""Pages that are listed below another in the navigation."""
+
+wide_pages = ["BENCHMARKS", "docs/index", "docs/support"]  # their tables have the place of the table of contents
 
 myst_heading_anchors = 4  # as GitHub makes them, so that a link works in both places
 
@@ -40,6 +49,7 @@ html_title = "KernelPyTorch"
 html_static_path = ["_static"]
 html_favicon = "_static/favicon.svg"
 html_css_files = ["site.css"]
+html_js_files = [("tables.js", {"defer": "defer"})]
 html_copy_source = False
 html_show_sphinx = False
 html_theme_options = {

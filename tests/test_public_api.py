@@ -17,7 +17,7 @@ from tools.website.blocks import docstring_gaps, docstrings
 import kernel_pytorch as kp
 from requirements import needs_executorch
 
-PUBLIC = kp.__all__  # API.md shows them: that it is up to date is a test, so a name cannot change unseen
+PUBLIC = kp.__all__  # docs/api shows them: that it is up to date is a test, so a name cannot change unseen
 PUBLIC_MODULES = {"context_parallel", "fp8", "masks"}  # the public names that are meant to be modules
 # Kernel modules need a device, the interpreter or their library to be imported, and have no doctests.
 MODULES = sorted(

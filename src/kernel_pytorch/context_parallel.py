@@ -16,6 +16,7 @@ from kernel_pytorch.distributed.cost import LINKS, Link, measure_link
 from kernel_pytorch.distributed.module import parallelize
 from kernel_pytorch.distributed.placement import Placement, place
 from kernel_pytorch.distributed.token_mean import token_mean
+from kernel_pytorch.distributed.tokenwise import chunked_layer, tokenwise
 from kernel_pytorch.distributed.transport import RankError
 from kernel_pytorch.masks import Mask
 
@@ -26,12 +27,14 @@ __all__ = [
     "Link",
     "Placement",
     "RankError",
+    "chunked_layer",
     "measure_link",
     "parallelize",
     "place",
     "positions",
     "shard",
     "token_mean",
+    "tokenwise",
     "unshard",
 ]
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 
-__all__ = ["bar_chart", "document", "table"]
+__all__ = ["bar_chart", "document", "line_chart", "table"]
 
 _STYLE = """
 :root { color-scheme: light dark; --line: #8884; --bar: #3b82c4; --before: #9aa3ad; }
@@ -65,3 +65,28 @@ def bar_chart(rows: Sequence[tuple[str, float, str]], label: str) -> str:
     ]
     said = ", ".join(f"{name} {text}" for name, _, text in rows)
     return f'<div class="bars" role="img" aria-label="{escape(label)}: {escape(said)}">{"".join(parts)}</div>'
+
+
+def line_chart(series: Mapping[str, Sequence[float]], label: str) -> str:
+    """Return curves over their steps, from zero; the first is drawn as the baseline.
+
+    Example:
+        >>> "polyline" in line_chart({"before": [3.0, 2.0], "after": [3.0, 1.0]}, "loss")
+        True
+    """
+    width, height = 580, 180
+    highest = max(max(values) for values in series.values()) or 1.0
+    parts = [f'<text x="0" y="14">{escape(label)}, {highest:.3g} at the top, 0 at the bottom</text>']
+    for number, (name, values) in enumerate(series.items()):
+        colour, dashes = ("var(--bar)", "") if number else ("var(--before)", ' stroke-dasharray="6 4"')
+        points = " ".join(
+            f"{width * place / max(len(values) - 1, 1):.1f},{24 + (height - 24) * (1 - value / highest):.1f}"
+            for place, value in enumerate(values)
+        )
+        parts.append(f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="2"{dashes}/>')
+        parts.append(f'<text x="{150 * number}" y="{height + 20}" style="fill:{colour}">{escape(name)}</text>')
+    ends = ", ".join(f"{name} ends at {values[-1]:.3g}" for name, values in series.items())
+    return (
+        f'<svg viewBox="0 0 600 {height + 28}" role="img" aria-label="{escape(label)}: {escape(ends)}">'
+        f"{''.join(parts)}</svg>"
+    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -21,6 +22,7 @@ from kernel_pytorch.evidence import Benchmark, read_record, schema
 from kernel_pytorch.hardware_abstraction.device import Rates
 from kernel_pytorch.hardware_abstraction.dispatch import forget_choices
 from kernel_pytorch.hardware_abstraction.op import registered_op
+from kernel_pytorch.lowering.quiet import quiet_native
 from kernel_pytorch.ops.rms_norm import torch_kernel
 from requirements import needs_executorch
 
@@ -154,18 +156,42 @@ def test_tour_visits_every_section(run: Run, tmp_path: Path) -> None:
     outcome = run("tour", "--out", str(page))
     assert outcome.code == 0, outcome.err
     headings = (
-        "1. Exact attention",
-        "2. Your own model",
-        "3. FP8 training",
-        "4. 4 ranks",
-        "5. A lowered model",
+        "1 of 5. Exact attention",
+        "2 of 5. A Hugging Face model",
+        "3 of 5. FP8 training",
+        "4 of 5. 4 ranks",
+        "5 of 5. A lowered model",
         "Next",
     )
     for heading in headings:
         assert heading in outcome.words
-    for content in ("largest difference from float64", "candidates refused", "float32", "tokens/s"):
+    contents = (
+        "difference from float64",
+        "candidates refused",
+        "bf16",
+        "from one process",
+        "you: hello",
+        "tokens/s",
+    )
+    for content in contents:
         assert content in outcome.words
-    assert page.read_text().count("<h2>") == 5
+    assert len(outcome.out.splitlines()) <= 50
+    for foreign in ("warn", "torchao", "pytree", "cpuinfo", "Failed"):  # of libraries below
+        assert foreign not in outcome.err
+    text = page.read_text()
+    assert text.count("<h2>") == 5
+    assert text.count("<svg") == 4
+
+
+def test_known_messages_of_native_code_are_left_out(capfd: pytest.CaptureFixture[str]) -> None:
+    with quiet_native():
+        os.write(2, b"first\n[cpuinfo_utils.cpp:71] Reading a file\nprompt> [cpu")
+        os.write(2, b"info_utils.cpp:9] more\n")
+        subprocess.run(["sh", "-c", "echo from a child >&2"], check=True)
+        os.write(2, b"[cpuinfo_utils is no message")
+    os.write(2, b"\nafter\n")
+    text = capfd.readouterr().err
+    assert text == "first\nprompt> from a child\n[cpuinfo_utils is no message\nafter\n"
 
 
 def test_bench_prints_a_table_of_checked_times(run: Run) -> None:
@@ -184,9 +210,11 @@ def test_bench_prints_a_table_of_checked_times(run: Run) -> None:
 def test_help_has_an_example_of_the_command(run: Run, command: str) -> None:
     outcome = run(*command.split(), "--help")
     assert outcome.code == 0
-    _, found, examples = outcome.words.partition("Example")
+    _, found, examples = outcome.out.partition("Example")
     assert found
-    assert f"kernel-pytorch {command}" in examples
+    lines = [line.strip() for line in examples.splitlines()[1:] if line.strip()]
+    assert lines
+    assert all(line.startswith(f"kernel-pytorch {command}") for line in lines), "each on a line of its own"
 
 
 def test_help_and_version(run: Run) -> None:

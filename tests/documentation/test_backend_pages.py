@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import csv
+import difflib
+import itertools
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -53,8 +55,37 @@ def test_every_backend_has_the_same_pages_with_the_same_sections(rendered: dict[
 def test_committed_pages_conform(name: str) -> None:
     result = check_folder(DOCS / name)
     assert result.findings == []
-    assert {row["status"] for row in result.pages} == {"present"}
-    assert result.blocks["python"] == result.blocks["self_contained"] > 5
+    shared = {"partitioner", "op-support.csv", "op-support", "tutorials", "guides"} if name != "cpu" else set()
+    assert {row["role"] for row in result.pages if row["status"] == "shared"} == shared
+    assert {row["status"] for row in result.pages if row["role"] not in shared} == {"present"}
+    assert result.blocks["python"] == result.blocks["self_contained"] > 2
+
+
+def test_no_two_pages_are_copies() -> None:
+    """Where a backend's page would say what another's says, there is one page for both."""
+    pages = [(path, path.read_text().splitlines()) for path in sorted(DOCS.rglob("*.md"))]
+    for (first, ours), (second, theirs) in itertools.combinations(pages, 2):
+        names = first.parts[-2], second.parts[-2]
+        lines = [
+            [line.replace(name, "NAME") for line in text] for name, text in zip(names, (ours, theirs), strict=True)
+        ]
+        assert difflib.SequenceMatcher(None, *lines).ratio() < 0.9, (first.name, second.name)
+
+
+def test_pages_in_common_leave_those_of_the_backend_and_are_linked(tmp_path: Path) -> None:
+    folder = tmp_path / "amd"
+    for path, text in render(backend("amd"), shared="gpu").items():
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        (folder / path).write_text(text)
+    names = {path.name for path in folder.rglob("*") if path.is_file()}
+    assert names == {f"amd-{page}.md" for page in ("overview", "quantization", "troubleshooting", "arch-internals")}
+    assert {row["status"] for row in check_folder(folder).pages} == {"present", "missing"}
+    for path in ("gpu-partitioner.md", "gpu-op-support.md", "tutorials/gpu-tutorials.md", "guides/gpu-guides.md"):
+        (tmp_path / "gpu" / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "gpu" / path).write_text("# Page\n\nText.\n")
+    status = {row["role"]: row["status"] for row in check_folder(folder).pages}
+    assert status["partitioner"] == status["tutorials"] == "shared"
+    assert status["op-support.csv"] == "missing"
 
 
 def test_what_is_not_there_is_said(rendered: dict[str, dict[str, str]]) -> None:

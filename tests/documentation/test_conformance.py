@@ -304,6 +304,7 @@ def test_a_backend_of_one_page_may_have_sections_for_pages(tmp_path: Path) -> No
     more = "".join(
         f"## {title}\n\nText.\n\n" for title in ("Quantization", "Partitioner API", "Supported Operators")
     )
+    more += "### Issues\n\nText.\n\n#### Guide\n\nText.\n\n##### Issue 2: Error 1 (Internal)\n\nText.\n"
     page = tmp_path / "backends-acme.md"
     page.write_text(OVERVIEW + more)
     (tmp_path / "backends-other.md").write_text("# TODO\n")
@@ -314,7 +315,7 @@ def test_a_backend_of_one_page_may_have_sections_for_pages(tmp_path: Path) -> No
     ]
     status = {row["role"]: row["status"] for row in result.pages}
     assert [status[role] for role in ("quantization", "partitioner", "op-support.csv")] == ["section"] * 3
-    assert status["tutorials"] == "missing"
+    assert status["tutorials"] == status["guides"] == status["arch-internals"] == "missing"
     page.rename(tmp_path / "acme-overview.md")
     assert check_folder(tmp_path / "acme-overview.md").passes(strict=True)
     (tmp_path / "acme-overview.md").write_text(OVERVIEW)

@@ -9,7 +9,14 @@ import pytest
 import torch
 
 import kernel_pytorch as kp
-from kernel_pytorch.hardware_abstraction import AddedKernel, backend, broken_backends, registry
+from kernel_pytorch.hardware_abstraction import (
+    AddedKernel,
+    backend,
+    backends,
+    broken_backends,
+    registered_ops,
+    registry,
+)
 from kernel_pytorch.hardware_abstraction.dispatch import forget_choices
 from kernel_pytorch.ops.rms_norm import KERNEL_TORCH
 
@@ -109,3 +116,11 @@ def test_a_device_without_a_backend_gets_the_torch_kernels(monkeypatch: pytest.M
     assert kp.explain(kp.attention, q, q, q, kp.masks.window(2), device=mps).kernel.name == "tiled"
     with pytest.raises(ValueError, match="device='cuda:7': no backend knows this device"):
         kp.device("cuda:7")
+
+
+def test_no_baseline_has_a_kernels_name() -> None:
+    """In a table of times, "torch" beside "torch" would say nothing."""
+    for op in registered_ops():
+        kernels = {kernel.name for record in backends() for kernel in record.kernels if kernel.op == op.name}
+        assert kernels
+        assert kernels.isdisjoint(op.baselines), op.name

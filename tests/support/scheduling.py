@@ -51,7 +51,7 @@ SECONDS = {
     "docs/tutorials/lower-a-llama.md": 40,
     "tests/fp8/test_fp8_norm.py": 40,
     "tests/testing/test_cross_compile.py[rms_norm]": 30,
-    "API.md": 30,
+    "docs/api/kernel_pytorch.md": 30,
     "tests/ops/test_attention_layout.py": 30,
     "tests/ops/test_attention_properties.py": 30,
     "tests/backends/test_backends.py::TestCpu": 30,

@@ -19,7 +19,6 @@ pytest.importorskip("furo", reason="the extra docs is not installed")
 
 ROOT = Path(__file__).parents[2]
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-PHONE = {"width": 360, "height": 740}
 
 
 def build(source: Path, out: Path) -> subprocess.CompletedProcess[str]:
@@ -46,6 +45,7 @@ def parsed(site: Path) -> dict[Path, Any]:
 
 
 def test_every_page_of_the_checkout_is_on_the_site(site: Path) -> None:
+    assert len(list(site.glob("docs/api/*.html"))) >= 8
     pages = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "demos").glob("*.md")]
     missing = [page for page in pages if not (site / page.relative_to(ROOT)).with_suffix(".html").is_file()]
     assert not missing
@@ -70,12 +70,12 @@ def test_the_build_refuses_what_is_not_backed_or_not_there(tmp_path: Path) -> No
     recorded = (tmp_path / "benchmarks" / "evidence" / "rms_norm.amd-epyc.json").read_text()
     digest = json.loads(recorded)["sources"]["torch"]
     (tmp_path / "benchmarks" / "evidence" / "rms_norm.stale.json").write_text(recorded.replace(digest, "0" * 16))
-    (tmp_path / "docs" / "README.md").write_text("# Page\n\n" + "\n\n".join(faults), encoding="utf-8")
+    (tmp_path / "docs" / "index.md").write_text("# Page\n\n" + "\n\n".join(faults), encoding="utf-8")
     done = build(tmp_path, tmp_path / "out")
     assert done.returncode == 1, done.stderr
     complaints = done.stderr.splitlines()
     for place, complaint in enumerate(faults.values()):
-        assert any(f"README.md:{3 + 2 * place}: " in line and complaint in line for line in complaints), complaint
+        assert any(f"index.md:{7 + 2 * place}: " in line and complaint in line for line in complaints), complaint
     assert len({line.partition(" ")[0] for line in complaints}) == len(faults)
 
 
@@ -149,30 +149,57 @@ def tab(browser: Any) -> Iterator[Any]:
     page.close()
 
 
-# What reaches past the window, unless it scrolls inside a box of its own, as long lines and tables do.
+# What reaches past the window; long lines of code scroll inside a box of their own. And tables that are cut off.
 OVERFLOW = """
     [...document.querySelectorAll("article, article *")]
         .filter(element => element.getBoundingClientRect().right > document.documentElement.clientWidth + 1)
         .filter(element => !element.closest(".table-wrapper *, pre *"))
+        .concat([...document.querySelectorAll(".table-wrapper")].filter(box => box.scrollWidth > box.clientWidth + 1))
         .map(element => element.outerHTML.slice(0, 80))
 """
 
 
-def test_every_page_opens_without_an_error_and_fits_a_phone(site: Path, address: str, tab: Any) -> None:
+@pytest.mark.parametrize("width", [360, 1280])
+def test_every_page_opens_without_an_error_and_fits_the_screen(
+    width: int, site: Path, address: str, tab: Any
+) -> None:
     wide = []
-    tab.set_viewport_size(PHONE)
-    for page in sorted(set(site.rglob("*.html")) - {site / "index.html"}):  # that one leads to the map at once
+    tab.set_viewport_size({"width": width, "height": 740})
+    for page in sorted(set(site.rglob("*.html")) - {site / "index.html"}):  # which redirects
+        if "files" in page.relative_to(site).parts:
+            continue
         tab.goto(f"{address}/{page.relative_to(site).as_posix()}")
         wide += [f"{page.name}: {element}" for element in tab.evaluate(OVERFLOW)[:3]]
         broken = "[...document.images].filter(image => !image.naturalWidth).map(image => image.src)"
         tab.wrong += tab.evaluate(broken)
     assert not tab.wrong
-    assert not wide, "these do not fit a phone"
+    assert not wide, f"these do not fit {width} pixels"
+
+
+def test_the_first_page_has_a_pitch_an_install_line_code_and_a_plot(address: str, tab: Any) -> None:
+    tab.goto(f"{address}/index.html")
+    tab.wait_for_url("**/docs/index.html")
+    article = tab.locator("article")
+    assert "pip install" in article.locator("pre").first.inner_text()
+    assert "kp.attention(q, k, v, mask)" in article.locator("pre").nth(1).inner_text()
+    assert article.locator("svg.plot").count() == 1
+    assert article.locator("table a").count() >= 8
+    assert not tab.wrong
+
+
+def test_an_api_entry_leads_to_its_source(address: str, tab: Any) -> None:
+    tab.goto(f"{address}/docs/api/kernel_pytorch.html")
+    signature = tab.locator("section#attention .signature").first
+    assert "q: torch.Tensor" in signature.inner_text()
+    tab.locator("section#attention a", has_text="Source").click()
+    assert tab.url.endswith("files/src/kernel_pytorch/ops/attention/__init__.py.html#attention")
+    line = tab.locator("#attention + span").inner_text()
+    assert line.startswith(("def attention(", "@overload"))
+    assert not tab.wrong
 
 
 def test_the_map_leads_to_every_audiences_pages(address: str, tab: Any) -> None:
-    tab.goto(f"{address}/index.html")
-    tab.wait_for_url("**/docs/README.html")
+    tab.goto(f"{address}/docs/README.html")
     audiences = {"new-users": 5, "developers": 3, "hardware-engineers": 3, "performance-engineers": 2}
     for audience, least in audiences.items():
         links = tab.locator(f"section#{audience} li a")

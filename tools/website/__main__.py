@@ -15,7 +15,7 @@ REMEDY = "run 'python -m tools.website --write' and commit what it changes"
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m tools.website",
-        description=f"Make the generated pages: {', '.join(PAGES)}, docs/backends.",
+        description=f"Make the generated pages: {', '.join(PAGES)}, docs/api, docs/backends.",
     )
     mode = parser.add_mutually_exclusive_group(required=True)
     mode.add_argument("--write", action="store_true", help="write the pages that are out of date")

@@ -14,7 +14,18 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-__all__ = ["ALLOWED", "DIAGRAMS", "notebook", "numbers", "prose", "visible_html", "without_behaviour", "words"]
+__all__ = [
+    "ALLOWED",
+    "CODE",
+    "DIAGRAMS",
+    "is_amount",
+    "notebook",
+    "numbers",
+    "prose",
+    "visible_html",
+    "without_behaviour",
+    "words",
+]
 
 ALLOWED = re.compile(r"<!-- not a measurement: .+? -->|\.\. not a measurement: .+|\(not a measurement: .+?\)")
 """What stands in a paragraph whose numbers are none of ours: a definition, a setting, a vendor's datasheet."""
@@ -22,20 +33,34 @@ ALLOWED = re.compile(r"<!-- not a measurement: .+? -->|\.\. not a measurement: .
 DIAGRAMS = frozenset({"mermaid", "dot", "graphviz", "plantuml", "d2"})
 """Languages of fenced blocks that readers see as a picture."""
 
+CODE = re.compile(r"\{(?:code(?:-block|-cell)?|sourcecode|literalinclude|toctree|math|eval-rst)\b")
+"""Fenced directives whose content is no prose."""
+
 _ONES = "one|two|three|four|five|six|seven|eight|nine|ten|eleven|twelve"
 _TENS = "twenty|thirty|forty|fifty|sixty|seventy|eighty|ninety"
 _SPELT = rf"(?:(?:{_TENS})(?:[ -](?:{_ONES}))?|{_ONES}|fifteen|(?:a |one )?hundred)"
-_AMOUNT = rf"(?:(?<![\w.])\d[\d.,]*|\b{_SPELT}\b)"
+_AMOUNT = rf"(?:(?<![\w.])\d[\d.,]*[kKM]?|\b{_SPELT}\b)"
 _UNITS = (
     r"%|per ?cents?\b|percentage points?\b|(?:milli|micro|nano)(?:-?seconds?|secs?)\b|"
     r"(?:ns|ms|msecs?|us|[µμ]s)(?![\w/])|"
-    r"[KMGTP]i?B(?:/s|ps| (?:per|a) second)(?!\w)|[GTP]?FLOP/?s(?:/s)?\b|[GTP]FLOPS\b|TOPS\b|"
+    r"(?:[KMGTP]i?B|(?:mega|giga|tera|peta)bytes?)(?:/s(?:ec(?:ond)?)?|ps| (?:per|a) sec(?:ond)?)(?!\w)|"
+    r"[GTP]?FLOP/?s(?:/s)?\b|[GTP]FLOPS?(?: (?:per|a) second)?\b|(?:giga|tera|peta)flops?(?:/s)?\b|TOPS\b|"
     r"(?:tok(?:en)?s?|samples|images|steps|iterations|requests|queries)(?:/s(?:ec)?| (?:per|a|each) second)(?!\w)"
 )
+_SIZE = rf"{_AMOUNT} ?(?:[KMGT]i?B|(?:mega|giga|tera)bytes?)\b"
+_DURATION = rf"{_AMOUNT} ?(?:s|secs?|seconds?|min|minutes?|h|hours?|days?)\b"
+# What a run took: a timeout of 600 s or a device with 80 GB is a setting.
+_TOOK = (
+    r"(?:takes?|took|taking|runs? in|ran in|(?:finish(?:es|ed)?|completes?|done|trains?) (?:in|after|within)|"
+    r"(?:falls?|fell|drops?|dropped|shrinks?|goes|went) (?:from [^.;]{1,30} )?to|instead of|down (?:to|from))"
+    r" (?:only |just |about |nearly |under |less than )*"
+)
+_HELD = r"(?:(?:needs?|uses?|takes?|saves?|peaks? at|peak(?: memory)? (?:of|is)) (?:only |just |about |under )*)"
 _NUMBER = re.compile(
     rf"(?<![\w.])\d[\d.,]*(?:[x×]|\s+[x×](?!\s*\d))(?![\w/])"  # noqa: RUF001 - "x86", "16384x4096" and "2 x 3" are no gains
     rf"|{_AMOUNT}[\s-]*(?:{_UNITS})"
     rf"|\b(?:\d[\d.,]*|{_SPELT})[ -]?fold\b"
+    rf"|\b{_TOOK}(?:{_DURATION}|{_SIZE})|\b{_HELD}{_SIZE}|{_SIZE} (?:less|fewer|more|saved)\b"
     rf"|{_AMOUNT} times (?:less|more|fewer|smaller|lower|higher|better|cheaper|larger|the (?:throughput|speed))\b",
     re.IGNORECASE,
 )
@@ -44,9 +69,13 @@ _WORD = re.compile(
     r"\b(?:faster|fastest|quicker|quickest|slower|speed-?ups?|speeds? up|sped up|speeding up"
     r"|outperform(?:s|ed|ing)?|outpaces?|state[ -]of[ -]the[ -]art|best[ -]in[ -]class|lightning[ -]fast"
     r"|blazing(?:ly)?[ -]fast|orders? of magnitude|record-breaking"
-    r"|(?:twice|thrice|half|\w+ times|a (?:third|quarter|fraction) of) (?:as|the) "
-    r"(?:fast|slow|speed|time|throughput|latency|memory)"
-    rf"|(?:doubl|tripl|quadrupl|halv)(?:e|es|ed|ing) (?:\w+ ){{0,3}}?{_GAINED}"
+    r"|(?:twice|thrice|half|\w+ times|(?:a|one) (?:half|third|quarter|fifth|tenth|fraction) of) (?:as|the|its) "
+    r"(?:fast|slow|quick|speed|time|throughput|latency|memory)(?:ly)?"
+    rf"|(?:doubl|tripl|quadrupl|halv)(?:e|es|ed|ing) (?:\w+ ){{0,3}}?(?:{_GAINED}|\w+ per second)"
+    rf"|{_GAINED} (?:boost|gain|improvement|win|advantage)s?"
+    rf"|(?:boost|improv|increas|rais)(?:e|es|ed|s|ing)? (?:\w+ ){{0,2}}?{_GAINED}"
+    r"|accelerat(?:es|ed) (?:\w+ ){0,2}?(?:training|inference|decoding|attention|models?|it)"
+    r"|surpass(?:es|ed)|superior to"
     rf"|{_GAINED} (?:is |was |has |are )?(?:more than |nearly |almost )?(?:doubled|tripled|quadrupled|halved)"
     rf"|(?:higher|better|superior|unmatched|unrivall?ed) (?:throughput|performance)|lower latency"
     rf"|(?:cuts?|reduces?|slash(?:es)?) (?:\w+ ){{0,3}}?{_GAINED}(?: \w+)?(?: (?:in|by)) (?:half|two thirds|a \w+)"
@@ -84,6 +113,16 @@ def numbers(text: str) -> re.Match[str] | None:
         ('forty percent', None)
     """
     return _NUMBER.search(text)
+
+
+def is_amount(code: str) -> bool:
+    """Whether inline code is nothing but an amount, so that it reads as prose.
+
+    Example:
+        >>> is_amount("3 ms"), is_amount("2x"), is_amount("2x + 1")
+        (True, True, False)
+    """
+    return _NUMBER.fullmatch(code.strip()) is not None
 
 
 def words(text: str) -> re.Match[str] | None:

@@ -38,7 +38,7 @@ _FP8 = ("fp8", "ops/fp8_cast", "ops/fp8_matmul")
 _FP8_MODELS = (*_FP8, "ops/fp8_rms_norm", "ops/fp8_swiglu", "ops/attention")
 _MEASURES = {
     "attention-long": ("ops/attention", "distributed/chunks.py", "distributed/parts.py"),
-    "attention-step": ("ops/attention", "distributed/chunks.py", "distributed/parts.py", "ops/rms_norm"),
+    "attention-step": ("ops/attention", "distributed/tokenwise.py", "ops/rms_norm"),
     "fp8-batches": _FP8_MODELS,
     "fp8-blocks": _FP8_MODELS,
     "fp8-grid": _FP8,

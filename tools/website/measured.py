@@ -33,7 +33,18 @@ from kernel_pytorch.benchmarking import source_name
 from kernel_pytorch.evidence import Benchmark, EvidenceError, Measurement, Record
 from kernel_pytorch.hardware_abstraction.registry import backends
 from kernel_pytorch.hardware_abstraction.source_digest import is_part
-from tools.website.claims import ALLOWED, DIAGRAMS, notebook, numbers, prose, visible_html, without_behaviour, words
+from tools.website.claims import (
+    ALLOWED,
+    CODE,
+    DIAGRAMS,
+    is_amount,
+    notebook,
+    numbers,
+    prose,
+    visible_html,
+    without_behaviour,
+    words,
+)
 
 __all__ = [
     "GONE",
@@ -55,6 +66,7 @@ _DEFINITION = re.compile(r'^\[([^\]]+)\]: +\S*evidence/([\w.-]+)\.json "(measure
 _INLINE = re.compile(r'\[([^\]]*)\](\(\S*evidence/([\w.-]+)\.json "(measured: [^"]+)"\))')
 GONE = "is no longer in the table"
 """What becomes of a kernel that no backend lists any more."""
+_REGION = re.compile(r"<!-- generated: [\w-]+ -->\n.*?<!-- end -->", re.DOTALL)  # compared with what makes them
 _AT = re.compile(r"; at=(\w+)")
 _KEYS = ("case", "phase", "format", "kernel", "baseline", "over", "at")
 
@@ -224,7 +236,8 @@ def stale_kernels(record: Record, row: Measurement | None = None) -> dict[str, s
 
 
 def check(text: str, page: Path, records: Mapping[str, Record]) -> Iterator[Problem]:
-    """What is wrong with the numbers of a page in Markdown."""
+    """What is wrong with the numbers of a page in Markdown, outside its generated parts."""
+    text = _REGION.sub(lambda found: "\n" * found[0].count("\n"), text)
     for line, tokens in _paragraphs(text):
         prose, backed = "", False
         inside: Token | None = None
@@ -251,10 +264,15 @@ def check(text: str, page: Path, records: Mapping[str, Record]) -> Iterator[Prob
                     content += f" {title}"
                     backed = backed or "/plots/" in f"/{token.attrGet('src')}"  # drawn from a record
                 shown, prose = (shown + content, prose) if inside is not None else (shown, prose + content)
+            elif token.type == "code_inline" and is_amount(token.content):
+                prose += f" {token.content} "
         if any(ALLOWED.search(token.content) for token in tokens if token.type.startswith("html")):
             continue
         for place, rivals in links:
-            named = _other_rival(prose[place:], rivals, records)
+            before = re.split(r"[.;]\s", prose[max((end for end, _ in links if end < place), default=0) : place])[
+                -1
+            ]
+            named = _other_rival(prose[place:], rivals, records) or _other_rival(before, rivals, records)
             if named:
                 yield Problem(line, f"{named!r}: the record's speedup is over {' and '.join(sorted(rivals))!r}")
         yield from _unbacked(prose, line, backed)
@@ -287,7 +305,16 @@ def _unbacked(text: str, line: int, backed: bool) -> Iterator[Problem]:
 
 # Libraries that a reader may take a speedup to be over; the baselines of the records are added.
 _LIBRARIES = (
+    "SDPA",
+    "scaled_dot_product_attention",
     "FlashAttention",
+    "FlexAttention",
+    "PyTorch",
+    "torch.compile",
+    "eager",
+    "bf16",
+    "torchao",
+    "XNNPACK",
     "xFormers",
     "TransformerEngine",
     "Transformer Engine",
@@ -296,7 +323,10 @@ _LIBRARIES = (
     "cuDNN",
     "cuBLAS",
 )
-_COMPARED = re.compile(r"\b(?:over|than|against|versus|vs\.?|compared (?:to|with)|relative to)\s+([^.;:,()]{0,60})")
+_COMPARED = re.compile(
+    r"\b(?:over|than|against|versus|vs\.?|compared (?:to|with)|relative to|as fast as)\s+([^.;:,()]{0,60})",
+    re.IGNORECASE,
+)
 
 
 def _other_rival(after: str, rivals: frozenset[str], records: Mapping[str, Record]) -> str:
@@ -340,9 +370,14 @@ def _paragraphs(text: str) -> Iterator[tuple[int, list[Token]]]:
         cells = rows.setdefault(token.map[0] + 1, [])
         if token.type == "inline":
             cells += [*(token.children or ()), Token("softbreak", "", 0)]
-        elif token.type == "html_block" or (token.type == "fence" and token.info.strip("{} ") in DIAGRAMS):
+        elif token.type == "html_block" or (token.type == "fence" and _is_prose(token.info.strip())):
             cells.append(token)
     yield from rows.items()
+
+
+def _is_prose(language: str) -> bool:
+    """Whether readers see a fenced block as text or as a picture: a diagram, or a directive such as a note."""
+    return language.strip("{} ") in DIAGRAMS or (language.startswith("{") and not CODE.match(language))
 
 
 def refresh(text: str, records: Mapping[str, Record]) -> str:

@@ -12,6 +12,7 @@ import hashlib
 import html
 import io
 import re
+import textwrap
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -142,7 +143,8 @@ def _lowering(record: Benchmark) -> list[Chart]:
             for kind, _, name in (row.subject.partition(":") for row in rows)
         )
         times = {"time": tuple(row.seconds.median * 1e3 for row in rows)}
-        charts.append(Chart("bars", case, "milliseconds", labels, times, " ms"))
+        axis = "milliseconds, 8,192 tokens" if "window" in case else "milliseconds"
+        charts.append(Chart("bars", case, axis, labels, times, " ms"))
     return charts
 
 
@@ -218,12 +220,21 @@ def _draw(name: str, charts: list[Chart], source: str, digest: str) -> str:
         )
         for chart, ax in zip(charts, axes[:, 0], strict=False):
             (_bars if chart.kind == "bars" else _lines)(ax, chart)
+        for chart, ax in zip(charts, axes[:, 0], strict=False):
+            # Bars and lines of one quantity are as long in each part of a picture.
+            alike = [other for one, other in zip(charts, axes[:, 0], strict=False) if one.axis == chart.axis]
+            if chart.kind == "bars":
+                ax.set_xlim(right=max(other.get_xlim()[1] for other in alike))
+            else:
+                ax.set_ylim(top=max(other.get_ylim()[1] for other in alike))
         if not charts:
             axes[0, 0].axis("off")
-        figure.text(0.01, 0.005, source, fontsize=6.5, alpha=0.75)
+        below = textwrap.fill(source, 92)
+        figure.text(0.01, 0.005, below, fontsize=6.5, alpha=0.75, va="bottom")
         if legend:
             figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="upper left", ncols=2, fontsize=8)
-        figure.tight_layout(rect=(0, 0.12 / height, 1, 1 - legend / height))
+        note = 0.12 * (1 + below.count("\n"))
+        figure.tight_layout(rect=(0, note / height, 1, 1 - legend / height))
         out = io.StringIO()
         figure.savefig(out, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
         pyplot.close(figure)

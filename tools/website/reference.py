@@ -1,47 +1,60 @@
-"""The API reference: public names with their signatures, fields and docstrings, read from the code."""
+"""The API reference, read from the code: an index, and a page for each module.
+
+Public names with signature, types, fields, docstring, and a link to the source.
+"""
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import importlib
 import inspect
 import itertools
 import re
 import textwrap
+from collections import Counter
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
+import kernel_pytorch
 from kernel_pytorch.documentation.declared_fields import declared_fields
 
-__all__ = ["reference_page"]
+__all__ = ["index_page", "module_pages"]
 
-# Module -> the sentence that opens its section, and the imports its examples take for granted.
+# Module -> the name of its page, the sentence that opens it, and the imports its examples take for granted.
 _MODULES = {
     "kernel_pytorch": (
+        "kernel_pytorch",
         "What most programs need. Import it as `kp`; the import is cheap and touches no device.",
         "import torch\nimport kernel_pytorch as kp",
     ),
     "kernel_pytorch.masks": (
-        "What attention attends to: reach it as `kp.masks`. [docs/attention.md](docs/attention.md) is the guide.",
+        "masks",
+        "What attention attends to. Reach it as `kp.masks`; [Attention](../attention.md) is the guide.",
         "",
     ),
     "kernel_pytorch.context_parallel": (
-        "Sequences over several devices: reach it as `kp.context_parallel`. "
-        "[docs/context_parallel.md](docs/context_parallel.md) is the guide.",
+        "context_parallel",
+        "Sequences over several devices. Reach it as `kp.context_parallel`; "
+        "[Context parallelism](../context_parallel.md) is the guide.",
         "",
     ),
     "kernel_pytorch.fp8": (
-        "Training in 8 bits: reach it as `kp.fp8`. [docs/fp8.md](docs/fp8.md) is the guide.",
+        "fp8",
+        "Training in 8 bits. Reach it as `kp.fp8`; [FP8 training](../fp8.md) is the guide.",
         "from kernel_pytorch.fp8 import RECIPES, Format, Recipe, convert, linear, report, revert\n"
         "from kernel_pytorch.hardware_abstraction.formats import E4M3FN, E4M3FNUZ, E5M2\n"
         "from kernel_pytorch.fp8.autograd import COUNTS_SHAPE, fp8_linear",
     ),
     "kernel_pytorch.optimization": (
-        "Automatic optimisation: candidates, plans and reports. [docs/optimize.md](docs/optimize.md) is the guide.",
+        "optimization",
+        "Automatic optimisation: candidates, plans and reports. [Optimising a model](../optimize.md) is the guide.",
         "",
     ),
     "kernel_pytorch.lowering": (
-        "Programs for devices, with the extra `lowering`. [docs/lowering.md](docs/lowering.md) is the guide.",
+        "lowering",
+        "Programs for devices, with the extra `lowering`. [Deployment](../lowering.md) is the guide.",
         "from kernel_pytorch.lowering import (\n"
         "    CachedLanguageModel, KernelPartitioner, KernelQuantizer, PartitionerOptions,\n"
         "    Sampling, TextGenerator, TextProgram, load, lower, lower_checkpoint, lowering_of, probe,\n"
@@ -49,10 +62,13 @@ _MODULES = {
         "from kernel_pytorch.lowering.recipes import find_recipe",
     ),
     "kernel_pytorch.hardware_abstraction": (
-        "What a backend or a tool is made of: the table's records, the catalogue, and selection.",
+        "hardware_abstraction",
+        "What a backend or a tool is made of: ops, kernels, devices, the catalogue and selection. "
+        "[Hardware](../hardware.md) is the guide.",
         "",
     ),
     "kernel_pytorch.testing": (
+        "testing",
         "What holds a kernel to its definition; shipped so that a backend elsewhere can use it.",
         "",
     ),
@@ -61,30 +77,107 @@ _WIDTH = 100
 _SECTION = re.compile(r"^(Args|Returns|Raises|Example):$")
 
 
-def reference_page() -> str:
-    """The whole page as Markdown."""
-    lines = ["# API", "", "The public names, with their docstrings. Every example on this page is executed."]
-    shown: set[int] = set()
-    for module_name, (opening, imports) in _MODULES.items():
+def index_page() -> str:
+    """The modules and their public names, each with the first sentence of its docstring and a link to its entry."""
+    lines = [
+        "# API",
+        "",
+        "The public names by module. Each entry has the signature with its types, the docstring, an example that the",
+        "tests execute, and a link to the source. Anything else in the package is internal and may change.",
+    ]
+    for module_name, (page, opening, _) in _MODULES.items():
         module = importlib.import_module(module_name)
-        names = sorted(module.__all__, key=lambda name: (name.strip("_").lower(), name))
-        modules = [name for name in names if inspect.ismodule(getattr(module, name))]
-        names = [name for name in names if name not in modules]
-        lines += ["", f"## {module_name}", "", opening, "", "```python"]
-        lines += imports.splitlines() or [f"from {module_name} import (", *(f"    {n}," for n in names), ")"]
-        lines += ["```"]
-        if modules:
-            links = ", ".join(f"[{name}](#{module_name}{name})" for name in modules)
-            lines += ["", f"Modules with sections of their own: {links}."]
-        for name in names:
-            value = getattr(module, name)
-            lines += ["", f"### {module_name.removeprefix('kernel_pytorch.')}.{name}"]
-            if id(value) in shown and callable(value):
-                lines += ["", f"The same as `kernel_pytorch.{name}`."]
-            else:
-                lines += _entry(name, value)
-                shown.add(id(value))
+        names, modules = _names(module_name)
+        anchors = _anchors(names)
+        lines += ["", f"## {module_name}", "", opening.replace("(../", "(docs/"), "", "| Name | What it is |"]
+        lines += ["|---|---|"]
+        lines += [
+            f"| [{name}](docs/api/{name}.md) | a module, [below](#kernel_pytorch{name}) |" for name in modules
+        ]
+        lines += [
+            f"| [{_plain(name)}](docs/api/{page}.md#{anchors[name]}) | {_first_sentence(getattr(module, name))} |"
+            for name in names
+        ]
     return "\n".join(lines) + "\n"
+
+
+def _anchors(names: list[str]) -> dict[str, str]:
+    """The anchor of each name's heading; of names that differ in case alone, the later ones are counted."""
+    seen: Counter[str] = Counter()
+    anchors = {}
+    for name in names:
+        plain = name.lower()
+        anchors[name] = f"{plain}-{seen[plain]}" if seen[plain] else plain
+        seen[plain] += 1
+    return anchors
+
+
+def _plain(name: str) -> str:
+    """A name as it stands: Markdown takes underscores around a word for emphasis."""
+    return name.replace("_", "\\_") if name.startswith("_") else name
+
+
+def _first_sentence(value: Any) -> str:
+    if not callable(value):
+        return "a constant"
+    paragraph = " ".join(inspect.cleandoc(value.__doc__ or "").partition("\n\n")[0].split())
+    return re.split(r"(?<=[.])\s", paragraph)[0].rstrip(".:").replace("|", "\\|")
+
+
+def module_pages() -> dict[str, str]:
+    """The page of each module, by its path in the checkout."""
+    shown: dict[int, tuple[str, str]] = {}  # by the value's id: its page, and the anchor there
+    return {f"docs/api/{page}.md": _module_page(name, shown) for name, (page, _, _) in _MODULES.items()}
+
+
+def _names(module_name: str) -> tuple[list[str], list[str]]:
+    """A module's public names in the order of the page, and those of them that are modules."""
+    module = importlib.import_module(module_name)
+    names = sorted(module.__all__, key=lambda name: (name.strip("_").lower(), name))
+    modules = [name for name in names if inspect.ismodule(getattr(module, name))]
+    return [name for name in names if name not in modules], modules
+
+
+def _module_page(module_name: str, shown: dict[int, tuple[str, str]]) -> str:
+    page, opening, imports = _MODULES[module_name]
+    module = importlib.import_module(module_name)
+    names, modules = _names(module_name)
+    anchors = _anchors(names)
+    lines = [f"# {module_name}", "", opening, "", "```python"]
+    lines += imports.splitlines() or [f"from {module_name} import (", *(f"    {n}," for n in names), ")"]
+    lines += ["```"]
+    if modules:
+        lines += ["", f"Modules with a page of their own: {', '.join(f'[{name}]({name}.md)' for name in modules)}."]
+    for name in names:
+        value = getattr(module, name)
+        lines += ["", f"## {_plain(name)}"]
+        if id(value) in shown and callable(value):
+            there, anchor = shown[id(value)]
+            lines += ["", f"The same as [`{there}.{name}`]({there}.md#{anchor})."]
+        else:
+            lines += [*_entry(name, value), "", _source(module_name, name, value)]
+            shown[id(value)] = page, anchors[name]
+    return "\n".join(lines) + "\n"
+
+
+def _source(module_name: str, name: str, value: Any) -> str:
+    """A link to the file that defines a name; the link's title says where in it."""
+    known = inspect.unwrap(value) if callable(value) else value
+    if inspect.isclass(known) or inspect.isfunction(known):
+        path, defined = Path(inspect.getsourcefile(known) or ""), known.__qualname__
+    else:
+        path, defined = _assigned_in(module_name, name), name
+    inside = path.relative_to(Path(kernel_pytorch.__file__).parents[1]).as_posix()
+    return f'[Source](../../src/{inside} "{defined} in {inside}")'
+
+
+def _assigned_in(module_name: str, name: str) -> Path:
+    """The file whose code assigns a constant, from its module along the imports."""
+    path = Path(importlib.import_module(module_name).__file__ or "")
+    for node in ast.parse(path.read_bytes()).body:
+        if isinstance(node, ast.ImportFrom) and name in {alias.asname or alias.name for alias in node.names}:
+            return _assigned_in(node.module or "", name)
+    return path
 
 
 def _entry(name: str, value: Any) -> list[str]:

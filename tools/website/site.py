@@ -2,8 +2,10 @@
 
 - A link whose title begins with ``measured:`` becomes a number with its provenance; the page's numbers are checked.
 - Pictures in SVG become part of the page, so that they follow its theme.
-- A link to a folder of the checkout becomes its text: the site has no such page. A link that shows the name of a
-  file shows the title of its page.
+- A link to a file of the checkout leads to a page with its text, highlighted; a title that begins with a name, as
+  ``"attention in ..."``, leads to where that is defined. A link to a folder becomes its text: the site has no such
+  page. A link that shows the name of a page's file shows the page's title.
+- Signatures in the API reference are highlighted as Python.
 - ``<!-- evidence check -->`` becomes the table of all records and how old they are against the code of the build.
 - The navigation is made from ``site_map`` in conf.py; pages that it leaves out fail the build.
 """
@@ -12,6 +14,7 @@ from __future__ import annotations
 
 import html
 import re
+from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -27,6 +30,7 @@ from kernel_pytorch.evidence import Benchmark, EvidenceError, named_evidence
 from tools.website.freshness import ages, markdown
 from tools.website.measured import PREFIX, check, resolve
 from tools.website.pages import hand_written
+from tools.website.text_files import is_signature, is_text, page_of, text_page
 
 __all__ = ["setup"]
 
@@ -55,12 +59,22 @@ class PagesOfACheckout(SphinxTransform):
         for link in list(self.document.findall(addnodes.download_reference)):
             if str(link.get("reftitle", "")).startswith(PREFIX):
                 self.measured(link)
+            elif is_text(path := self.there(link["reftarget"])):
+                inside = path.relative_to(Path(self.env.srcdir)).as_posix()
+                place = f"#{link['reftitle'].partition(' in ')[0]}" if " in " in link.get("reftitle", "") else ""
+                address = self.env.app.builder.get_relative_uri(self.env.docname, page_of(inside))
+                link.replace_self(nodes.reference("", "", *link.children, refuri=address + place, text_file=inside))
         for link in list(self.document.findall(addnodes.pending_xref)):
             if link.get("refdomain") is None and self.there(link["reftarget"]).is_dir():
                 link.replace_self(nodes.inline("", "", *link.children, classes=["folder"]))
             elif link.get("refdomain") == "doc" and link.astext().endswith(".md"):
                 link["refexplicit"] = False  # MyST then takes the title of what it leads to
                 link[0].clear()
+        if self.env.docname.startswith("docs/api/"):
+            for block in self.document.findall(nodes.literal_block):
+                if is_signature(block.astext()):
+                    block["language"] = "python"
+                    block["classes"].append("signature")
         for image in list(self.document.findall(nodes.image)):
             path = self.there(image["uri"])
             if path.suffix == ".svg" and path.is_file():
@@ -114,6 +128,8 @@ def _on_source(app: Sphinx, docname: str, source: list[str]) -> None:
             _LOG.warning("%s", problem.message, location=(docname, problem.line))
     if _AGES in source[0]:
         source[0] = source[0].replace(_AGES, markdown(ages(Path(app.srcdir))))
+    if docname in app.config.wide_pages:
+        source[0] = f"---\nhide-toc: true\n---\n\n{source[0]}"
     for caption, entries in _navigation(app, docname).items():
         options = f":caption: {caption}\n" if caption else ""
         source[0] += "\n```{toctree}\n:hidden:\n" + options + "\n" + "\n".join(entries) + "\n```\n"
@@ -132,6 +148,9 @@ def _navigation(app: Sphinx, docname: str) -> dict[str, list[str]]:
             ]
             for caption, patterns in app.config.site_map.items()
         }
+    if docname in app.config.below:
+        patterns = app.config.below[docname]
+        return {"": [f"/{found}" for pattern in patterns for found in known if _match(found, pattern)]}
     if docname.startswith("docs/backends/") and docname.endswith("-overview"):
         folder = docname.rpartition("/")[0] + "/"
         below = [f"/{found}" for found in known if found.startswith(folder) and found != docname]
@@ -141,6 +160,19 @@ def _navigation(app: Sphinx, docname: str) -> dict[str, list[str]]:
 
 def _match(docname: str, pattern: str) -> bool:
     return docname.count("/") == pattern.count("/") and fnmatchcase(docname, pattern)
+
+
+def _text_files(app: Sphinx) -> Iterator[tuple[str, dict[str, Any], str]]:
+    """A page for each file that a link leads to."""
+    linked = {
+        link["text_file"]
+        for docname in app.env.found_docs
+        for link in app.env.get_doctree(docname).findall(nodes.reference)
+        if "text_file" in link
+    }
+    for inside in sorted(linked):
+        context = {"title": inside, "body": text_page(inside, Path(app.srcdir) / inside), "furo_hide_toc": True}
+        yield page_of(inside), context, "page.html"
 
 
 def _on_finish(app: Sphinx, exception: Exception | None) -> None:
@@ -156,8 +188,11 @@ def _on_finish(app: Sphinx, exception: Exception | None) -> None:
 
 def setup(app: Sphinx) -> dict[str, bool]:
     app.add_config_value("site_map", {}, "env", types=[dict])
+    app.add_config_value("below", {}, "env", types=[dict])
+    app.add_config_value("wide_pages", [], "env", types=[list])
     app.add_node(MeasuredNumber, html=(_visit_measured, _depart_measured))
     app.add_transform(PagesOfACheckout)
+    app.connect("html-collect-pages", _text_files)
     app.connect("source-read", _on_source)
     app.connect("build-finished", _on_finish)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -17,6 +17,7 @@ _STYLES = {
     "present": "green",
     "section": "green",
     "renamed": "yellow",
+    "shared": "green",
     "missing": "red",
     "empty": "red",
     "placeholder": "red",

@@ -12,6 +12,14 @@ from typing import Annotated, Any
 
 import typer
 
+
+def _examples(*commands: str) -> str:
+    """An epilogue with each command on a line of its own; Typer keeps the lines that an empty one parts."""
+    return "\n\n".join(
+        ["Examples:" if len(commands) > 1 else "Example:", *(f"[bold]{one}[/bold]" for one in commands)]
+    )
+
+
 app = typer.Typer(
     name="kernel-pytorch",
     help="Fast, exact PyTorch kernels for whatever hardware is there, chosen automatically and explained.",
@@ -61,8 +69,9 @@ def options(
 
 
 @app.command(
-    epilog="Examples:  [bold]kernel-pytorch doctor[/bold]   "
-    "[bold]kernel-pytorch doctor --measure[/bold]   [bold]kernel-pytorch doctor --json | jq .devices[/bold]"
+    epilog=_examples(
+        "kernel-pytorch doctor", "kernel-pytorch doctor --measure", "kernel-pytorch doctor --json | jq .devices"
+    )
 )
 def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print data instead of tables.")] = False,
@@ -79,22 +88,24 @@ def doctor(
         show(report, support=support)
 
 
-@app.command(epilog="Example:  [bold]kernel-pytorch tour --out report.html[/bold]")
+@app.command(epilog=_examples("kernel-pytorch tour --out report.html"))
 def tour(
     out: Annotated[Path, typer.Option(help="Where to write the page with the charts.")] = Path("report.html"),
 ) -> None:
     """Show each part once on this machine: attention, optimisation, FP8, ranks, text generation."""
     from kernel_pytorch.cli.tour import run
-    from kernel_pytorch.lowering.quiet import quiet_libraries
+    from kernel_pytorch.lowering.quiet import quiet_libraries, quiet_native
 
-    with quiet_libraries():
+    with quiet_libraries(), quiet_native():
         run(out)
 
 
 @app.command(
-    epilog="Examples:  [bold]kernel-pytorch bench rms_norm[/bold]   "
-    "[bold]kernel-pytorch bench rms_norm --case 16384x4096 --format bfloat16[/bold]   "
-    "[bold]kernel-pytorch bench rms_norm --record[/bold]"
+    epilog=_examples(
+        "kernel-pytorch bench rms_norm",
+        "kernel-pytorch bench rms_norm --case 16384x4096 --format bfloat16",
+        "kernel-pytorch bench rms_norm --record",
+    )
 )
 def bench(
     context: typer.Context,
@@ -124,10 +135,12 @@ def bench(
 
 
 @app.command(
-    epilog="Examples:  [bold]kernel-pytorch parity[/bold]   "
-    "[bold]kernel-pytorch parity --recipe tensorwise --recipe rowwise --steps 100[/bold]   "
-    "[bold]kernel-pytorch parity --size 100m --seeds 3 --out runs/100m[/bold]   "
-    "[bold]kernel-pytorch parity --from runs/100m[/bold]"
+    epilog=_examples(
+        "kernel-pytorch parity",
+        "kernel-pytorch parity --recipe tensorwise --recipe rowwise --steps 100",
+        "kernel-pytorch parity --size 100m --seeds 3 --out runs/100m",
+        "kernel-pytorch parity --from runs/100m",
+    )
 )
 def parity(
     context: typer.Context,
@@ -180,9 +193,11 @@ def parity(
 
 @app.command(
     "lower",
-    epilog="Examples:  [bold]kernel-pytorch lower my_package.models:small --out small.pte[/bold]   "
-    "[bold]kernel-pytorch lower my_package.models:small --out small.pte --recipe int8-dynamic[/bold]   "
-    "[bold]kernel-pytorch lower --hf checkpoints/SmolLM2-135M --out smol.pte[/bold]",
+    epilog=_examples(
+        "kernel-pytorch lower my_package.models:small --out small.pte",
+        "kernel-pytorch lower models:small --out small.pte --recipe int8-dynamic",
+        "kernel-pytorch lower --hf checkpoints/SmolLM2-135M --out smol.pte",
+    ),
 )
 def lower_command(
     context: typer.Context,
@@ -213,8 +228,10 @@ def lower_command(
 
 @app.command(
     "generate",
-    epilog="Examples:  [bold]kernel-pytorch generate checkpoints/SmolLM2-135M --prompt 'Once upon a time'[/bold]   "
-    "[bold]kernel-pytorch generate checkpoints/Qwen3-0.6B --chat --recipe int4-weight --window 4096 --sinks 4[/bold]",
+    epilog=_examples(
+        "kernel-pytorch generate checkpoints/SmolLM2-135M --prompt 'Once upon a time'",
+        "kernel-pytorch generate Qwen3-0.6B --chat --recipe int4-weight --window 4096",
+    ),
 )
 def generate_command(
     context: typer.Context,
@@ -250,8 +267,10 @@ def generate_command(
 
 @app.command(
     "optimize",
-    epilog="Examples:  [bold]kernel-pytorch optimize my_package.models:small --plan plan.json[/bold]   "
-    "[bold]kernel-pytorch optimize --hf ./checkpoint --goal training --budget 10m --report report.html[/bold]",
+    epilog=_examples(
+        "kernel-pytorch optimize my_package.models:small --plan plan.json",
+        "kernel-pytorch optimize --hf ./checkpoint --goal training --budget 10m",
+    ),
 )
 def optimize_command(
     source: Annotated[
@@ -298,8 +317,7 @@ def optimize_command(
 
 @app.command(
     "run",
-    epilog="Examples:  [bold]kernel-pytorch run small.pte[/bold]   "
-    "[bold]kernel-pytorch run small.pte --input x.pt --repeat 20[/bold]",
+    epilog=_examples("kernel-pytorch run small.pte", "kernel-pytorch run small.pte --input x.pt --repeat 20"),
 )
 def run_command(
     program: Annotated[Path, typer.Argument(help="A .pte file.")],
@@ -317,8 +335,7 @@ def run_command(
 
 @app.command(
     "build-runtime",
-    epilog="Examples:  [bold]kernel-pytorch build-runtime[/bold]   "
-    "[bold]kernel-pytorch build-runtime --backend acme[/bold]",
+    epilog=_examples("kernel-pytorch build-runtime", "kernel-pytorch build-runtime --backend acme"),
 )
 def build_runtime_command(
     backend: Annotated[str, typer.Option(help="Whose runtime, as in lower --backend.")] = "cpu",
@@ -340,8 +357,7 @@ app.add_typer(backend_app, name="backend")
 
 @backend_app.command(
     "new",
-    epilog="Examples:  [bold]kernel-pytorch backend new acme[/bold]   "
-    "[bold]kernel-pytorch backend new acme --out ~/src/acme-backend[/bold]",
+    epilog=_examples("kernel-pytorch backend new acme", "kernel-pytorch backend new acme --out ~/src/acme-backend"),
 )
 def backend_new(
     name: Annotated[str, typer.Argument(help="The backend's name: one lower-case word.")],
@@ -357,8 +373,10 @@ def backend_new(
 
 @backend_app.command(
     "docs",
-    epilog="Examples:  [bold]kernel-pytorch backend docs cpu --out docs/backends/cpu[/bold]   "
-    "[bold]kernel-pytorch backend docs acme --out docs --probe[/bold]",
+    epilog=_examples(
+        "kernel-pytorch backend docs cpu --out docs/backends/cpu",
+        "kernel-pytorch backend docs acme --out docs --probe",
+    ),
 )
 def backend_docs(
     name: Annotated[str, typer.Argument(help="A backend that is installed.")],
@@ -379,8 +397,9 @@ def backend_docs(
 
 @backend_app.command(
     "check",
-    epilog="Examples:  [bold]kernel-pytorch backend check docs/backends/cpu[/bold]   "
-    "[bold]kernel-pytorch backend check path/to/docs --json[/bold]",
+    epilog=_examples(
+        "kernel-pytorch backend check docs/backends/cpu", "kernel-pytorch backend check path/to/docs --json"
+    ),
 )
 def backend_check(
     folder: Annotated[Path, typer.Argument(help="A folder with the documentation of any backend.")],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import resource
 import sys
 from pathlib import Path
@@ -38,10 +39,12 @@ def generate(
     if (prompt is None) != chat:
         raise ValueError("give --prompt TEXT or --chat, one of them")
     notes = Console(stderr=True)
-    with notes.status("loading ExecuTorch") as status:
-        from kernel_pytorch.lowering.quiet import quiet_libraries
+    # Keeps the terminal while the standard error goes through a filter.
+    shown = Console(file=os.fdopen(os.dup(2), "w")) if notes.is_terminal else notes
+    with shown.status("loading ExecuTorch") as status:
+        from kernel_pytorch.lowering.quiet import quiet_libraries, quiet_native
 
-        with quiet_libraries(not debug):
+        with quiet_libraries(not debug), quiet_native():
             from kernel_pytorch.lowering import Sampling, TextGenerator
 
             how = Sampling(*sampling)

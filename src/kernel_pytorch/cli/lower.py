@@ -36,13 +36,13 @@ def _show(console: Console, program: Any, out: Path) -> None:
 
 
 def lower(source: str, out: Path, backend: str, recipe: str | None, *, debug: bool = False) -> None:
-    from kernel_pytorch.lowering.quiet import quiet_libraries
+    from kernel_pytorch.lowering.quiet import quiet_libraries, quiet_native
 
     _check_writable(out)
     console = Console()
     model, inputs = from_function(source)
     model, inputs = model.eval(), tuple(inputs)
-    with console.status("exporting the model") as status, quiet_libraries(not debug):
+    with console.status("exporting the model") as status, quiet_libraries(not debug), quiet_native():
         from kernel_pytorch.lowering import lower as lower_model
 
         program = lower_model(model, inputs, backend=backend, recipe=recipe, tell=status.update)
@@ -55,11 +55,11 @@ def lower_folder(
     folder: Path, out: Path, recipe: str | None, window: int | None, sinks: int, *, debug: bool = False
 ) -> None:
     """Lower a Hugging Face checkpoint folder, and write its tokenizer next to the program."""
-    from kernel_pytorch.lowering.quiet import quiet_libraries
+    from kernel_pytorch.lowering.quiet import quiet_libraries, quiet_native
 
     _check_writable(out)
     console = Console()
-    with console.status("loading ExecuTorch") as status, quiet_libraries(not debug):
+    with console.status("loading ExecuTorch") as status, quiet_libraries(not debug), quiet_native():
         from kernel_pytorch.lowering.checkpoint import TextProgram, lower_checkpoint
 
         how = TextProgram(recipe=recipe, window=window, sinks=sinks)

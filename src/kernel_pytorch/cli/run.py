@@ -14,14 +14,16 @@ __all__ = ["run"]
 
 
 def run(program: Path, given: tuple[Path, ...], method: str, repeat: int) -> None:
+    from kernel_pytorch.lowering.quiet import quiet_native
     from kernel_pytorch.lowering.runtime import load
 
     console = Console()
-    loaded = load(program)
+    with quiet_native():
+        loaded = load(program)
     inputs = [torch.load(path, weights_only=True) for path in given] or loaded.ones(method)
     seconds = []
     outputs: Any = None
-    with console.status(f"running {program.name}"):
+    with console.status(f"running {program.name}"), quiet_native():
         for _ in range(repeat):
             start = time.perf_counter()
             outputs = loaded.run(method, inputs)

@@ -20,7 +20,7 @@ from torch.multiprocessing.spawn import spawn
 from torch.nn import functional
 
 import kernel_pytorch as kp
-from kernel_pytorch.html_page import bar_chart, document
+from kernel_pytorch.html_page import bar_chart, document, line_chart
 
 __all__ = ["run"]
 
@@ -36,14 +36,14 @@ def run(out: Path) -> None:
     console.print(line, highlight=False)
     body.append(f"<p>{escape(line)}</p>")
     sections = (
-        ("Exact attention over a window", _attention),
-        ("Your own model: kp.optimize", _optimize),
-        ("FP8 training follows full precision", _fp8),
-        (f"{_RANKS} ranks compute what one does", _ranks),
-        ("A lowered model generates text", _generate),
+        ("Exact attention over a window: kp.attention", _attention),
+        ("A Hugging Face model, optimised: kp.optimize", _optimize),
+        ("FP8 training follows bf16: kp.fp8.convert", _fp8),
+        (f"{_RANKS} ranks compute what one does: kp.context_parallel", _ranks),
+        ("A lowered model chats: kp.TextGenerator", _chat),
     )
     for number, (title, section) in enumerate(sections, 1):
-        console.print(Rule(f"{number}. {title}", align="left"))
+        console.print(Rule(f"{number} of {len(sections)}. {title}", align="left"))
         began = time.perf_counter()
         with console.status("computing"):
             lines, chart = section(device.torch_device or "cpu")
@@ -130,7 +130,8 @@ def _fp8(device: str) -> tuple[list[str], str]:
         for step in range(60):
             torch.manual_seed(step)
             x = torch.randn(256, 64, device=device)
-            loss = (model(x) - x.roll(1, dims=1)).square().mean()
+            with torch.autocast(torch.device(device).type, torch.bfloat16):
+                loss = (model(x) - x.roll(1, dims=1)).float().square().mean()
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
@@ -139,10 +140,9 @@ def _fp8(device: str) -> tuple[list[str], str]:
 
     plain, quantized = losses(None), losses("delayed")
     lines = [
-        f"kp.fp8.convert(model, recipe='delayed'): loss {quantized[-1]:.4f} after 60 steps, float32 {plain[-1]:.4f}"
+        f"kp.fp8.convert(model, recipe='delayed'): loss {quantized[-1]:.4f} after 60 steps, bf16 {plain[-1]:.4f}"
     ]
-    rows = [("float32", plain[-1], f"{plain[-1]:.4f}"), ("FP8, delayed", quantized[-1], f"{quantized[-1]:.4f}")]
-    return lines, bar_chart(rows, "loss after 60 steps")
+    return lines, line_chart({"bf16": plain, "FP8, delayed": quantized}, "loss over 60 steps")
 
 
 def _rank(rank: int, folder: str) -> None:
@@ -174,12 +174,15 @@ def _ranks(_: str) -> tuple[list[str], str]:
     q, k, v = _qkv()
     one = kp.attention(q, k, v, kp.masks.causal() & kp.masks.window(64))
     difference = (found - one).abs().max().item()
+    held = _LENGTH // _RANKS
+    rows = [("one process", float(_LENGTH), f"{_LENGTH} tokens"), ("each rank", float(held), f"{held} tokens")]
     return [
-        f"kp.attention(..., group=cp) on {_RANKS} Gloo ranks: largest difference from one process {difference:.1e}"
-    ], ""
+        f"kp.attention(..., group=cp) on {_RANKS} Gloo ranks, {held} of {_LENGTH} tokens on each",
+        f"largest difference from one process: {difference:.1e}",
+    ], bar_chart(rows, "tokens held")
 
 
-def _generate(_: str) -> tuple[list[str], str]:
+def _chat(_: str) -> tuple[list[str], str]:
     missing = [name for name in ("executorch", "transformers") if importlib.util.find_spec(name) is None]
     if missing:
         return [
@@ -187,20 +190,25 @@ def _generate(_: str) -> tuple[list[str], str]:
         ], ""
     from kernel_pytorch.testing.checkpoints import tiny_checkpoint
 
+    lines = ["a tiny Llama with random weights, lowered to a .pte; what it says is nonsense"]
     with tempfile.TemporaryDirectory() as folder:
         kept = os.environ.get("KERNEL_PYTORCH_PROGRAMS")
         os.environ["KERNEL_PYTORCH_PROGRAMS"] = f"{folder}/programs"
         try:
             generator = kp.TextGenerator.from_pretrained(tiny_checkpoint(Path(folder) / "model"))
-            made = generator.generate("once upon a time", max_tokens=24)
+            chat = generator.chat()
+            for message in ("hello", "and what does the fox say"):
+                answer = " ".join("".join(chat.stream(message, max_tokens=16)).split())
+                lines += [f"you: {message}", f"model: {answer}"]
         finally:
             if kept is None:
                 del os.environ["KERNEL_PYTORCH_PROGRAMS"]
             else:
                 os.environ["KERNEL_PYTORCH_PROGRAMS"] = kept
-    text = " ".join(made.text.split())
-    lines = [
-        f"a tiny Llama with random weights, lowered to a .pte: {text!r}",
-        f"first token after {made.first_token_seconds * 1e3:.0f} ms, then {made.tokens_per_second:.0f} tokens/s",
-    ]
+    made = generator.last
+    assert made is not None
+    lines.append(
+        f"first token after {made.first_token_seconds * 1e3:.0f} ms, then {made.tokens_per_second:.0f} tokens/s; "
+        f"{made.reused_tokens} of {made.prompt_tokens} tokens of the prompt reused from the turn before"
+    )
     return lines, ""

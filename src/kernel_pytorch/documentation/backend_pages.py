@@ -34,7 +34,7 @@ from kernel_pytorch.evidence import Benchmark, read_record
 from kernel_pytorch.hardware_abstraction.device import Device
 from kernel_pytorch.hardware_abstraction.registry import ENTRY_POINT_GROUP, Backend
 
-__all__ = ["NOTES", "PAGE_SET", "index_page", "read_notes", "render", "write_backend_pages"]
+__all__ = ["NOTES", "PAGE_SET", "index_page", "measured_rows", "read_notes", "render", "write_backend_pages"]
 
 TEMPLATES = Path(__file__).parent / "templates"
 PAGE_SET = {
@@ -50,6 +50,13 @@ PAGE_SET = {
     "guides/performance": "guides/{name}-performance.md",
 }
 """Template to page; ``op-support.csv`` is written with them."""
+_SHARED = {
+    "partitioner": "{shared}-partitioner.md",
+    "op-support": "{shared}-op-support.md",
+    "tutorials/tutorials": "tutorials/{shared}-tutorials.md",
+    "guides/guides": "guides/{shared}-guides.md",
+}
+"""Pages that several backends of one kind share, in a folder next to theirs."""
 NOTES = (
     "Overview",
     "Features",
@@ -65,6 +72,8 @@ NOTES = (
 )
 _ONCE = ("build the mask",)
 """Prefixes of cases that time one-time work."""
+_NO_SPEED = ("selection", "fp8-parity")
+"""Ops whose records time no kernel beside a rival: the dispatcher, and a comparison of losses."""
 _NO_PTE = "No `.pte` path for this target yet: the kernels run in eager and compiled PyTorch, not in ExecuTorch."
 
 
@@ -82,25 +91,42 @@ def read_notes(path: Path | None) -> dict[str, str]:
     return {title: text for title, text in found.items() if text}
 
 
-def render(record: Backend, folder: Path | None = None) -> dict[str, str]:
+def render(record: Backend, folder: Path | None = None, *, shared: str = "") -> dict[str, str]:
     """Return a backend's pages by their path in its folder.
 
     Args:
         record: any backend; it need not be registered.
         folder: the destination; its existing tutorials and guides are listed in the indexes.
+        shared: the folder next to it with the pages that several backends share (partitioner, operators, tutorials
+            and guides); the overview links to those.
     """
-    facts = _facts(record)
+    facts = {**_facts(record), "shared": shared, "pages": _places(record.name, shared)}
     pages: dict[str, str] = {}
     # Indexes last, because they list the other pages.
-    for template in sorted(PAGE_SET, key=lambda name: name in ("tutorials/tutorials", "guides/guides")):
-        path = PAGE_SET[template].format(name=record.name)
+    own = {
+        name: path.format(name=record.name) for name, path in PAGE_SET.items() if not shared or not _is_shared(name)
+    }
+    for template in sorted(own, key=lambda name: name in ("tutorials/tutorials", "guides/guides")):
+        path = own[template]
         depth = path.count("/")
         listed = _listed(path, pages, folder) if template in ("tutorials/tutorials", "guides/guides") else []
         places = {"root": "../" * (3 + depth), "docs": "../" * (2 + depth), "listed": listed}
         text = _templates().get_template(f"{template}.md.j2").render(facts, **places)
         pages[path] = f"{_header(record)}\n\n{_tidy(text)}"
-    ordered = {path: pages[path] for path in (page.format(name=record.name) for page in PAGE_SET.values())}
-    return {**ordered, "op-support.csv": csv_text(operator_rows(record))}
+    ordered = {path: pages[path] for path in own.values()}
+    return ordered if shared else {**ordered, "op-support.csv": csv_text(operator_rows(record))}
+
+
+def _is_shared(template: str) -> bool:
+    return template in _SHARED or template.startswith(("tutorials/", "guides/"))
+
+
+def _places(name: str, shared: str) -> dict[str, str]:
+    """Where the overview finds each page."""
+    places = {template: path.format(name=name) for template, path in PAGE_SET.items()}
+    if shared:
+        places |= {template: f"../{shared}/{path.format(shared=shared)}" for template, path in _SHARED.items()}
+    return places
 
 
 def write_backend_pages(record: Backend, folder: Path) -> list[Path]:
@@ -213,7 +239,7 @@ def _facts(record: Backend) -> dict[str, Any]:
         "untaken_rows": [[f"`{row.operator}`", "; ".join(row.constraints)] for row in rows if not row.formats],
         "how_known": _how_known(record),
         "probed": record.lowering is not None and recorded(record) is not None,
-        "measured": list(_measured(record)),
+        "measured": list(measured_rows(record)),
         "problems": _problems(lowering),
         **({} if lowering is None else _tables(lowering, rows)),
     }
@@ -339,11 +365,12 @@ def _how_known(record: Backend) -> str:
     return text
 
 
-def _measured(record: Backend) -> Iterator[list[str]]:
+def measured_rows(record: Backend) -> Iterator[list[str]]:
+    """What the benchmarks of a backend's hardware found: record, device, cases, range of the speed-up, when."""
     now = {(kernel.op, kernel.name): kernel.source_digest for kernel in record.kernels}
     for path in sorted(record.evidence.glob("*.json")) if record.evidence is not None else ():
         found = read_record(path)
-        if not isinstance(found, Benchmark) or found.device.backend != record.name:
+        if not isinstance(found, Benchmark) or found.device.backend != record.name or found.op in _NO_SPEED:
             continue
         ratios = []
         # Skip rows about memory and about one-time work.

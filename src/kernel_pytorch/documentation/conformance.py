@@ -118,7 +118,7 @@ class Conformance:
 
     backend: str
     pages: list[dict[str, str]] = field(default_factory=list)
-    """Role, level, status (present, renamed, section, missing) and path of each page of the set."""
+    """Role, level, status (present, renamed, section, shared, missing) and path of each page of the set."""
     sections: list[dict[str, str]] = field(default_factory=list)
     """Title and status (present, renamed, missing, empty, placeholder) of the overview's sections."""
     blocks: dict[str, int] = field(
@@ -231,6 +231,8 @@ class _Check:
             status = "missing" if shown is None else "renamed"
         if shown is None and self._as_section(role):
             status = "section"
+        elif shown is None and self._is_shared(role):
+            status = "shared"
         row = {"role": role.name, "level": role.level, "status": status}
         row["path"] = "" if shown is None else shown.relative_to(self.folder).as_posix()
         self.result.pages.append(row)
@@ -250,6 +252,19 @@ class _Check:
         if shown in self.pages and shown.stem.startswith("backend-"):
             self._say("warning", shown, 0, "template-name", "has the template's name: put your backend's in front")
 
+    def _is_shared(self, role: Role) -> bool:
+        """Whether the overview links to a page of this role in a folder beside this one, which others share."""
+        overview = self.folder / f"{self.result.backend}-overview"
+        page = self.pages.get(overview.with_suffix(".md")) or self.pages.get(overview.with_suffix(".rst"))
+        for link in page.links if page is not None else ():
+            target = (self.folder / unquote(link.target).partition("#")[0]).resolve()
+            beside = target.is_relative_to(self.folder.parent) and not target.is_relative_to(self.folder)
+            if beside and target.is_file() and (target.name == role.name or target.stem.endswith(f"-{role.name}")):
+                return True
+            if beside and role.name.endswith(".csv") and (target.parent / role.name).is_file():
+                return True  # beside the page of operators that the overview links to
+        return False
+
     def _as_section(self, role: Role) -> bool:
         """Return whether a single-page backend has a section for this role."""
         if len(self.pages) != 1 or role.level == "required":
@@ -257,7 +272,9 @@ class _Check:
         (page,) = self.pages.values()
         words = _OPERATORS if role.name.startswith("op-support") else role.words
         return any(
-            section.level > 1 and page.under(section) and any(word in section.title.lower() for word in words)
+            1 < section.level <= 3  # "Error 1 (Internal)", five levels down, is no page's worth of internals
+            and page.under(section)
+            and any(word in section.title.lower() for word in words)
             for section in page.sections
         )
 

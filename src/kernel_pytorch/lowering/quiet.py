@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
+import importlib.util
 import logging
+import os
+import re
 import sys
+import threading
 import warnings
 from collections.abc import Iterator
 
-__all__ = ["quiet_libraries"]
+__all__ = ["quiet_libraries", "quiet_native"]
 
+# What C++ code of ExecuTorch writes to the standard error each time a process first runs a program.
+_NATIVE = re.compile(rb"\[cpuinfo_utils\.cpp:\d+\][^\n]*\n")
+_START = b"[cpuinfo_utils.cpp:"
 _LOGGERS = ("torch", "torchao", "executorch", "transformers", "root")
 
 
@@ -27,7 +35,9 @@ def quiet_libraries(quiet: bool = True) -> Iterator[None]:
         return
     loggers = [logging.getLogger(None if name == "root" else name) for name in _LOGGERS]
     levels = [logger.level for logger in loggers]
-    bars = sys.modules.get("transformers.utils.logging")
+    # Imported here where it is installed: its bars would otherwise be switched on by an import inside the block.
+    found = importlib.util.find_spec("transformers") is not None
+    bars = importlib.import_module("transformers.utils.logging") if found else None
     shown = bars is not None and bars.is_progress_bar_enabled()
     try:
         for logger in loggers:
@@ -42,3 +52,41 @@ def quiet_libraries(quiet: bool = True) -> Iterator[None]:
             logger.setLevel(level)
         if bars is not None and shown:
             bars.enable_progress_bar()
+
+
+@contextlib.contextmanager
+def quiet_native() -> Iterator[None]:
+    """Leave known messages of C++ code out of what the process writes to its standard error; the rest passes at once.
+
+    The standard error is no terminal inside the block.
+    """
+    sys.stderr.flush()
+    terminal = os.dup(2)
+    reading, writing = os.pipe()
+
+    def pass_on() -> None:
+        held = b""
+        while data := os.read(reading, 65536):
+            held = _NATIVE.sub(b"", held + data)
+            # What may go on as a message waits for the rest of its line.
+            start = held.rfind(b"[", held.rfind(b"\n") + 1)
+            maybe = start >= 0 and (_START.startswith(held[start:]) or held.startswith(_START, start))
+            end = start if maybe else len(held)
+            os.write(terminal, held[:end])
+            held = held[end:]
+        os.write(terminal, held)
+        os.close(reading)
+        os.close(terminal)
+
+    thread = threading.Thread(target=pass_on, daemon=True)
+    thread.start()
+    back = os.dup(2)
+    os.dup2(writing, 2)
+    os.close(writing)
+    try:
+        yield
+    finally:
+        sys.stderr.flush()
+        os.dup2(back, 2)  # closes the last end for writing, so that the thread comes to its end
+        os.close(back)
+        thread.join(timeout=5)  # a process that was started inside and still runs keeps it

@@ -419,5 +419,5 @@ FP8_CAST = Op(
     compile_cases=(*(f"8192x4096-{kind}" for kind in GRANULARITIES), "8192x4096-tensor-delayed", "both-row"),
     traffic=traffic,
     flops=flops,
-    baselines={"torch": plain},
+    baselines={"eager": plain},
 )

@@ -314,5 +314,5 @@ FP8_RMS_NORM = Op(
     compile_cases=("tails", "delayed", "no-copy", "8192x4096", "8192x4096-delayed"),
     traffic=traffic,
     flops=flops,
-    baselines={"torch": plain},
+    baselines={"eager": plain},
 )

@@ -316,5 +316,5 @@ FP8_SWIGLU_GRAD = Op(
     compile_cases=("tails", "delayed", "16384x14336", "16384x14336-delayed"),
     traffic=traffic_grad,
     flops=flops_grad,
-    baselines={"torch": plain_grad},
+    baselines={"eager": plain_grad},
 )

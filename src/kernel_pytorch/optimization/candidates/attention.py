@@ -103,7 +103,8 @@ def _attend(
         why = "a mask tensor" if attention_mask is not None and not known else "dropout or a change of the scores"
         fell_back(f"hf-attention: attention with {why} goes to SDPA")
         if known and attention_mask is not None:
-            attention_mask = carried_mask(attention_mask, type(module).__name__).dense(queries, keys).to(query.device)
+            mask = carried_mask(attention_mask, type(module).__name__)
+            attention_mask = mask.dense(queries, keys).to(query.device)
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
         sdpa: Any = sdpa_attention_forward
