@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
 import kernel_pytorch as kp
+from fp8_kernels import HERE, random
 from kernel_pytorch.hardware_abstraction.dispatch import function_of
 from kernel_pytorch.hardware_abstraction.formats import E4M3FN, E5M2, FORMATS
 from kernel_pytorch.ops import fp8_swiglu as ops
@@ -19,25 +19,6 @@ from kernel_pytorch.ops.fp8_swiglu.definition import FP8_SWIGLU
 from kernel_pytorch.ops.fp8_swiglu.grad_definition import FP8_SWIGLU_GRAD
 from kernel_pytorch.testing import compare, poisoned
 from kernel_pytorch.testing.budget import exceeded
-from kernel_pytorch.testing.devices import interpreting, pretend
-
-HERE = "cuda" if torch.cuda.is_available() else "cpu"
-
-
-@pytest.fixture(params=["torch", "triton"])
-def kernel(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Each kernel by name: Triton's on the GPU that is here, or in the interpreter."""
-    if request.param == "torch" or HERE == "cuda":
-        yield request.param
-    elif interpreting():
-        with pretend("nvidia/h200"):
-            yield request.param
-    else:
-        pytest.skip("needs a GPU, or TRITON_INTERPRET=1 for the interpreter")
-
-
-def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(HERE, dtype)
 
 
 def three(rows: int, columns: int, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, ...]:

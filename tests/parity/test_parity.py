@@ -434,9 +434,9 @@ def test_command_without_matplotlib_says_how_to_draw_later(
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     code, text = command("--from", str(tmp_path))
     assert code == 0
-    assert "matplotlib is not here. Install kernel-pytorch[plots] and draw them with --from" in text
+    assert "matplotlib is not installed. Install kernel-pytorch[plots] and draw them with --from" in text
     assert not (tmp_path / "report.png").exists()
-    assert "matplotlib is not here" in (tmp_path / "report.html").read_text()
+    assert "matplotlib is not installed" in (tmp_path / "report.html").read_text()
 
 
 def test_command_ends_an_arm_at_a_loss_that_is_not_finite(
