@@ -53,7 +53,7 @@ HISTORIES = {
 @pytest.mark.parametrize("history", HISTORIES.values(), ids=HISTORIES)
 @pytest.mark.parametrize("transposed", [True, False])
 @pytest.mark.parametrize("shape", [(70, 133), (64, 256), (1, 5)], ids=str)
-def test_the_copies_are_the_cast_of_y(
+def test_the_data_is_the_cast_of_y(
     kernel: str, shape: tuple[int, int], transposed: bool, history: list[float] | None
 ) -> None:
     x, weight = random(*shape, dtype=torch.float16), random(shape[1], dtype=torch.float16, seed=1)
@@ -83,7 +83,7 @@ def test_y_is_rounded_before_it_is_cast(kernel: str) -> None:
 
 
 @pytest.mark.parametrize("history", [None, [8.0], [0.5]], ids=str)
-def test_numbers_that_are_not_finite(kernel: str, history: list[float] | None) -> None:
+def test_non_finite_elements(kernel: str, history: list[float] | None) -> None:
     x, weight = random(40, 70), random(70, seed=1)
     x[0, 0], x[3, 5], x[39, 69], weight[7] = math.inf, -math.inf, math.nan, math.inf
     x[5] = 0
@@ -107,7 +107,7 @@ def test_rows_of_zeros(kernel: str, eps: float) -> None:
     assert found.counts[0].tolist()[2] == (13 * 50 if eps == 0 else 0)
 
 
-def test_what_has_grown_a_hundredfold_is_cast_again_in_the_same_call(kernel: str) -> None:
+def test_a_hundredfold_amax_is_requantized_in_the_same_call(kernel: str) -> None:
     x, weight = random(66, 90), random(90, seed=1)
     first = fp8_rms_norm(x, weight, history=torch.zeros(4, device=HERE), transposed=True, kernel=kernel)
     history = first.next_history
@@ -230,7 +230,7 @@ def test_wrong_arguments_are_named_with_a_remedy(
 
 
 @pytest.mark.parametrize("form", [E4M3FN, E5M2], ids=str)
-def test_the_copies_mean_what_float64_says(kernel: str, form: Any) -> None:
+def test_the_dequantized_data_is_close_to_float64(kernel: str, form: Any) -> None:
     x, weight = random(60, 120), random(120, seed=1)
     truth = FP8_RMS_NORM.reference(x.double(), weight.double(), 1e-6, None, False, None, False)[0]
     found = fp8_rms_norm(x, weight, 1e-6, form.name, transposed=True, kernel=kernel)

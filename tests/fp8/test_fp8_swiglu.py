@@ -55,7 +55,7 @@ def numbers(*values: float) -> torch.Tensor:
     [*((form, torch.float32) for form in FORMATS.values()), (E4M3FN, torch.float16), (E5M2, torch.float16)],
     ids=str,
 )
-def test_the_codes_mean_what_float64_says(kernel: str, form: Any, dtype: torch.dtype) -> None:
+def test_the_dequantized_data_is_close_to_float64(kernel: str, form: Any, dtype: torch.dtype) -> None:
     """The error is that of one rounding to the format: as of a cast of float64's own numbers."""
     dh, gate, up = three(60, 120, dtype)
     wanted = exact(dh, gate, up)
@@ -76,7 +76,7 @@ def test_the_codes_mean_what_float64_says(kernel: str, form: Any, dtype: torch.d
     )
 
 
-def test_float32_numbers_are_rounded_once(kernel: str) -> None:
+def test_float32_results_are_rounded_once(kernel: str) -> None:
     """h is never rounded to the 16 bits of gate and up on the way."""
     _, gate, up = three(64, 64, torch.float16)
     h = fp8_swiglu(gate, up, kernel=kernel)
@@ -118,7 +118,7 @@ def test_copies_are_transposes_to_the_byte(kernel: str) -> None:
 
 @pytest.mark.parametrize("history", [None, [12.0, 3.0], [0.5]], ids=str)
 @pytest.mark.parametrize("form", [E4M3FN, E5M2], ids=str)
-def test_h_is_cast_to_the_same_bytes_again(kernel: str, form: Any, history: list[float] | None) -> None:
+def test_h_is_quantized_to_the_same_bytes_again(kernel: str, form: Any, history: list[float] | None) -> None:
     dh, gate, up = three(62, 125, torch.float16)
     remembered = None if history is None else numbers(*history)
     h = fp8_swiglu(gate, up, form.name, history=remembered, power_of_two=True, kernel=kernel)
@@ -215,7 +215,7 @@ def test_a_history_gives_the_scale(kernel: str) -> None:
     assert h.next_history[3].isnan()
 
 
-def test_an_outgrown_history_is_not_used(kernel: str) -> None:
+def test_a_history_that_is_too_small_is_not_used(kernel: str) -> None:
     h = remembering([14.0], kernel, largest=56.0)  # 448 / 14 / 2 = 16: 28 fits, 56 does not
     assert h.counts.tolist() == [3, 0, 0]
     assert h.inverse.item() == 0.125
