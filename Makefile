@@ -9,6 +9,7 @@
 # make tidy      clang-tidy over the C++ sources (about a minute)
 # make docs      build the site in docs/_build/html; anything doubtful fails the build
 # make test-gpu  run the backend contract on the devices that are here, and record which kernels passed
+# make evidence-gpu  on a GPU: run the GPU tests and make every GPU record, with a time limit for each step; resumable
 # make docs-gpu  run every block of the documentation on the GPU that is here, and record which passed
 # make evidence  make the records and pages that need no hardware anew
 # make probe     lower and run every operator anew: the table of operators of the cpu backend (about ten minutes)
@@ -21,7 +22,7 @@ CHECKED := src tests tools benchmarks demos docs conftest.py
 SITE := docs/_build/html
 NATIVE := src/kernel_pytorch/lowering/native
 
-.PHONY: install demo test oldest check tidy fuzz cross suite docs docs-gpu test-gpu evidence evidence-check probe clean
+.PHONY: install demo test oldest check tidy fuzz cross suite docs docs-gpu test-gpu evidence evidence-gpu evidence-check probe clean
 
 # The stamp is older than what it depends on exactly when there is something to install.
 $(VENV)/.installed: pyproject.toml constraints.txt
@@ -77,6 +78,9 @@ test-gpu: install
 
 docs-gpu: install
 	$(BIN)/python -m tools.website.execute --record
+
+evidence-gpu: install
+	$(BIN)/python -m tools.evidence_gpu
 
 evidence: install
 	$(BIN)/python -m kernel_pytorch.testing.checks --write

@@ -288,12 +288,12 @@ def test_a_compiled_kernel_counts_for_the_backends_whose_architecture_it_is(know
     assert table["cpu", "torch"].status is Status.NO_RECORD
 
 
-def test_the_best_that_is_known_counts(known: Known) -> None:
+def test_the_best_status_counts(known: Known) -> None:
     assert known(CHECKS, BENCHMARK)["nvidia", "triton"].status is Status.MEASURED
 
 
 @pytest.mark.parametrize("record", [BENCHMARK, CHECKS], ids=["benchmark", "checks"])
-def test_a_record_about_another_text_of_the_kernel_does_not_count(known: Known, record: Record) -> None:
+def test_a_record_of_another_kernel_source_does_not_count(known: Known, record: Record) -> None:
     stale = msgspec.structs.replace(record, sources={"triton": "0123456789abcdef"})
     assert {row.status for row in known(stale).values()} == {Status.NO_RECORD}
 

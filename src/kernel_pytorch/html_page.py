@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 
-__all__ = ["bar_chart", "document", "line_chart", "table"]
+__all__ = ["STYLE", "bar_chart", "document", "line_chart", "table"]
 
-_STYLE = """
+STYLE = """
 :root { color-scheme: light dark; --line: #8884; --bar: #3b82c4; --before: #9aa3ad; }
 body { font: 16px/1.5 system-ui, sans-serif; max-width: 56rem; margin: 0 auto; padding: 1rem; }
 h1 { font-size: 1.4rem; } h2 { font-size: 1.1rem; margin-top: 2rem; }
@@ -28,7 +28,7 @@ code { font-size: .9em; overflow-wrap: anywhere; }
 """
 
 
-def document(title: str, body: Iterable[str], style: str = _STYLE) -> str:
+def document(title: str, body: Iterable[str], style: str = STYLE) -> str:
     """Return an HTML page, readable on a phone, with ``body`` as its elements and ``style`` as its CSS."""
     return (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'

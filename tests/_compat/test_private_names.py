@@ -87,7 +87,7 @@ def test_batched_gradients_are_seen() -> None:
     assert seen == [True]
 
 
-def test_what_the_compiler_keeps() -> None:
+def test_compiler_counters_and_limits() -> None:
     before = compiler.compile_counts()
     torch.compile(lambda x: x + 1, backend="eager")(torch.ones(1))
     assert compiler.compile_counts()[0] == before[0] + 1

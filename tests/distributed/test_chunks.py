@@ -87,7 +87,7 @@ def test_chunks_are_gathered_head_by_head() -> None:
     assert torch.equal(found, torch.cat([x[:, :, 3:10], x[:, :, 20:21], x[:, :, 40:50]], dim=2))
 
 
-def test_wrong_calls_say_what_is_wrong() -> None:
+def test_wrong_calls_raise_errors() -> None:
     q, k, v = drawn()
     with pytest.raises(ValueError, match="tokens=0: use a whole number of 1 or more"):
         kp.context_parallel.Chunks(0)

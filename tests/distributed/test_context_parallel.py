@@ -77,7 +77,7 @@ def test_any_call_on_any_ranks(pool: Ranks, case: Case) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_number_of_ranks_and_the_run_do_not_matter(pool: Ranks, name: str) -> None:
+def test_results_do_not_depend_on_the_number_of_ranks_or_the_run(pool: Ranks, name: str) -> None:
     """Between 1, 2, 4 and 8 ranks results differ by less than the budget of one; run again, by no bit."""
     results = {}
     for ranks in SIZES:
@@ -100,7 +100,7 @@ def test_the_number_of_ranks_and_the_run_do_not_matter(pool: Ranks, name: str) -
 
 
 @pytest.mark.parametrize("ranks", SIZES)
-def test_a_pinned_kernel_serves_every_part(pool: Ranks, ranks: int) -> None:
+def test_a_pinned_kernel_serves_every_stage(pool: Ranks, ranks: int) -> None:
     """One that knows full and causal alone: in zigzag, causal has no other parts."""
     case = Case(small(("causal",), lse_grad=False, length=119), "ring", "zigzag", kernel="cpu-flash")
     assert Run(pool, ranks, case).wrong() == {}
@@ -165,7 +165,7 @@ def cost(group: Any, case: Case) -> tuple[str, dict[str, int], int]:
 
 
 @pytest.mark.parametrize("name", ["causal", "window-heads", "gather", "bfloat16"])
-def test_explanations_say_what_is_sent(pool: Ranks, name: str) -> None:
+def test_explanations_match_the_sent_bytes(pool: Ranks, name: str) -> None:
     case = replace(CASES[name], shape=replace(CASES[name].shape, lse_grad=False))
     for ranks in (2, 4):
         found = pool.run(cost, ranks, case)

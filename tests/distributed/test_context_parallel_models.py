@@ -229,7 +229,7 @@ def run_ours(group: dist.ProcessGroup, length: int, compiled: bool) -> float:
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-def test_our_own_attention_is_spread_as_well(ranks: Ranks, compiled: bool) -> None:
+def test_kp_attention_is_sharded_too(ranks: Ranks, compiled: bool) -> None:
     """With its own mask: inside a parallelized model no attention may see this rank's tokens alone."""
     assert max(ranks.run(run_ours, 2 if compiled else 4, 37, compiled)) <= 1
 
@@ -531,7 +531,7 @@ class Cross(nn.Module):
         ("sliding", r"ValueError: .*sliding_window=8.*kp.masks.window\(7\)"),
     ],
 )
-def test_what_would_be_wrong_is_refused(ranks: Ranks, what: str, message: str) -> None:
+def test_calls_that_would_be_wrong_are_refused(ranks: Ranks, what: str, message: str) -> None:
     if what in ("attention_mask", "use_cache", "sliding"):
         pytest.importorskip("transformers")
     for said in ranks.run(refused, 2, what):
@@ -578,7 +578,7 @@ def refused_model(group: dist.ProcessGroup, what: str) -> str:
         ("pooled", "NotImplementedError: model: LlamaForSequenceClassification pools its tokens"),
     ],
 )
-def test_a_model_that_cannot_be_spread_is_refused(ranks: Ranks, what: str, message: str) -> None:
+def test_a_model_that_cannot_be_sharded_is_refused(ranks: Ranks, what: str, message: str) -> None:
     if what in ("eager", "pooled"):
         pytest.importorskip("transformers")
     for said in ranks.run(refused_model, 1, what):

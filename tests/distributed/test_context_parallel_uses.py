@@ -185,7 +185,7 @@ def test_compiled_and_checkpointed(pool: Ranks, name: str) -> None:
     pool.run(graphs, 4, CASES[name])
 
 
-def test_a_context_is_let_go(pool: Ranks) -> None:
+def test_a_context_is_released(pool: Ranks) -> None:
     pool.run(short_lived, 2, CASES["causal"])
 
 
@@ -287,7 +287,7 @@ def refused(group: Any, what: str) -> None:
         ("documents", [0, 1], r"ValueError: .*60"),
     ],
 )
-def test_what_one_rank_refuses_all_raise(pool: Ranks, what: str, ranks: list[int], message: str) -> None:
+def test_a_refusal_of_one_rank_raises_on_all(pool: Ranks, what: str, ranks: list[int], message: str) -> None:
     for rank, (kind, text) in enumerate(pool.outcomes(refused, 4 if what == "blocks" else 2, what)):
         assert kind == "error"
         wanted = message if rank in ranks else r"RankError: rank \d refused the call: its own error says why"

@@ -132,12 +132,12 @@ def called(group: dist.ProcessGroup, what: str) -> str:
         ("mixes", "ValueError: model: sharded over 2 ranks it returns another output"),
     ],
 )
-def test_what_would_be_silently_wrong_is_an_error(ranks: Ranks, what: str, message: str) -> None:
+def test_a_silently_wrong_model_raises_an_error(ranks: Ranks, what: str, message: str) -> None:
     said = ranks.run(called, 2, what)
     assert any(re.search(message, one, re.DOTALL) for one in said), said
     assert all(re.search(message, one, re.DOTALL) or "RankError" in one for one in said), said
 
 
 @pytest.mark.parametrize("what", ["all ones", "documents", "ours", "mixes not", "mixes, unverified"])
-def test_what_is_right_is_served(ranks: Ranks, what: str) -> None:
+def test_correct_models_are_served(ranks: Ranks, what: str) -> None:
     assert ranks.run(called, 2, what) == ["served"] * 2

@@ -189,7 +189,7 @@ def test_no_schedule_is_faster_than_its_compute_and_a_ring_hides_its_link() -> N
     assert found["gather"].seconds > found["gather"].compute_seconds + found["gather"].link_seconds
 
 
-def test_heads_that_cannot_be_dealt_out_send_nothing_and_say_why() -> None:
+def test_heads_that_cannot_be_distributed_have_a_reason() -> None:
     found = predictions(CAUSAL, 12)["heads"]
     assert found.refusal == "32 query heads do not divide among 12 ranks"
     assert (found.seconds, found.sent_bytes) == (float("inf"), 0)
@@ -251,7 +251,7 @@ def test_the_ring_waits_for_the_slowest_rank_of_each_step() -> None:
     assert on_link.tolist() == [2.0, 2.0]
 
 
-def test_choose_takes_the_fastest_or_what_is_pinned() -> None:
+def test_choose_takes_the_fastest_or_the_pinned_schedule() -> None:
     slow, fast = Prediction("ring", 2.0, 1.0, 1.0, 8), Prediction("gather", 1.5, 1.0, 0.5, 8, 100)
     cannot = Prediction("heads", 1.0, 1.0, 1.0, 0, refusal="5 query heads do not divide among 2 ranks")
     found = (slow, fast, cannot)
@@ -292,7 +292,7 @@ def test_the_largest_cluster_and_sequence_are_predicted(mask: masks.Mask) -> Non
     assert found["heads"].refusal
 
 
-def test_what_was_predicted_is_kept() -> None:
+def test_predictions_are_cached() -> None:
     assert predict(CAUSAL, place(CAUSAL, 4096, 4), SHAPE, kp.device("cpu"), CLUSTER) is predict(
         masks.causal(), place(masks.causal(), 4096, 4), SHAPE, kp.device("cpu"), CLUSTER
     )

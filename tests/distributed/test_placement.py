@@ -116,13 +116,13 @@ def test_tables_are_placed_by_whole_blocks() -> None:
         ({"style": "spiral"}, "style='spiral': use auto, contiguous, zigzag, balanced"),
     ],
 )
-def test_what_cannot_be_placed(arguments: dict[str, Any], message: str) -> None:
+def test_invalid_placements(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         place(**{"mask": causal(), "length": 64, "ranks": 2, **arguments})
 
 
 @pytest.mark.parametrize("ranges", [(((0, 4),), ((5, 8),)), (((0, 5),), ((4, 8),)), (((0, 4),), ((4, 7),))])
-def test_a_placement_of_ones_own_has_every_token_once(ranges: Any) -> None:
+def test_a_custom_placement_has_every_token_once(ranges: Any) -> None:
     with pytest.raises(ValueError, match="every token of 8 must be on one rank"):
         Placement(8, ranges, "own", 1.0)
 

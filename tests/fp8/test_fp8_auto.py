@@ -27,7 +27,7 @@ from kernel_pytorch.hardware_abstraction import choice_cache
 pytestmark = pytest.mark.usefixtures("one_thread", "own_monitors")
 
 
-def test_auto_leaves_a_processors_layers_as_they_are(products: list[tuple[int, ...]]) -> None:
+def test_auto_on_a_cpu_runs_no_gemm_in_fp8(products: list[tuple[int, ...]]) -> None:
     model, plain = kp.fp8.convert(block()), block()
     for rows in (1, 5, 64):
         same(results(model, random(rows, 24)), results(plain, random(rows, 24)))
@@ -78,7 +78,7 @@ def test_an_evaluation_does_not_decide_for_training(
     assert len(products) == 3
 
 
-def test_a_layer_that_gains_nothing_costs_one_comparison(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_layer_left_in_its_dtype_costs_one_comparison(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
     pretend_measured(monkeypatch, lambda *key: asked.append(key) or ())
     model = kp.fp8.convert(linear())
@@ -89,7 +89,7 @@ def test_a_layer_that_gains_nothing_costs_one_comparison(monkeypatch: pytest.Mon
     assert len(asked) == 2
 
 
-def test_what_gains_nothing_in_one_precision_may_gain_in_another(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_choice_for_one_dtype_does_not_hold_for_another(monkeypatch: pytest.MonkeyPatch) -> None:
     """Autocast is another one, where the weights are not narrow already."""
     asked: list[torch.dtype] = []
 
@@ -112,7 +112,7 @@ def test_what_gains_nothing_in_one_precision_may_gain_in_another(monkeypatch: py
 
 
 @pytest.mark.parametrize("first", [True, False])
-def test_what_gains_nothing_in_two_precisions_costs_one_comparison_in_both(
+def test_a_layer_left_in_two_dtypes_costs_one_comparison_in_both(
     first: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pretend_measured(monkeypatch, lambda *_: ())
@@ -126,7 +126,7 @@ def test_what_gains_nothing_in_two_precisions_costs_one_comparison_in_both(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_what_gains_nothing_for_an_input_without_gradient_may_gain_with_it(
+def test_a_choice_without_an_input_gradient_does_not_hold_with_one(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch, products: list[tuple[int, ...]]
 ) -> None:
     pretend_measured(monkeypatch, lambda *key: PRODUCTS if key[-3] else ())
@@ -140,7 +140,7 @@ def test_what_gains_nothing_for_an_input_without_gradient_may_gain_with_it(
     assert len(products) == 3
 
 
-def test_what_gains_nothing_in_three_products_is_not_measured_in_two(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_layer_left_in_training_is_not_measured_without_dx(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
     pretend_measured(monkeypatch, lambda *key: asked.append(key) or ())
     model = kp.fp8.convert(linear().bfloat16())
@@ -153,7 +153,7 @@ def test_what_gains_nothing_in_three_products_is_not_measured_in_two(monkeypatch
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_what_eager_calls_learn_is_in_no_exported_program(
+def test_eager_measurements_are_not_in_an_exported_program(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pretend_measured(monkeypatch, lambda *_: ())
@@ -167,7 +167,7 @@ def test_what_eager_calls_learn_is_in_no_exported_program(
         assert torch.equal(program(x), model(x))
 
 
-def test_weights_of_another_format_are_measured_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_of_another_dtype_are_measured_again(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
     pretend_measured(monkeypatch, lambda *key: asked.append(key) or ())
     model = kp.fp8.convert(linear().bfloat16())
@@ -177,7 +177,7 @@ def test_weights_of_another_format_are_measured_anew(monkeypatch: pytest.MonkeyP
     assert len(asked) == 2
 
 
-def test_tensors_without_memory_decide_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fake_tensors_are_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
     monkeypatch.setattr(fp8_module, "may_gain", lambda _: True)
     monkeypatch.setattr(autotune, "measured_choice", lambda call: asked.append(call) or Measured(64, (((), 1.0),)))
@@ -208,7 +208,7 @@ def test_a_layer_inside_a_transform_is_exported(monkeypatch: pytest.MonkeyPatch)
     assert torch.equal(program(x), model(x))
 
 
-def test_a_copy_measures_for_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_copied_layer_measures_again(monkeypatch: pytest.MonkeyPatch) -> None:
     pretend_measured(monkeypatch, lambda *_: ())
     model = kp.fp8.convert(linear())
     x = random(64, 40).requires_grad_()
@@ -217,7 +217,7 @@ def test_a_copy_measures_for_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not copy.deepcopy(model)[0].fp8_gains_nothing(x)
 
 
-def test_a_trace_decides_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_trace_measures_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     pretend_measured(monkeypatch, lambda *_: ())
     model = kp.fp8.convert(linear())
     traced = torch.jit.trace(model, random(64, 40))
@@ -226,7 +226,7 @@ def test_a_trace_decides_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_what_eager_calls_learn_compiles_nothing_again(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_eager_measurements_cause_no_recompilation(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     pretend_measured(monkeypatch, lambda *_: ())
     model = kp.fp8.convert(linear().to(dtype))
     graphs = CompileCounter()
@@ -240,7 +240,7 @@ def test_what_eager_calls_learn_compiles_nothing_again(dtype: torch.dtype, monke
     assert graphs.frame_count == 1
 
 
-def test_a_weight_that_is_worked_out_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_parametrized_weight(monkeypatch: pytest.MonkeyPatch) -> None:
     pretend_measured(monkeypatch, lambda *_: ())
     plain, model = linear(), kp.fp8.convert(linear())
     for each in (plain, model):
@@ -275,7 +275,7 @@ CHANGES: dict[str, Callable[[nn.Sequential], object]] = {
 
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-def test_what_gained_nothing_is_measured_again_after_a_change(
+def test_a_layer_left_in_its_dtype_is_measured_again_after_a_change(
     change: Callable[[nn.Sequential], object], monkeypatch: pytest.MonkeyPatch, products: list[tuple[int, ...]]
 ) -> None:
     """Of the layer's device or format, or of its recipe."""
@@ -340,7 +340,7 @@ def test_a_shape_is_measured_once(fabricated: list[LayerCall]) -> None:
     assert len(fabricated) == 4
 
 
-def test_a_process_that_comes_later_measures_nothing_again(fabricated: list[LayerCall]) -> None:
+def test_a_later_process_reads_the_measurements(fabricated: list[LayerCall]) -> None:
     call = LayerCall(torch.device("cpu"), 64, (24, 40), torch.float32, torch.bfloat16, True, RECIPES["delayed"])
     first = measured_choice(call)
     autotune._kept.clear()
@@ -350,7 +350,7 @@ def test_a_process_that_comes_later_measures_nothing_again(fabricated: list[Laye
     assert len(fabricated) == 2
 
 
-def test_a_measurement_that_cannot_be_read_is_made_again(fabricated: list[LayerCall]) -> None:
+def test_an_unreadable_measurement_is_repeated(fabricated: list[LayerCall]) -> None:
     call = LayerCall(torch.device("cpu"), 64, (24, 40), torch.float32, torch.float32, True, RECIPES["delayed"])
     first = measured_choice(call)
     (kept,) = choice_cache.directory().iterdir()
@@ -364,7 +364,7 @@ def test_a_measurement_that_cannot_be_read_is_made_again(fabricated: list[LayerC
 @pytest.mark.parametrize(
     ("issuing", "alone", "compiled"), [(0.1, PRODUCTS, PRODUCTS), (6.0, PRODUCTS, ()), (8.0, (), ())]
 )
-def test_a_layer_that_is_alone_may_wait_longer_for_the_cpu(
+def test_a_single_layer_must_win_with_its_host_time(
     monkeypatch: pytest.MonkeyPatch, issuing: float, alone: tuple[str, ...], compiled: tuple[str, ...]
 ) -> None:
     """A choice that is faster by itself is not taken where it would be slower by waiting for the CPU."""

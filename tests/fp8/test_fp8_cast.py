@@ -178,7 +178,7 @@ def check_cast(
 
 @every_format
 @pytest.mark.parametrize(("kernel", "dtype"), [run for run in RUNS if run[1].itemsize == 2], ids=str)
-def test_every_16_bit_number_is_cast_as_the_format_defines(kernel: str, form: Format, dtype: torch.dtype) -> None:
+def test_every_16_bit_value_is_cast_as_the_format_defines(kernel: str, form: Format, dtype: torch.dtype) -> None:
     every = torch.arange(1 << 16, dtype=torch.int32).to(torch.uint16).view(dtype).reshape(256, 256)
     finite = every.isfinite()
     beyond = finite & (every.abs() > form.largest)
@@ -256,7 +256,7 @@ def test_odd_shapes(kernel: str, form: Format, granularity: str) -> None:
 
 @every_granularity
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_single_number(granularity: str, dtype: torch.dtype) -> None:
+def test_a_single_element(granularity: str, dtype: torch.dtype) -> None:
     """On a GPU by Triton's kernel, but for squares: there an assembler stored a register that held nothing."""
     x = torch.tensor([[0.7]], dtype=dtype)
     check_cast(x, E4M3FN, granularity)
@@ -272,7 +272,7 @@ def test_a_single_number(granularity: str, dtype: torch.dtype) -> None:
 
 @every_kernel
 @every_granularity
-def test_no_numbers(kernel: str, granularity: str) -> None:
+def test_empty_tensors(kernel: str, granularity: str) -> None:
     for shape in [(0, 0), (0, 5), (5, 0), (0, 128), (200, 0)]:
         cast = check_cast(torch.zeros(shape), E4M3FN, granularity, kernel)
         assert cast.inverse.eq(1).all()
@@ -305,7 +305,7 @@ def test_leading_dimensions_are_rows(granularity: str) -> None:
 
 
 @every_form
-def test_the_largest_number_becomes_the_largest_value(kernel: str, form: Format) -> None:
+def test_the_amax_becomes_the_largest_value(kernel: str, form: Format) -> None:
     x = random(300, 7) * 10.0 ** (torch.arange(300) % 60 - 30)[:, None]
     x[5, 3] = -torch.finfo(torch.float32).max
     cast = check_cast(x, form, "row", kernel)
@@ -355,7 +355,7 @@ def outcome(cast: Cast) -> tuple[torch.Tensor, ...]:
 
 
 @every_form
-def test_one_number_outgrows_a_history_and_nothing_is_clipped(kernel: str, form: Format) -> None:
+def test_one_element_exceeds_the_delayed_scale_and_nothing_is_clipped(kernel: str, form: Format) -> None:
     x = random(130, 140).clamp(-2, 2)  # with a 2, just what a history of 1 has room for
     cast = check_cast(x, form, kernel=kernel, history=[1.0])
     assert cast.saturated.tolist() == [0, 0]
@@ -417,7 +417,9 @@ def test_the_edge_is_where_the_rounded_product_exceeds_the_largest(kernel: str, 
 
 @every_form
 @pytest.mark.parametrize("power_of_two", [False, True])
-def test_a_history_of_no_magnitudes_says_nothing(kernel: str, form: Format, power_of_two: bool) -> None:
+def test_a_history_without_positive_finite_entries_is_ignored(
+    kernel: str, form: Format, power_of_two: bool
+) -> None:
     """Zeros, as on first use, and entries that are not finite or negative, which are left out of others as well."""
     x = random(9, 120).clamp(-2, 2)
     x[3, 4] = 2
@@ -447,7 +449,7 @@ def test_histories_at_the_ends_of_float32_and_zeros_with_any(kernel: str, form: 
 
 @every_form
 @pytest.mark.parametrize("power_of_two", [False, True])
-def test_a_step_in_amplitude_is_found_in_its_own_call_and_remembered(
+def test_a_step_in_amplitude_is_requantized_in_its_own_call_and_recorded(
     kernel: str, form: Format, power_of_two: bool
 ) -> None:
     x = random(12, 120)
@@ -506,7 +508,7 @@ def test_a_history_far_above_loses_less_than_a_decibel(kernel: str, form: Format
 
 @every_form
 @every_granularity
-def test_what_is_not_finite_becomes_nan_is_counted_and_spoils_no_scale(
+def test_non_finite_elements_become_nan_are_counted_and_affect_no_scale(
     kernel: str, form: Format, granularity: str
 ) -> None:
     places = ([0, 1, 2, 5], [0, 199, 3, 4])

@@ -20,7 +20,7 @@ if interpreting():  # it computes bfloat16 wrongly
 @pytest.mark.parametrize("power_of_two", [False, True])
 @pytest.mark.parametrize("size", [0.0, 1e-45, 6e-36, 1e-30, 1.0, 1e30])
 @pytest.mark.parametrize(("dtype", "pretended"), KERNELS)
-def test_the_casts_of_parts_are_the_cast(
+def test_the_casts_of_shards_are_the_cast(
     dtype: torch.dtype, pretended: str | None, size: float, power_of_two: bool
 ) -> None:
     x = (torch.randn(11, 24, generator=torch.Generator().manual_seed(0)) * size).to(HERE, dtype)
@@ -38,7 +38,7 @@ def test_the_casts_of_parts_are_the_cast(
 
 
 @pytest.mark.skipif(not interpreting(), reason="Triton's interpreter is not in use")
-def test_each_kernel_is_used_where_it_would_be_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_kernel_is_used_where_it_would_be_selected(monkeypatch: pytest.MonkeyPatch) -> None:
     from kernel_pytorch.ops.fp8_cast import triton_part
 
     used = []

@@ -165,7 +165,7 @@ def test_layers_with_the_same_input_cast_it_once(recipe: str, compiled: bool) ->
 
 
 @eager_and_compiled
-def test_an_input_that_changed_in_place_is_cast_anew(compiled: bool) -> None:
+def test_an_input_written_in_place_is_quantized_again(compiled: bool) -> None:
     model = kp.fp8.convert(Projections(lambda h: h.mul_(3)), "tensorwise")
     x = random(6, 16)
     found = [y.detach() for y in compiled_if(compiled, model)(x.clone().requires_grad_())]
@@ -196,7 +196,7 @@ def _through_data(x: torch.Tensor) -> None:
 @pytest.mark.parametrize("fill", [_through_numpy, _through_data])
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("needs_grad", [True, False])
-def test_an_input_buffer_that_is_filled_again_is_cast_anew(
+def test_an_input_buffer_that_is_refilled_is_quantized_again(
     fill: Callable[[torch.Tensor], None], training: bool, needs_grad: bool
 ) -> None:
     """A batch in memory that a data loader fills anew."""

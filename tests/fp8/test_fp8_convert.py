@@ -75,7 +75,7 @@ def test_reverting_leaves_no_attribute_behind() -> None:
     assert set(model.__dict__) == before
 
 
-def test_reverting_keeps_what_ddp_was_to_ignore() -> None:
+def test_reverting_keeps_the_names_that_ddp_ignores() -> None:
     model = linear()
     model._ddp_params_and_buffers_to_ignore = ["0.bias"]
     kp.fp8.convert(model, "delayed")
@@ -134,7 +134,7 @@ def test_wrong_arguments_are_named_with_a_remedy(
         call()
 
 
-def test_what_is_refused_is_not_half_converted() -> None:
+def test_a_refused_model_is_not_partly_converted() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4).double())
     with pytest.raises(TypeError, match="layer '1'"):
         kp.fp8.convert(model, "tensorwise")
@@ -143,7 +143,7 @@ def test_what_is_refused_is_not_half_converted() -> None:
     assert [type(layer) for layer in model] == [Float8Linear, nn.Linear]
 
 
-def test_only_the_layers_that_are_asked_for() -> None:
+def test_only_the_selected_layers_are_converted() -> None:
     model, seen = block(), []
 
     def wanted(name: str, layer: nn.Linear) -> bool:
@@ -158,7 +158,7 @@ def test_only_the_layers_that_are_asked_for() -> None:
     assert "not covered: last (not selected by layers=)" in str(kp.fp8.report(model))
 
 
-def test_a_subclass_stays_as_it_is() -> None:
+def test_a_subclass_is_not_converted() -> None:
     class Own(nn.Linear):
         pass
 
@@ -196,7 +196,7 @@ LEFT_ALONE = {
 
 
 @pytest.mark.parametrize(("make", "reason"), LEFT_ALONE.values(), ids=LEFT_ALONE)
-def test_the_report_says_why_a_class_is_left_alone(make: Callable[[], nn.Module], reason: str) -> None:
+def test_the_report_has_the_reason_for_an_unconverted_class(make: Callable[[], nn.Module], reason: str) -> None:
     model = nn.ModuleDict({"odd": make(), "plain": nn.Linear(8, 8), "last": nn.Linear(8, 8)})
     kind = type(model["odd"])
     kp.fp8.convert(model, "tensorwise", layers=lambda name, _: name != "last")
@@ -221,7 +221,7 @@ def test_a_reason_is_given_once_for_all_layers_that_have_it() -> None:
     assert attention.startswith("not covered: rest.5 (MultiheadAttention ")
 
 
-def test_only_layers_that_were_asked_for_and_cannot_be_converted() -> None:
+def test_selected_layers_that_cannot_be_converted() -> None:
     """The function is asked about each nn.Linear alone, so the warning has the reasons for all others."""
     model = nn.Sequential(*(LoRALinear(8, 8) for _ in range(5)), nn.Linear(8, 8))
     text = "nothing was converted, .* an nn.Linear; 0-4 \\(LoRALinear is a subclass of nn.Linear, whose"
@@ -256,7 +256,7 @@ def test_tied_weights(recipe: str) -> None:
 
 @every_recipe
 @pytest.mark.parametrize("shape", [(256, 192, 128), (17, 37, 11), (33, 130, 257)], ids=str)
-def test_a_layer_is_within_20_decibels_of_what_it_was(recipe: Recipe, shape: tuple[int, int, int]) -> None:
+def test_a_layer_is_within_20_decibels_of_the_original(recipe: Recipe, shape: tuple[int, int, int]) -> None:
     m, k, n = shape
     model, plain = kp.fp8.convert(linear(k, n), recipe), linear(k, n)
     found, exact = results(model, random(m, k)), results(plain, random(m, k))
@@ -269,7 +269,7 @@ def test_a_layer_is_within_20_decibels_of_what_it_was(recipe: Recipe, shape: tup
 
 
 @every_recipe
-def test_one_number(recipe: Recipe) -> None:
+def test_one_element(recipe: Recipe) -> None:
     found = results(kp.fp8.convert(linear(1, 1), recipe), random(1, 1))
     for name, exact in results(linear(1, 1), random(1, 1)).items():
         torch.testing.assert_close(found[name], exact, rtol=0.15, atol=0)
@@ -284,7 +284,7 @@ def test_32768_inputs(recipe: str) -> None:
 
 
 @every_recipe
-def test_a_model_is_near_what_it_was(recipe: Recipe) -> None:
+def test_a_model_is_close_to_the_original(recipe: Recipe) -> None:
     found = results(kp.fp8.convert(block(), recipe), random(128, 24))
     exact = results(block(), random(128, 24))
     assert found.keys() == exact.keys()
@@ -304,7 +304,7 @@ def test_nothing_is_recorded_without_gradients(recipe: Recipe, products: list[tu
 
 @every_recipe
 @pytest.mark.parametrize("frozen", ["weight", "input", "all"])
-def test_what_is_frozen_costs_nothing(recipe: Recipe, frozen: str, products: list[tuple[int, ...]]) -> None:
+def test_frozen_parameters_cost_no_gemm(recipe: Recipe, frozen: str, products: list[tuple[int, ...]]) -> None:
     model, plain = kp.fp8.convert(linear(), recipe), linear()
     x = random(9, 40)
     outputs = []
@@ -346,7 +346,7 @@ def test_models_in_16_bits(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("fuse", [True, False])
-def test_a_converted_delayed_model_may_change_its_format(fuse: bool) -> None:
+def test_a_converted_delayed_model_may_change_its_dtype(fuse: bool) -> None:
     model = kp.fp8.convert(block(), "delayed", fuse_swiglu=fuse).to(torch.bfloat16)
     assert model(random(8, 24, dtype=torch.bfloat16)).dtype == torch.bfloat16
     assert model.first.fp8_state.dtype == torch.float32
@@ -498,7 +498,7 @@ def test_a_report_has_a_line_for_each_layer(recipe: Recipe) -> None:
         ("blockwise", torch.bfloat16, (300, 512, 512), "dW", "takes whole blocks of 128"),
     ],
 )
-def test_a_report_says_what_no_matrix_unit_multiplies(
+def test_a_report_names_gemms_without_matrix_units(
     recipe: str, dtype: torch.dtype, sizes: tuple[int, int, int], products: str, why: str
 ) -> None:
     rows, inputs, outputs = sizes
@@ -521,9 +521,7 @@ def test_a_report_says_what_no_matrix_unit_multiplies(
         ("blockwise", (3, 17, 5), True, ""),  # multiplied in float32
     ],
 )
-def test_a_report_says_which_sizes_are_filled_up(
-    recipe: str, sizes: tuple[int, int, int], needs_dx: bool, filled: str
-) -> None:
+def test_a_report_names_padded_sizes(recipe: str, sizes: tuple[int, int, int], needs_dx: bool, filled: str) -> None:
     rows, inputs, outputs = sizes
     model = kp.fp8.convert(nn.Sequential(nn.Linear(inputs, outputs)), recipe)
     model(torch.randn(rows, inputs, requires_grad=needs_dx))
@@ -534,7 +532,7 @@ def test_a_report_says_which_sizes_are_filled_up(
         assert not any("padded" in note for note in kp.fp8.report(model).layers[0].notes)
 
 
-def test_a_report_has_what_was_lost() -> None:
+def test_a_report_has_the_counts() -> None:
     model = kp.fp8.convert(linear(24, 16), "tensorwise", monitor=None)
     model(lossy())
     (row,) = kp.fp8.report(model).layers
@@ -543,7 +541,7 @@ def test_a_report_has_what_was_lost() -> None:
     assert "99.48%" in str(kp.fp8.report(model))
 
 
-def test_a_recipe_of_ones_own() -> None:
+def test_a_custom_recipe() -> None:
     own = dataclasses.replace(RECIPES["rowwise"], name="mine", high_precision=("dx",))
     model = kp.fp8.convert(linear(64, 48), own)
     found, exact = results(model, random(64, 64)), results(linear(64, 48), random(64, 64))
@@ -570,7 +568,7 @@ def test_wrong_arguments_are_named() -> None:
 
 
 @pytest.mark.parametrize("recipe", ["delayed", "auto"])
-def test_a_model_without_numbers_has_a_report(recipe: str) -> None:
+def test_a_meta_model_has_a_report(recipe: str) -> None:
     with torch.device("meta"):
         model = kp.fp8.convert(nn.Sequential(nn.Linear(32, 32)), recipe)
     assert "32 -> 32" in str(kp.fp8.report(model))

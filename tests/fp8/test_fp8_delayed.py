@@ -25,7 +25,7 @@ def histories(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: layer.fp8_state.clone() for name, layer in monitor_module.layers_of(model).items()}
 
 
-def test_a_jump_is_seen_in_its_own_step_and_loses_nothing() -> None:
+def test_a_jump_is_requantized_in_its_own_step() -> None:
     model = kp.fp8.convert(linear(96, 64, bias=False), "delayed")
     for number in range(5):
         results(model, random(64, 96, seed=number))
@@ -211,7 +211,7 @@ def test_a_layer_that_a_step_skips_keeps_its_history() -> None:
 
 
 @pytest.mark.parametrize("fuse", [True, False])
-def test_looking_changes_no_history(fuse: bool) -> None:
+def test_evaluation_changes_no_history(fuse: bool) -> None:
     model = kp.fp8.convert(block(), "delayed", fuse_swiglu=fuse)
     train(model, torch.optim.SGD(model.parameters(), lr=0.1), range(2))
     before = histories(model)
@@ -229,7 +229,7 @@ def test_looking_changes_no_history(fuse: bool) -> None:
 
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize("fuse", [True, False])
-def test_activation_checkpointing_remembers_and_counts_a_forward_once(reentrant: bool, fuse: bool) -> None:
+def test_activation_checkpointing_updates_state_once_per_forward(reentrant: bool, fuse: bool) -> None:
     found = []
     for checkpointed in (False, True):
         model = kp.fp8.convert(block(), "delayed", fuse_swiglu=fuse)
@@ -247,7 +247,7 @@ def test_activation_checkpointing_remembers_and_counts_a_forward_once(reentrant:
         assert torch.equal(found[1][name][1][0, 0], counts[0, 0]), name
 
 
-def test_a_part_of_a_checkpoint_leaves_other_layers_alone() -> None:
+def test_a_partial_checkpoint_does_not_reset_other_layers() -> None:
     model = kp.fp8.convert(nn.Sequential(nn.Linear(24, 16), nn.Linear(16, 4)), "delayed")
     model(random(8, 24)).sum().backward()
     model[1].fp8_fallback = "for the test"

@@ -32,7 +32,7 @@ LONG = [(3, 32768, 4), (3, 4, 32768), (32768, 3, 4)]
 @every_recipe
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_products_are_those_of_the_eight_bit_operands(
+def test_gemms_are_those_of_the_quantized_operands(
     recipe: Recipe, shape: tuple[int, int, int], dtype: torch.dtype
 ) -> None:
     m, k, n = shape
@@ -53,7 +53,7 @@ def test_products_are_those_of_the_eight_bit_operands(
 @every_recipe
 @pytest.mark.parametrize("shape", [*SHAPES, *LONG, (128, 512, 512)], ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_products_on_a_gpu(recipe: Recipe, shape: tuple[int, int, int], dtype: torch.dtype) -> None:
+def test_gemms_on_a_gpu(recipe: Recipe, shape: tuple[int, int, int], dtype: torch.dtype) -> None:
     m, k, n = shape
     x, weight = (value.detach().cuda().requires_grad_() for value in leaves(m, k, n, dtype)[:2])
     dy = random(m, n, seed=3, dtype=dtype).cuda() / 8
@@ -80,7 +80,7 @@ def test_bias_is_added_and_its_gradient_is_a_float32_sum(recipe: Recipe, dtype: 
 
 
 @pytest.mark.parametrize("name", ["tensorwise", "delayed", "delayed-e4m3", "rowwise", "blockwise"])
-def test_long_sums(name: str) -> None:
+def test_long_reductions(name: str) -> None:
     recipe = RECIPES[name]
     for number, (m, k, n) in enumerate(LONG):
         x, weight, _ = leaves(m, k, n)
@@ -134,7 +134,7 @@ def test_leading_dimensions_are_rows(recipe: Recipe) -> None:
 
 @every_recipe
 @pytest.mark.parametrize("shape", [(0, 5, 3), (4, 0, 3), (4, 5, 0), (0, 0, 0)], ids=str)
-def test_no_numbers(recipe: Recipe, shape: tuple[int, int, int]) -> None:
+def test_empty_tensors(recipe: Recipe, shape: tuple[int, int, int]) -> None:
     m, k, n = shape
     y, dx, dweight, dbias = step(recipe, *leaves(m, k, n), random(m, n, seed=3))
     assert (y.shape, dx.shape, dweight.shape, dbias.shape) == ((m, n), (m, k), (n, k), (n,))
@@ -187,7 +187,9 @@ def saved_shapes(run: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, list[tu
 
 
 @every_recipe
-def test_only_what_is_asked_for_is_computed_and_kept(recipe: Recipe, products: list[tuple[Any, ...]]) -> None:
+def test_only_requested_gradients_are_computed_and_saved_for(
+    recipe: Recipe, products: list[tuple[Any, ...]]
+) -> None:
     m, k, n = 6, 160, 10
     high = "dW" in recipe.high_precision
     dx_product, dweight_product = (m, n, k, recipe.dx_sums), (n, m, k, "promoted")
@@ -245,7 +247,7 @@ def test_counts_are_those_of_the_casts(recipe: Recipe) -> None:
 
 @every_recipe
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
-def test_what_is_not_finite_is_nan_where_it_matters_and_nowhere_else(recipe: Recipe, bad: float) -> None:
+def test_a_non_finite_element_makes_exactly_the_dependent_elements_nan(recipe: Recipe, bad: float) -> None:
     def missing(where: str) -> list[list[bool]]:
         values = dict(zip(("x", "weight", "bias"), (v.detach() for v in leaves(5, 200, 4)), strict=True))
         values["dy"] = random(5, 4, seed=3)
@@ -265,7 +267,7 @@ def test_what_is_not_finite_is_nan_where_it_matters_and_nowhere_else(recipe: Rec
 
 
 @every_recipe
-def test_runs_repeat_to_the_bit(recipe: Recipe) -> None:
+def test_runs_are_bitwise_repeatable(recipe: Recipe) -> None:
     values = (*leaves(130, 200, 140), random(130, 140, seed=3))
     for one, two in zip(step(recipe, *values), step(recipe, *values), strict=True):
         assert torch.equal(one, two)
@@ -409,7 +411,7 @@ def test_recipes_are_frozen_values_under_their_names() -> None:
         RECIPES["other"] = recipe  # type: ignore[index]
 
 
-def test_a_recipe_that_no_product_fits_is_refused() -> None:
+def test_a_recipe_without_a_matching_gemm_is_refused() -> None:
     with pytest.raises(
         ValueError, match="recipe 'odd': y multiplies scales of row and tensor; use tensor and tensor"
     ):
@@ -432,7 +434,7 @@ def test_a_recipe_that_no_product_fits_is_refused() -> None:
 
 @pytest.mark.parametrize("high", [c for size in range(4) for c in itertools.combinations(("y", "dx", "dW"), size)])
 @pytest.mark.parametrize("name", ["tensorwise", "delayed", "blockwise"])
-def test_every_choice_of_products_in_high_precision(
+def test_every_set_of_gemms_in_high_precision(
     name: str, high: tuple[str, ...], products: list[tuple[Any, ...]]
 ) -> None:
     """A product named is that of the matrices as they are, to the bit; the others that of the 8-bit operands."""
@@ -461,7 +463,7 @@ def test_every_choice_of_products_in_high_precision(
 
 
 @pytest.mark.parametrize("name", ["delayed", "delayed-e4m3", "delayed-high-wgrad"])
-def test_state_remembers_the_largest_numbers_of_the_last_16_steps(name: str) -> None:
+def test_state_has_the_amax_of_the_last_16_steps(name: str) -> None:
     state = torch.zeros(STATE_SHAPE)
     weight = leaves(6, 40, 8)[1]
     sizes: list[list[float]] = [[], []]
@@ -492,7 +494,7 @@ def test_scales_come_from_the_state() -> None:
     assert not torch.equal(own[1], dx)
 
 
-def test_numbers_that_outgrow_the_state_are_counted_and_cast_again() -> None:
+def test_elements_beyond_the_delayed_scale_are_counted_and_requantized() -> None:
     x, weight, _ = leaves(64, 96, 32)
     dy = random(64, 32, seed=3)
     state = torch.full(STATE_SHAPE, 0.02)  # 100 times too small
@@ -506,7 +508,7 @@ def test_numbers_that_outgrow_the_state_are_counted_and_cast_again() -> None:
     assert state[0, 0] == x.detach().abs().max()
 
 
-def test_a_recipe_of_ones_own() -> None:
+def test_a_custom_recipe() -> None:
     own = Recipe(name="own", input="block", weight="block", gradient="block", gradient_format="e5m2")
     x, weight, _ = leaves(9, 300, 20)
     dy = random(9, 20, seed=3)

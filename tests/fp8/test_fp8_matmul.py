@@ -87,7 +87,7 @@ def test_every_pair_of_granularities_at_odd_shapes(pair: tuple[str, str], shape:
 
 @every_pair
 @pytest.mark.parametrize("shape", [(0, 5, 3), (4, 0, 3), (4, 5, 0), (0, 0, 0), (200, 0, 130)], ids=str)
-def test_no_numbers(pair: tuple[str, str], shape: tuple[int, int, int]) -> None:
+def test_empty_tensors(pair: tuple[str, str], shape: tuple[int, int, int]) -> None:
     out = fp8_matmul(*operands(*shape, pair), "float32")
     assert out.shape == (shape[0], shape[2])
     assert out.eq(0).all()
@@ -101,7 +101,7 @@ def test_every_pair_of_formats(formats: tuple[str, str]) -> None:
 
 @every_pair
 @pytest.mark.parametrize("k", [4096, 32768])
-def test_long_sums(pair: tuple[str, str], k: int) -> None:
+def test_long_reductions(pair: tuple[str, str], k: int) -> None:
     """Worst-case bounds grow with K; the budget from float32 runs is the tight one."""
     check_product(*operands(3, k, 5, pair), pair)
     a, b, inverse_a, inverse_b = operands(3, k, 5, pair, seed=7)
@@ -114,7 +114,7 @@ def test_long_sums(pair: tuple[str, str], k: int) -> None:
 
 
 @every_pair
-def test_a_processor_adds_up_in_float32_whatever_is_allowed(pair: tuple[str, str]) -> None:
+def test_a_cpu_accumulates_in_float32_whatever_is_allowed(pair: tuple[str, str]) -> None:
     values = operands(9, 400, 33, pair)
     wanted = fp8_matmul(*values, "float32", "float32", kernel="dequantised")
     for sums in SUMS:
@@ -123,7 +123,7 @@ def test_a_processor_adds_up_in_float32_whatever_is_allowed(pair: tuple[str, str
 
 
 @every_pair
-def test_the_budget_grows_with_what_sums_may_lose(pair: tuple[str, str]) -> None:
+def test_the_budget_grows_with_the_loss_of_accumulation(pair: tuple[str, str]) -> None:
     """Fewer bits in the accumulators, or for more of the sum: a larger budget, and one that is not boundless."""
     a, b, inverse_a, inverse_b = operands(3, 2048, 5, pair, seed=3)
     arguments = {"a": a, "b": b, "inverse_a": inverse_a, "inverse_b": inverse_b, "dtype": "float32"}
@@ -138,7 +138,7 @@ def test_the_budget_grows_with_what_sums_may_lose(pair: tuple[str, str]) -> None
 
 
 @scaled_mm_of_cpu
-def test_no_accumulator_holds_a_very_long_sum(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_very_long_reductions_are_promoted(monkeypatch: pytest.MonkeyPatch) -> None:
     held = []
     multiply = torch._scaled_mm
     monkeypatch.setattr(
@@ -154,7 +154,7 @@ def test_no_accumulator_holds_a_very_long_sum(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize("k", [16384, 32768])
 @pytest.mark.parametrize("pair", PAIRS[:3], ids="-".join)
 @pytest.mark.parametrize("sums", ["promoted", "fast"])
-def test_long_sums_of_matrix_units(k: int, pair: tuple[str, str], sums: str) -> None:
+def test_long_reductions_on_matrix_units(k: int, pair: tuple[str, str], sums: str) -> None:
     if pair[0] == "block" and sums == "fast":
         pytest.skip("blocks are added up in float32")
     values = [value.cuda() for value in operands(64, k, 128, pair, seed=5)]
@@ -173,7 +173,7 @@ def test_long_sums_of_matrix_units(k: int, pair: tuple[str, str], sums: str) -> 
     formats=st.sampled_from(NAMES),
     seed=st.integers(0, 2**31),
 )
-def test_generated_products(
+def test_generated_matmuls(
     m: int, k: int, n: int, pair: tuple[str, str], formats: tuple[str, str], seed: int
 ) -> None:
     check_product(*operands(m, k, n, pair, formats, seed), pair)
@@ -204,7 +204,7 @@ def test_strides_do_not_matter(pair: tuple[str, str]) -> None:
 
 
 @every_pair
-def test_runs_repeat_to_the_bit_and_leave_the_operands_alone(pair: tuple[str, str]) -> None:
+def test_runs_are_bitwise_repeatable_and_do_not_change_the_operands(pair: tuple[str, str]) -> None:
     values = operands(130, 300, 140, pair)
     before = [value.clone() for value in values]
     assert torch.equal(fp8_matmul(*values, "float32"), fp8_matmul(*values, "float32"))
@@ -213,7 +213,7 @@ def test_runs_repeat_to_the_bit_and_leave_the_operands_alone(pair: tuple[str, st
 
 
 @every_pair
-def test_nan_reaches_its_row_or_column_and_nothing_else(pair: tuple[str, str]) -> None:
+def test_nan_affects_its_row_or_column_only(pair: tuple[str, str]) -> None:
     x, w = random(6, 300), random(140, 300, seed=1)
     x[2, 7], w[130, 299] = math.inf, math.nan
     a, b = fp8_cast(x, "e4m3fn", pair[0]), fp8_cast(w, "e5m2", pair[1])
@@ -228,7 +228,7 @@ def test_nan_reaches_its_row_or_column_and_nothing_else(pair: tuple[str, str]) -
 @pytest.mark.parametrize(
     "exponents", [(100, -100), (-100, 120), (-100, -3), (-3, -100), (125, -100), (-60, -66)], ids=str
 )
-def test_far_scales_lose_nothing_on_the_way(pair: tuple[str, str], exponents: tuple[int, int]) -> None:
+def test_extreme_scales_lose_no_accuracy(pair: tuple[str, str], exponents: tuple[int, int]) -> None:
     """Where float32 holds the result, scales whose product or partial product it cannot hold do not spoil it."""
     near = operands(5, 200, 9, pair)
     wanted = fp8_matmul(*near, "float32").double() * 2.0 ** sum(exponents)
@@ -263,7 +263,7 @@ def test_the_precision_that_torch_may_round_float32_to_does_not_matter(precision
 
 
 @every_pair
-def test_autocast_does_not_round_the_sums(pair: tuple[str, str]) -> None:
+def test_autocast_does_not_round_the_accumulation(pair: tuple[str, str]) -> None:
     values = operands(48, 300, 40, pair)
     plain = fp8_matmul(*values, "float32")
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -273,7 +273,7 @@ def test_autocast_does_not_round_the_sums(pair: tuple[str, str]) -> None:
 # Choice, modes of torch and wrong arguments
 
 
-def test_a_pair_is_read_off_the_shapes() -> None:
+def test_a_pair_of_granularities_follows_from_the_shapes() -> None:
     assert granularities((5, 300), (200, 300), (), ()) == ("tensor", "tensor")
     assert granularities((5, 300), (200, 300), (5, 1), (200, 1)) == ("row", "row")
     assert granularities((5, 300), (200, 300), (5, 3), (2, 3)) == ("block", "square")
@@ -284,7 +284,7 @@ def test_a_pair_is_read_off_the_shapes() -> None:
         assert granularities((5, 300), (200, 300), *wrong) is None
 
 
-def test_scaled_mm_says_why_not() -> None:
+def test_scaled_mm_gives_the_reason_for_a_refusal() -> None:
     def refusal(
         m: int,
         k: int,
@@ -332,7 +332,7 @@ def test_scaled_mm_says_why_not() -> None:
 @scaled_mm_of_cpu
 @pytest.mark.parametrize("pair", PAIRS[:2], ids="-".join)
 @pytest.mark.parametrize("shape", [(1, 1, 1), (3, 17, 5), (5, 16, 31), (2, 47, 32), (4, 32, 48)], ids=str)
-def test_scaled_mm_fills_up_what_is_no_multiple_of_16(pair: tuple[str, str], shape: tuple[int, int, int]) -> None:
+def test_scaled_mm_pads_to_multiples_of_16(pair: tuple[str, str], shape: tuple[int, int, int]) -> None:
     values = operands(*shape, pair)
     for sums in SUMS:
         check_product(*values, pair, sums=sums, kernel="scaled-mm")

@@ -33,7 +33,7 @@ def steps(model: nn.Module, number: int, x: Callable[[int], torch.Tensor] = loss
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
-def test_a_layer_that_keeps_losing_numbers_falls_back(recipe: str, tmp_path: Path) -> None:
+def test_a_layer_that_keeps_underflowing_falls_back(recipe: str, tmp_path: Path) -> None:
     model = nn.Sequential(linear(24, 16), nn.Linear(16, 4))
     kp.fp8.convert(model, recipe, monitor=2)
     with warnings.catch_warnings():
@@ -67,7 +67,7 @@ def test_a_layer_that_keeps_losing_numbers_falls_back(recipe: str, tmp_path: Pat
     assert other[0][0].fp8_fallback is None
 
 
-def test_a_good_interval_starts_the_count_anew() -> None:
+def test_a_good_interval_resets_the_count() -> None:
     model = kp.fp8.convert(linear(24, 16), "tensorwise", monitor=1)
     good = {2, 5, 8}
     steps(model, 11, lambda seed: random(8, 24, seed=seed) if seed in good else lossy(seed))
@@ -113,7 +113,7 @@ def test_a_spike_in_a_delayed_layer_is_no_reason_to_fall_back() -> None:
     assert model[0].fp8_fallback is None
 
 
-def test_an_input_that_keeps_outgrowing_its_history_is_a_reason() -> None:
+def test_an_input_that_keeps_exceeding_its_delayed_scale_is_a_reason() -> None:
     model = kp.fp8.convert(linear(24, 16), "delayed", monitor=2)
     with pytest.warns(UserWarning, match="input: .* of the elements exceeded the delayed scale"):
         steps(model, 8, lambda seed: random(8, 24, seed=seed) * 10.0**seed)
@@ -121,7 +121,7 @@ def test_an_input_that_keeps_outgrowing_its_history_is_a_reason() -> None:
 
 
 @pytest.mark.parametrize("tensor", ["input", "weight", "gradient"])
-def test_what_is_not_finite_is_named(tensor: str) -> None:
+def test_a_non_finite_tensor_is_named(tensor: str) -> None:
     model = kp.fp8.convert(nn.Sequential(linear(24, 16)), "tensorwise", monitor=3)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     with warnings.catch_warnings(record=True) as caught:
@@ -200,7 +200,7 @@ def test_one_optimizer_per_parameter_counts_one_step(in_backward: bool) -> None:
         assert monitor.steps == number + 1
 
 
-def test_a_new_optimizer_goes_on_counting() -> None:
+def test_a_new_optimizer_continues_the_count() -> None:
     model = kp.fp8.convert(linear(24, 16), "tensorwise", monitor=50)
     monitor = monitor_module.monitor_of(model)
     assert monitor is not None
@@ -220,7 +220,7 @@ def test_no_monitor_no_action() -> None:
 
 
 @pytest.mark.parametrize("make", [linear, block])
-def test_a_model_that_is_gone_is_forgotten(make: Callable[[], nn.Module]) -> None:
+def test_a_deleted_model_is_not_monitored(make: Callable[[], nn.Module]) -> None:
     model = kp.fp8.convert(make(), "delayed", monitor=1)
     steps(model, 3, lambda _: random(8, 24 if make is block else 40))
     assert len(monitor_module._monitors) == 1

@@ -63,7 +63,7 @@ OTHERS: dict[str, Callable[[int], nn.Module]] = {
 
 
 @pytest.mark.parametrize("make", FOUND.values(), ids=FOUND)
-def test_a_norm_is_known_by_what_it_computes(make: Callable[[int], nn.Module]) -> None:
+def test_a_norm_is_matched_by_its_results(make: Callable[[int], nn.Module]) -> None:
     net = pair(norm=make(40))
     training, keys = net[0].training, list(net.state_dict())
     rng = torch.get_rng_state()
@@ -75,20 +75,20 @@ def test_a_norm_is_known_by_what_it_computes(make: Callable[[int], nn.Module]) -
 
 
 @pytest.mark.parametrize("make", OTHERS.values(), ids=OTHERS)
-def test_what_computes_something_else_is_not_fused(make: Callable[[int], nn.Module]) -> None:
+def test_a_module_that_computes_something_else_is_not_fused(make: Callable[[int], nn.Module]) -> None:
     net = kp.fp8.convert(pair(norm=make(40)), "tensorwise")
     assert norm_module.norms_in(net) == {}
     assert "forward" not in net[0].__dict__
 
 
 @pytest.mark.parametrize("recipe", ["rowwise", "blockwise"])
-def test_other_recipes_leave_norms_alone(recipe: str) -> None:
+def test_other_recipes_do_not_fuse_norms(recipe: str) -> None:
     net = kp.fp8.convert(model(), recipe)
     assert norm_module.norms_in(net) == {}
     assert not any("forward" in module.__dict__ for module in net.modules() if isinstance(module, nn.RMSNorm))
 
 
-def test_only_where_asked_and_before_a_layer_of_its_width() -> None:
+def test_norms_are_fused_on_request_before_a_layer_of_their_width() -> None:
     assert norm_module.norms_in(kp.fp8.convert(model(), "delayed", fuse_norm=False)) == {}
     net = nn.Sequential(pair(), nn.RMSNorm(12))
     assert list(norm_module.norms_in(kp.fp8.convert(net, "delayed"))) == ["0.0"]
@@ -139,7 +139,7 @@ def test_training_has_the_same_bits_with_the_cast_and_without(
 
 
 @both_recipes
-def test_layers_do_not_cast_what_a_norm_has_cast(recipe: str, input_casts: list[tuple[int, ...]]) -> None:
+def test_layers_use_the_cast_of_a_norm(recipe: str, input_casts: list[tuple[int, ...]]) -> None:
     net = kp.fp8.convert(model(), recipe)
     train(net, range(1))
     assert input_casts == [(32, 24), (32, 32), (32, 16), (32, 32), (32, 32)]
@@ -149,7 +149,7 @@ def test_layers_do_not_cast_what_a_norm_has_cast(recipe: str, input_casts: list[
 
 
 @both_recipes
-def test_forward_and_gradients_against_the_norm_as_it_was(recipe: str) -> None:
+def test_forward_and_gradients_equal_the_unfused_norm(recipe: str) -> None:
     found = []
     for fuse in (True, False):
         net = kp.fp8.convert(model(), recipe, fuse_norm=fuse)
@@ -189,7 +189,7 @@ def test_the_gradients_are_those_of_float64(dtype: torch.dtype, shape: tuple[int
             assert (found.double() - truth).abs().max() <= 4 * rounding * truth.abs().max()
 
 
-def test_numbers_that_are_not_finite_and_rows_of_zeros() -> None:
+def test_non_finite_elements_and_rows_of_zeros() -> None:
     found = []
     for fuse in (True, False):
         net = kp.fp8.convert(pair(), "delayed", fuse_norm=fuse, monitor=None)
@@ -225,7 +225,7 @@ def test_a_hundredfold_is_redone_in_the_same_call() -> None:
     assert net[1].fp8_state[0, 0] == plain[0](x).abs().max()
 
 
-def test_who_changes_y_in_place_is_not_given_an_old_cast() -> None:
+def test_writing_y_in_place_discards_its_cast() -> None:
     net, plain = kp.fp8.convert(pair(), "delayed"), pair()
     for number in range(6):
         x = random(2, 15, 40, seed=number)
@@ -235,7 +235,7 @@ def test_who_changes_y_in_place_is_not_given_an_old_cast() -> None:
     assert net[1].fp8_counts[0, 0, 3] == 6 * 1200
 
 
-def test_a_cast_that_is_out_of_date_is_not_made_again() -> None:
+def test_an_outdated_request_is_dropped() -> None:
     net = kp.fp8.convert(pair(), "delayed")
     for _ in range(3):
         is_cast(net, random(9, 40))
@@ -288,7 +288,7 @@ def test_a_second_derivative_is_refused() -> None:
         gradient.sum().backward()
 
 
-def test_shapes_without_numbers() -> None:
+def test_meta_tensors() -> None:
     with torch.device("meta"):
         net = kp.fp8.convert(pair(), "delayed")
         assert net(torch.empty(3, 40)).shape == (3, 24)

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.usefixtures("one_thread", "own_monitors")
 
 
 @both_recipes
-def test_a_cast_that_nobody_took_is_not_made_again(recipe: str) -> None:
+def test_an_unused_cast_is_not_repeated(recipe: str) -> None:
     net = kp.fp8.convert(pair(), recipe)
     x = random(9, 40)
     assert [is_cast(net, x) for _ in range(3)] == [False, True, True]
@@ -54,7 +54,7 @@ def test_nothing_is_cast_without_gradients(recipe: str) -> None:
     assert is_cast(net, random(9, 40))
 
 
-def test_an_evaluation_leaves_histories_alone() -> None:
+def test_an_evaluation_does_not_update_histories() -> None:
     net = kp.fp8.convert(pair(), "delayed")
     for _ in range(3):
         is_cast(net, random(9, 40))
@@ -88,7 +88,7 @@ CHANGES: dict[str, Callable[[nn.Sequential], object]] = {
 
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-def test_a_layer_that_changed_gets_no_old_cast(change: Callable[[nn.Sequential], object]) -> None:
+def test_a_changed_layer_gets_no_outdated_cast(change: Callable[[nn.Sequential], object]) -> None:
     net, plain = kp.fp8.convert(pair(), "delayed"), pair()
     for _ in range(3):
         is_cast(net, random(9, 40))
@@ -100,7 +100,7 @@ def test_a_layer_that_changed_gets_no_old_cast(change: Callable[[nn.Sequential],
         assert net[1].fp8_counts[0, 0, 3] in (counts, counts + 2 * 360)
 
 
-def test_a_layer_that_is_replaced_is_forgotten() -> None:
+def test_a_replaced_layer_is_not_served() -> None:
     net = kp.fp8.convert(pair(), "delayed")
     for _ in range(2):
         is_cast(net, random(9, 40))
@@ -112,7 +112,7 @@ def test_a_layer_that_is_replaced_is_forgotten() -> None:
     assert kp.fp8.revert(net)[0].forward.__func__ is nn.RMSNorm.forward
 
 
-def test_a_hook_that_gives_another_tensor() -> None:
+def test_a_hook_that_returns_another_tensor() -> None:
     net, plain = kp.fp8.convert(pair(), "delayed"), pair()
     for each in (net, plain):
         each[0].register_forward_hook(lambda _, __, y: y * 2)
@@ -122,7 +122,7 @@ def test_a_hook_that_gives_another_tensor() -> None:
     assert caster_of(net[0]).layer() is None
 
 
-def test_a_norm_before_different_layers_casts_for_none() -> None:
+def test_a_norm_with_several_consumers_serves_none() -> None:
     class Shared(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -140,7 +140,7 @@ def test_a_norm_before_different_layers_casts_for_none() -> None:
     assert [int(layer.fp8_counts[0, 0, 3]) for layer in (net.one, net.two)] == [5 * 1200, 4 * 1200]
 
 
-def test_two_calls_before_the_layer_is_given_either() -> None:
+def test_two_norm_calls_before_the_layer_runs() -> None:
     net, plain = kp.fp8.convert(pair(), "delayed"), pair()
     for number in range(4):
         inputs = [random(9, 40, seed=number), 5 * random(9, 40, seed=10 + number)]
@@ -163,7 +163,7 @@ def test_micro_batches(recipe: str, input_casts: list[tuple[int, ...]], monkeypa
 # Auto
 
 
-def test_auto_leaves_a_processors_norms_as_they_are() -> None:
+def test_auto_on_a_cpu_fuses_no_norm() -> None:
     net, plain = kp.fp8.convert(model()), model()
     for _ in range(3):
         losses = [train(each, range(1)) for each in (net, plain)]
@@ -198,7 +198,7 @@ def test_auto_fuses_between_steps(
     assert not calls
 
 
-def test_auto_leaves_a_norm_that_the_op_cannot_take(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_does_not_fuse_a_norm_that_the_op_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of 16 bits under autocast, which may give 32."""
     pretend_measured(monkeypatch, lambda *_: PRODUCTS)
     net = kp.fp8.convert(pair())
@@ -212,7 +212,7 @@ def test_auto_leaves_a_norm_that_the_op_cannot_take(monkeypatch: pytest.MonkeyPa
     assert found[2:] == [(False, None)] * 4
 
 
-def test_auto_casts_for_the_size_that_gains(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_quantizes_for_the_sizes_that_are_faster(monkeypatch: pytest.MonkeyPatch) -> None:
     pretend_measured(monkeypatch, lambda *key: PRODUCTS if key[2] == 64 else ())
     net = kp.fp8.convert(pair())
     for _ in range(2):
@@ -233,7 +233,7 @@ class Shifted(nn.Module):
         return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps) * (self.weight + self.shift)
 
 
-def test_a_norm_that_changed_runs_as_it_is() -> None:
+def test_a_changed_norm_runs_its_own_forward() -> None:
     net = kp.fp8.convert(nn.Sequential(Shifted(), nn.Linear(40, 16)), "delayed")
     assert list(norm_module.norms_in(net)) == ["0"]
     x = random(8, 40)
@@ -249,7 +249,7 @@ def test_a_norm_that_changed_runs_as_it_is() -> None:
 # The report
 
 
-def test_the_report_says_which_norms_cast_for_whom() -> None:
+def test_the_report_has_the_layer_that_each_norm_quantizes_for() -> None:
     net = kp.fp8.convert(model(), "delayed")
     first = kp.fp8.report(net)
     assert first.norms == dict.fromkeys(["block.norm_1", "block.norm_2", "norm"])

@@ -41,7 +41,7 @@ def compiled(net: Any) -> tuple[Any, list[Any]]:
     return torch.compile(net, fullgraph=True, backend=backend), given
 
 
-def test_the_first_layer_behind_a_norm_casts_for_it() -> None:
+def test_the_first_layer_after_a_norm_quantizes_its_output() -> None:
     run, given = compiled(kp.fp8.convert(model(), "delayed"))
     train(run, range(1))
     # q, o, the SwiGLU, the head; k and v share the cast of q.
@@ -49,7 +49,7 @@ def test_the_first_layer_behind_a_norm_casts_for_it() -> None:
 
 
 @pytest.mark.parametrize("how", [{"fuse_norm": False}, {"recipe": "tensorwise"}, {"recipe": "rowwise"}], ids=str)
-def test_none_does_unless_asked_and_with_a_history(how: dict[str, Any]) -> None:
+def test_without_fusion_or_a_history_norms_are_unchanged(how: dict[str, Any]) -> None:
     run, given = compiled(kp.fp8.convert(model(), **{"recipe": "delayed", **how}))
     train(run, range(1))
     assert len(given) >= 4
@@ -89,7 +89,7 @@ def test_compiling_a_model_that_has_run() -> None:
 
 
 @pytest.mark.parametrize("norm", NORMS.values(), ids=NORMS)
-def test_evaluation_gives_the_numbers_of_training(norm: Callable[[int], nn.Module]) -> None:
+def test_evaluation_equals_training(norm: Callable[[int], nn.Module]) -> None:
     torch._dynamo.reset()
     net = kp.fp8.convert(nn.Sequential(norm(32), nn.Linear(32, 16)).to(torch.bfloat16), "delayed")
     run = torch.compile(net[0], fullgraph=True, backend="aot_eager")
@@ -102,7 +102,7 @@ def test_evaluation_gives_the_numbers_of_training(norm: Callable[[int], nn.Modul
 
 
 @pytest.mark.parametrize("transform", [torch.func.grad, torch.func.vmap], ids=["grad", "vmap"])
-def test_before_layers_in_their_own_precision_a_norm_is_transformed_as_ever(transform: Callable[..., Any]) -> None:
+def test_a_norm_before_unconverted_layers_supports_transforms(transform: Callable[..., Any]) -> None:
     torch._dynamo.reset()
     torch.manual_seed(0)
     plain = nn.Sequential(nn.RMSNorm(32), nn.Linear(32, 16))
@@ -117,7 +117,7 @@ def test_before_layers_in_their_own_precision_a_norm_is_transformed_as_ever(tran
     torch.testing.assert_close(found, transformed(plain))
 
 
-def test_with_layers_in_8_bits_it_is_refused_by_name() -> None:
+def test_a_norm_before_fp8_layers_refuses_transforms() -> None:
     torch._dynamo.reset()
     net = kp.fp8.convert(nn.Sequential(nn.RMSNorm(32), nn.Linear(32, 16)), "delayed")
     run = torch.compile(torch.func.grad(lambda x: net(x).sum()), backend="aot_eager")
@@ -148,7 +148,7 @@ BETWEEN: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
 
 
 @pytest.mark.parametrize("between", BETWEEN.values(), ids=BETWEEN)
-def test_a_layer_is_given_what_is_there(between: Callable[[torch.Tensor, torch.Tensor], Any]) -> None:
+def test_a_layer_quantizes_its_actual_input(between: Callable[[torch.Tensor, torch.Tensor], Any]) -> None:
     net, plain = kp.fp8.convert(Meddling(between), "delayed"), Meddling(between)
     run, _ = compiled(net)
     for number in range(2):
@@ -160,7 +160,7 @@ def test_a_layer_is_given_what_is_there(between: Callable[[torch.Tensor, torch.T
 @pytest.mark.skipif(not interpreting() and HERE == "cpu", reason="neither a GPU nor Triton's interpreter")
 @pytest.mark.parametrize("history", [[9.0, 1.0], [0.1, 0.0], [0.0, 0.0], [1e4, math.nan]], ids=str)
 @pytest.mark.parametrize(("shape", "dtype"), SHAPES, ids=str)
-def test_the_cast_is_that_of_what_the_norm_would_write(
+def test_the_cast_equals_that_of_the_norms_output(
     shape: tuple[int, int], dtype: torch.dtype, history: list[float]
 ) -> None:
     from kernel_pytorch.ops.fp8_rms_norm.triton_cast import PreparedNormCast

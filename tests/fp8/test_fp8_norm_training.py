@@ -64,7 +64,7 @@ def test_selective_activation_checkpointing() -> None:
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_a_repeated_forward_casts_for_the_layers_that_are_repeated(reentrant: bool) -> None:
+def test_a_recomputed_forward_quantizes_for_recomputed_layers(reentrant: bool) -> None:
     net = kp.fp8.convert(model(checkpointing=reentrant), "tensorwise")
     train(net, range(3))
     assert caster_of(net.block.norm_1)._requests.keys() == ({True} if reentrant else {True, False})
@@ -96,7 +96,7 @@ def test_copies_train_as_the_model_does(recipe: str, way: str) -> None:
     assert caster_of(alone).layer() is None
 
 
-def test_a_resumed_run_goes_on_bit_for_bit() -> None:
+def test_a_resumed_run_continues_bit_for_bit() -> None:
     net = kp.fp8.convert(model(), "delayed")
     train(net, range(3))
     kept, state = copy.deepcopy(net.state_dict()), kp.fp8.state_dict(net)
@@ -125,7 +125,7 @@ def test_reverting_restores_the_model(recipe: str) -> None:
     assert norm_module.norms_in(net) == {}
 
 
-def test_a_model_that_is_gone_is_forgotten() -> None:
+def test_a_deleted_model_is_not_monitored() -> None:
     net = kp.fp8.convert(model(), "delayed")
     train(net, range(3))
     gone = weakref.ref(net)

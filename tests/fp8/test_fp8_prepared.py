@@ -24,9 +24,7 @@ pytestmark = pytest.mark.usefixtures("one_thread", "own_monitors")
 @pytest.mark.skipif(not interpreting(), reason="needs TRITON_INTERPRET=1")
 @pytest.mark.parametrize("fuse", [True, False])
 @pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "rowwise"])
-def test_prepared_kernels_give_what_the_registry_gives(
-    recipe: str, fuse: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_prepared_kernels_equal_the_registry(recipe: str, fuse: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     found = []
     for prepared in (True, False):
         with pretend("nvidia/h200"):

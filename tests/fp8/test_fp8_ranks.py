@@ -107,7 +107,7 @@ def disagree(group: Any) -> list[str]:
     return found
 
 
-def test_ranks_that_cannot_be_synchronized_say_so_on_all_of_them(pool: Ranks) -> None:
+def test_a_failed_synchronization_raises_on_all_ranks(pool: Ranks) -> None:
     for errors in pool.run(disagree, 2):
         assert len(errors) == 4
         assert errors[0].startswith("group: its ranks 0 and 1 have different converted layers (1 and 1)")
@@ -116,7 +116,7 @@ def test_ranks_that_cannot_be_synchronized_say_so_on_all_of_them(pool: Ranks) ->
         assert errors[3].startswith("model: it has no memory yet")
 
 
-def test_synchronize_names_what_it_cannot_take() -> None:
+def test_synchronize_names_wrong_arguments() -> None:
     model = kp.fp8.convert(nn.Sequential(nn.Linear(8, 8)), "delayed")
     assert kp.fp8.synchronize(model) is model  # one process
     with pytest.raises(TypeError, match=r"group='dp': expected a process group, as mesh\['dp'\].get_group\(\)"):

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
 import kernel_pytorch as kp
+from fp8_kernels import HERE, random
 from kernel_pytorch.hardware_abstraction.dispatch import function_of
 from kernel_pytorch.hardware_abstraction.formats import E4M3FN, E5M2, FORMATS
 from kernel_pytorch.ops.fp8_cast import fp8_cast
@@ -17,25 +17,6 @@ from kernel_pytorch.ops.fp8_rms_norm import Normal, fp8_rms_norm
 from kernel_pytorch.ops.fp8_rms_norm.definition import FP8_RMS_NORM
 from kernel_pytorch.testing import compare, poisoned
 from kernel_pytorch.testing.budget import exceeded
-from kernel_pytorch.testing.devices import interpreting, pretend
-
-HERE = "cuda" if torch.cuda.is_available() else "cpu"
-
-
-@pytest.fixture(params=["torch", "triton"])
-def kernel(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Each kernel by name: Triton's on the GPU that is here, or in the interpreter."""
-    if request.param == "torch" or HERE == "cuda":
-        yield request.param
-    elif interpreting():
-        with pretend("nvidia/h200"):
-            yield request.param
-    else:
-        pytest.skip("needs a GPU, or TRITON_INTERPRET=1 for the interpreter")
-
-
-def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(HERE, dtype)
 
 
 def numbers(*values: float) -> torch.Tensor:
@@ -72,7 +53,7 @@ HISTORIES = {
 @pytest.mark.parametrize("history", HISTORIES.values(), ids=HISTORIES)
 @pytest.mark.parametrize("transposed", [True, False])
 @pytest.mark.parametrize("shape", [(70, 133), (64, 256), (1, 5)], ids=str)
-def test_the_copies_are_the_cast_of_y(
+def test_the_data_is_the_cast_of_y(
     kernel: str, shape: tuple[int, int], transposed: bool, history: list[float] | None
 ) -> None:
     x, weight = random(*shape, dtype=torch.float16), random(shape[1], dtype=torch.float16, seed=1)
@@ -102,7 +83,7 @@ def test_y_is_rounded_before_it_is_cast(kernel: str) -> None:
 
 
 @pytest.mark.parametrize("history", [None, [8.0], [0.5]], ids=str)
-def test_numbers_that_are_not_finite(kernel: str, history: list[float] | None) -> None:
+def test_non_finite_elements(kernel: str, history: list[float] | None) -> None:
     x, weight = random(40, 70), random(70, seed=1)
     x[0, 0], x[3, 5], x[39, 69], weight[7] = math.inf, -math.inf, math.nan, math.inf
     x[5] = 0
@@ -126,7 +107,7 @@ def test_rows_of_zeros(kernel: str, eps: float) -> None:
     assert found.counts[0].tolist()[2] == (13 * 50 if eps == 0 else 0)
 
 
-def test_what_has_grown_a_hundredfold_is_cast_again_in_the_same_call(kernel: str) -> None:
+def test_a_hundredfold_amax_is_requantized_in_the_same_call(kernel: str) -> None:
     x, weight = random(66, 90), random(90, seed=1)
     first = fp8_rms_norm(x, weight, history=torch.zeros(4, device=HERE), transposed=True, kernel=kernel)
     history = first.next_history
@@ -249,7 +230,7 @@ def test_wrong_arguments_are_named_with_a_remedy(
 
 
 @pytest.mark.parametrize("form", [E4M3FN, E5M2], ids=str)
-def test_the_copies_mean_what_float64_says(kernel: str, form: Any) -> None:
+def test_the_dequantized_data_is_close_to_float64(kernel: str, form: Any) -> None:
     x, weight = random(60, 120), random(120, seed=1)
     truth = FP8_RMS_NORM.reference(x.double(), weight.double(), 1e-6, None, False, None, False)[0]
     found = fp8_rms_norm(x, weight, 1e-6, form.name, transposed=True, kernel=kernel)

@@ -83,7 +83,7 @@ def in_8_bits(group: Any, case: Case) -> None:
     ],
     ids=str,
 )
-def test_training_is_the_same_to_the_bit(pool: Ranks, case: Case, sizes: tuple[int, ...]) -> None:
+def test_training_is_bitwise_the_same(pool: Ranks, case: Case, sizes: tuple[int, ...]) -> None:
     for ranks in sizes:
         pool.run(in_8_bits, ranks, case)
 
@@ -112,7 +112,7 @@ def nothing_kept(group: Any) -> None:
     y.square().mean().backward()
 
 
-def test_no_copy_of_a_weight_waits_for_the_backward(pool: Ranks) -> None:
+def test_no_copy_of_a_weight_is_saved_for_the_backward(pool: Ranks) -> None:
     pool.run(nothing_kept, 2)
 
 
@@ -270,7 +270,7 @@ def parts_alone(group: Any) -> None:
     same(*found)
 
 
-def test_parts_that_are_called_alone(pool: Ranks) -> None:
+def test_single_chunks(pool: Ranks) -> None:
     pool.run(parts_alone, 2)
 
 
@@ -432,7 +432,7 @@ class Tied(nn.Module):
         return self.head(self.inner(self.embedding(x)))
 
 
-def test_what_cannot_be_gathered_in_fp8_says_why() -> None:
+def test_weights_that_cannot_be_gathered_in_fp8_have_a_reason() -> None:
     mine = replace(kp.fp8.RECIPES["tensorwise"], name="mine", high_precision=("dx",))
     found = {}
     for recipe in ("auto", "rowwise", "blockwise", mine, "delayed"):

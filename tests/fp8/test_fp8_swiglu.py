@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
 import kernel_pytorch as kp
+from fp8_kernels import HERE, random
 from kernel_pytorch.hardware_abstraction.dispatch import function_of
 from kernel_pytorch.hardware_abstraction.formats import E4M3FN, E5M2, FORMATS
 from kernel_pytorch.ops import fp8_swiglu as ops
@@ -19,25 +19,6 @@ from kernel_pytorch.ops.fp8_swiglu.definition import FP8_SWIGLU
 from kernel_pytorch.ops.fp8_swiglu.grad_definition import FP8_SWIGLU_GRAD
 from kernel_pytorch.testing import compare, poisoned
 from kernel_pytorch.testing.budget import exceeded
-from kernel_pytorch.testing.devices import interpreting, pretend
-
-HERE = "cuda" if torch.cuda.is_available() else "cpu"
-
-
-@pytest.fixture(params=["torch", "triton"])
-def kernel(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Each kernel by name: Triton's on the GPU that is here, or in the interpreter."""
-    if request.param == "torch" or HERE == "cuda":
-        yield request.param
-    elif interpreting():
-        with pretend("nvidia/h200"):
-            yield request.param
-    else:
-        pytest.skip("needs a GPU, or TRITON_INTERPRET=1 for the interpreter")
-
-
-def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(HERE, dtype)
 
 
 def three(rows: int, columns: int, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, ...]:
@@ -74,7 +55,7 @@ def numbers(*values: float) -> torch.Tensor:
     [*((form, torch.float32) for form in FORMATS.values()), (E4M3FN, torch.float16), (E5M2, torch.float16)],
     ids=str,
 )
-def test_the_codes_mean_what_float64_says(kernel: str, form: Any, dtype: torch.dtype) -> None:
+def test_the_dequantized_data_is_close_to_float64(kernel: str, form: Any, dtype: torch.dtype) -> None:
     """The error is that of one rounding to the format: as of a cast of float64's own numbers."""
     dh, gate, up = three(60, 120, dtype)
     wanted = exact(dh, gate, up)
@@ -95,7 +76,7 @@ def test_the_codes_mean_what_float64_says(kernel: str, form: Any, dtype: torch.d
     )
 
 
-def test_float32_numbers_are_rounded_once(kernel: str) -> None:
+def test_float32_results_are_rounded_once(kernel: str) -> None:
     """h is never rounded to the 16 bits of gate and up on the way."""
     _, gate, up = three(64, 64, torch.float16)
     h = fp8_swiglu(gate, up, kernel=kernel)
@@ -137,7 +118,7 @@ def test_copies_are_transposes_to_the_byte(kernel: str) -> None:
 
 @pytest.mark.parametrize("history", [None, [12.0, 3.0], [0.5]], ids=str)
 @pytest.mark.parametrize("form", [E4M3FN, E5M2], ids=str)
-def test_h_is_cast_to_the_same_bytes_again(kernel: str, form: Any, history: list[float] | None) -> None:
+def test_h_is_quantized_to_the_same_bytes_again(kernel: str, form: Any, history: list[float] | None) -> None:
     dh, gate, up = three(62, 125, torch.float16)
     remembered = None if history is None else numbers(*history)
     h = fp8_swiglu(gate, up, form.name, history=remembered, power_of_two=True, kernel=kernel)
@@ -234,7 +215,7 @@ def test_a_history_gives_the_scale(kernel: str) -> None:
     assert h.next_history[3].isnan()
 
 
-def test_an_outgrown_history_is_not_used(kernel: str) -> None:
+def test_a_history_that_is_too_small_is_not_used(kernel: str) -> None:
     h = remembering([14.0], kernel, largest=56.0)  # 448 / 14 / 2 = 16: 28 fits, 56 does not
     assert h.counts.tolist() == [3, 0, 0]
     assert h.inverse.item() == 0.125

@@ -112,7 +112,7 @@ OTHERS: dict[str, Callable[[], nn.Module]] = {
 
 
 @pytest.mark.parametrize(("make", "roles"), RECOGNISED.values(), ids=RECOGNISED)
-def test_a_swiglu_is_known_by_what_it_computes(make: Callable[[], nn.Module], roles: tuple[str, ...]) -> None:
+def test_a_swiglu_is_matched_by_its_results(make: Callable[[], nn.Module], roles: tuple[str, ...]) -> None:
     model = nn.Sequential(make())
     kp.fp8.convert(model, "tensorwise")
     assert swiglu_module.fused_in(model) == {f"0.{role}": "0" for role in roles}
@@ -121,7 +121,7 @@ def test_a_swiglu_is_known_by_what_it_computes(make: Callable[[], nn.Module], ro
 
 
 @pytest.mark.parametrize("make", OTHERS.values(), ids=OTHERS)
-def test_what_computes_something_else_is_not_fused(make: Callable[[], nn.Module]) -> None:
+def test_a_module_that_computes_something_else_is_not_fused(make: Callable[[], nn.Module]) -> None:
     model = make()
     kp.fp8.convert(model, "tensorwise")
     assert not is_fused(model)
@@ -130,14 +130,14 @@ def test_what_computes_something_else_is_not_fused(make: Callable[[], nn.Module]
 
 
 @pytest.mark.parametrize("make", [lambda: FunctionalDropout().eval(), Clamped], ids=["functional dropout", "clamp"])
-def test_what_sometimes_computes_something_else_is_not_fused(make: Callable[[], nn.Module]) -> None:
+def test_a_module_that_sometimes_computes_something_else_is_not_fused(make: Callable[[], nn.Module]) -> None:
     """In training it drops, or at large numbers it clamps: fusing it would change what the model is."""
     model = make()
     kp.fp8.convert(model, "tensorwise")
     assert not is_fused(model)
 
 
-def test_trying_a_module_leaves_no_trace() -> None:
+def test_matching_a_module_leaves_no_trace() -> None:
     model = block()
     state = {key: value.clone() for key, value in model.state_dict().items()}
     rng = torch.get_rng_state()
@@ -193,7 +193,7 @@ def test_fused_with_frozen_weights(recipe: str, trained: str) -> None:
 
 @fused_recipes
 @pytest.mark.parametrize("compiled", [False, True])
-def test_fused_products_are_added_up_as_the_recipe_says(
+def test_fused_gemms_accumulate_as_the_recipe_says(
     recipe: str, compiled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch._dynamo.reset()

@@ -123,7 +123,7 @@ def check_rounded_twice(
 @pytest.mark.parametrize(
     ("form", "dtype"), [*((form, torch.float32) for form in FORMATS), ("e5m2", torch.float16)], ids=str
 )
-def test_what_fits_its_history_is_as_at_once(form: str, dtype: torch.dtype) -> None:
+def test_chunks_that_fit_their_history_equal_one_cast(form: str, dtype: torch.dtype) -> None:
     dh, gate, up = three(dtype)
     gate[3, 4], up[PART + 1, 5], dh[-1, -1] = torch.inf, torch.nan, -torch.inf
     inverse, histories = torch.tensor(0.0625, device=HERE), (history(25.0, 1.0, 0.0), history(2.0, 0.0, 20.0))
@@ -144,7 +144,7 @@ def test_what_fits_its_history_is_as_at_once(form: str, dtype: torch.dtype) -> N
 @needs_triton
 @pytest.mark.usefixtures("on_gpu")
 @pytest.mark.parametrize(("form", "before"), [*((form, 0.25) for form in FORMATS), ("e4m3fn", 0.0)])
-def test_an_outgrown_part_brings_all_to_its_scale(form: str, before: float) -> None:
+def test_a_chunk_beyond_its_history_rescales_all_chunks(form: str, before: float) -> None:
     """Nothing is clipped; what was cast by another scale is rounded once more, and no more than that is lost."""
     dh, gate, up = three()
     dh[PART + 5] *= 100
@@ -160,7 +160,7 @@ def test_an_outgrown_part_brings_all_to_its_scale(form: str, before: float) -> N
 @needs_triton
 @pytest.mark.usefixtures("on_gpu")
 @pytest.mark.parametrize(("form", "size"), [("e5m2", 1.0), ("e4m3fn", 1e-3)], ids=["all", "one_of_them"])
-def test_parts_far_below_their_history_flush_nothing(form: str, size: float) -> None:
+def test_chunks_far_below_their_history_do_not_underflow(form: str, size: float) -> None:
     """All of them after an outlier, or one of them, whose elements get the scale of the others in the end."""
     dh, gate, up = three()
     dh[:PART] *= size
@@ -177,7 +177,7 @@ def test_parts_far_below_their_history_flush_nothing(form: str, size: float) -> 
 
 @needs_triton
 @pytest.mark.usefixtures("on_gpu")
-def test_a_part_of_zeros_has_no_say() -> None:
+def test_a_chunk_of_zeros_does_not_set_the_scale() -> None:
     """Without a history its scale is 1, and gradients far below would all be lost."""
     dh, gate, up = three()
     dh *= 1e-6
@@ -204,7 +204,7 @@ def test_zeros_alone_are_zeros() -> None:
 @needs_triton
 @pytest.mark.usefixtures("on_gpu")
 @pytest.mark.parametrize("shape", [(1, 1), (5, 37), (128, 256), (132, 260), (260, 130)])
-def test_codes_are_turned_to_the_byte(shape: tuple[int, int]) -> None:
+def test_the_transpose_is_exact(shape: tuple[int, int]) -> None:
     from kernel_pytorch.ops.fp8_cast.triton_turn import PreparedTurn
 
     drawn = torch.randint(0, 256, shape, generator=torch.Generator().manual_seed(0), dtype=torch.uint8).to(HERE)
@@ -244,7 +244,7 @@ def trained(recipe: str, compiled: bool, rows: int = ROWS) -> list[torch.Tensor]
 
 
 @pytest.mark.parametrize("recipe", ["delayed", "delayed-e4m3"])
-def test_a_module_in_parts_trains_as_one_at_once(recipe: str, small_parts: pytest.MonkeyPatch) -> None:
+def test_a_module_in_chunks_trains_like_one_without(recipe: str, small_parts: pytest.MonkeyPatch) -> None:
     """On a GPU the first step is rounded once more: there is no history yet."""
     served = []
     original = swiglu_ops._hidden_gradients_in_chunks
@@ -268,7 +268,7 @@ def test_a_module_in_parts_trains_as_one_at_once(recipe: str, small_parts: pytes
             assert (found.double() - wanted.double()).norm() <= 0.1 * wanted.double().norm()
 
 
-def test_only_what_has_a_history_and_is_large_is_made_in_parts() -> None:
+def test_only_large_calls_with_a_history_are_chunked() -> None:
     large, small = (torch.empty(rows, 16384, device="meta") for rows in (8192, 8191))
     assert swiglu_ops.in_row_chunks(large, torch.zeros(16))
     assert not swiglu_ops.in_row_chunks(large, None)
@@ -292,7 +292,7 @@ def test_any_number_of_rows_is_compiled_once() -> None:
 
 
 @pytest.mark.usefixtures("small_parts")
-def test_rows_that_only_the_numbers_tell_are_compiled() -> None:
+def test_rows_known_at_run_time_are_compiled() -> None:
     """As a mixture of experts has them."""
     torch._dynamo.reset()
     model = kp.fp8.convert(SwiGLU(64, 96).to(HERE), "delayed")
@@ -309,7 +309,7 @@ def test_rows_that_only_the_numbers_tell_are_compiled() -> None:
 
 
 @pytest.mark.skipif(HERE == "cpu", reason="needs a GPU")
-def test_parts_take_less_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunks_take_less_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     peaks = []
     for large in (1 << 60, 1):
         monkeypatch.setattr(swiglu_ops, "_LARGE", large)
@@ -358,7 +358,7 @@ for name in ("nvidia/h200", "amd/mi300x"):
 """
 
 
-def test_the_kernels_of_parts_are_built_for_nvidia_and_amd() -> None:
+def test_the_kernels_of_chunks_compile_for_nvidia_and_amd() -> None:
     environment = {**os.environ, "TRITON_INTERPRET": "0"}
     done = subprocess.run(
         [sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True, check=False

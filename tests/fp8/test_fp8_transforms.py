@@ -131,7 +131,7 @@ def test_a_level_of_forward_mode_is_no_derivative() -> None:
 
 
 @pytest.mark.parametrize("how", ["auto", "fallback"])
-def test_a_layer_in_its_own_precision_is_transformed_as_before(how: str) -> None:
+def test_an_unconverted_layer_supports_transforms(how: str) -> None:
     model, plain = kp.fp8.convert(block(), "auto" if how == "auto" else "delayed"), block()
     for layer in layers_of(model).values():
         layer.fp8_fallback = None if how == "auto" else "a test"
@@ -201,7 +201,7 @@ def test_a_batched_backward_is_refused_by_name(way: str, fuse: bool) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*batching rule")
-def test_a_batched_backward_of_what_nobody_counts() -> None:
+def test_a_batched_backward_without_counts() -> None:
     x, weight, dys = X.clone().requires_grad_(), random(16, 24), random(3, 6, 16)
     y = fp8_linear(x, weight, recipe="rowwise")
     assert torch.equal(gradients(y, x, dys, "vmap"), gradients(y, x, dys, "one by one"))

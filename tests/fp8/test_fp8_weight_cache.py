@@ -80,7 +80,7 @@ def test_writing_to_a_weight_inside_the_scope_is_an_error() -> None:
     model(random(9, 40)).sum().backward()
 
 
-def test_a_weight_written_between_two_scopes_is_quantized_anew() -> None:
+def test_a_weight_written_between_two_scopes_is_quantized_again() -> None:
     model, x = kp.fp8.convert(linear(), "tensorwise"), random(9, 40)
     for _ in range(3):
         with kp.fp8.accumulate(model):
@@ -138,7 +138,7 @@ def test_copies_and_pickles_have_no_cache() -> None:
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-def test_weights_that_are_not_the_layers_own_are_cast_for_each_call(backend: str) -> None:
+def test_weights_of_another_layer_are_quantized_in_each_call(backend: str) -> None:
     """Two weights for one layer in one graph, before its backward."""
     torch._dynamo.reset()
     model, other = (kp.fp8.convert(block(), "tensorwise") for _ in range(2))

@@ -77,7 +77,7 @@ def test_rates_of_a_busy_machine_are_not_measured(scripted: Callable[..., list[i
         kp.device("cpu", measure=True)
 
 
-def test_a_busy_machine_decides_nothing_and_keeps_nothing(scripted: Callable[..., list[int]]) -> None:
+def test_a_busy_machine_decides_and_caches_nothing(scripted: Callable[..., list[int]]) -> None:
     x = torch.randn(1, 2, 16, 8)
     with kp.policy(measure=True):
         first = kp.explain(kp.attention, x, x, x).kernel.name

@@ -71,7 +71,7 @@ def measured_call(x: torch.Tensor = X) -> torch.Tensor:
         return kp.rms_norm(x)
 
 
-def test_a_measured_choice_is_kept_and_not_measured_again(slow: Slow) -> None:
+def test_a_measured_choice_is_cached(slow: Slow) -> None:
     expected = kp.rms_norm(X, kernel="torch")
     assert torch.equal(measured_call(), expected)
     measured = slow.calls
@@ -99,7 +99,7 @@ def test_the_fastest_runs_and_is_explained(slow: Slow) -> None:
     assert slow.calls == measured
 
 
-def test_without_the_policy_nothing_is_measured_or_kept(slow: Slow) -> None:
+def test_without_the_policy_nothing_is_measured_or_cached(slow: Slow) -> None:
     kp.rms_norm(X)
     assert slow.calls == 1
     assert not files()
@@ -112,7 +112,7 @@ def test_one_kernel_that_fits_is_not_measured(slow: Slow) -> None:
     assert not files()
 
 
-def test_forward_and_backward_are_measured_apart_and_as_they_run(slow: Slow) -> None:
+def test_forward_and_backward_are_measured_separately(slow: Slow) -> None:
     x = X.clone().requires_grad_()
     measured_call(x).sum().backward()
     assert len(files()) == 2
@@ -120,7 +120,7 @@ def test_forward_and_backward_are_measured_apart_and_as_they_run(slow: Slow) -> 
     assert x.grad is not None
 
 
-def test_a_kept_choice_is_believed(slow: Slow) -> None:
+def test_a_cached_choice_is_used(slow: Slow) -> None:
     measured_call()
     (path,) = files()
     kept = json.loads(path.read_bytes())
@@ -160,7 +160,7 @@ def test_the_key_holds_what_a_measurement_depends_on(monkeypatch: pytest.MonkeyP
     assert len({same, *others}) == 1 + len(others)
 
 
-def test_another_shape_is_measured_anew(slow: Slow) -> None:
+def test_another_shape_is_measured_again(slow: Slow) -> None:
     measured_call()
     measured = slow.calls
     measured_call(torch.randn(5, 64))
@@ -191,7 +191,7 @@ CORRUPT: dict[str, Spoil] = {
 
 
 @pytest.mark.parametrize("spoil", CORRUPT.values(), ids=CORRUPT)
-def test_a_corrupt_file_is_set_aside_and_made_anew(slow: Slow, spoil: Spoil) -> None:
+def test_a_corrupt_file_is_renamed_and_replaced(slow: Slow, spoil: Spoil) -> None:
     measured_call()
     (path,) = files()
     bad = spoil(path.read_bytes())

@@ -188,7 +188,7 @@ def test_eager_and_custom_op_agree_to_the_bit(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("function", [kp.rms_norm, through_custom_op], ids=["eager", "custom"])
-def test_gradients_go_where_they_are_wanted(function: Callable[..., torch.Tensor]) -> None:
+def test_gradients_flow_where_required(function: Callable[..., torch.Tensor]) -> None:
     both = gradients(function)
     x, weight = leaves()
     (dx,) = torch.autograd.grad(function(x, weight.detach()).sum(), x)

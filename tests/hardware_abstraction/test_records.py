@@ -207,7 +207,7 @@ def test_of_equally_near_runs_that_with_most_kernels_decides_then_the_latest(ben
     assert chosen(call) == "third"
 
 
-def test_forward_and_backward_are_chosen_apart(bench: Bench) -> None:
+def test_forward_and_backward_are_selected_separately(bench: Bench) -> None:
     forward, backward = attention_call(), attention_call(phase="backward")
     rows = [row("first", 2e-3, forward), row("second", 1e-3, forward)]
     rows += [row("first", 3e-3, backward), row("second", 4e-3, backward)]

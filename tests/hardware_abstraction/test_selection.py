@@ -241,7 +241,7 @@ def test_explain_checks_the_arguments() -> None:
     assert kp.rms_norm(X).shape == X.shape, "an error must not leave explaining switched on"
 
 
-def test_explain_takes_facts_and_shapes_without_numbers() -> None:
+def test_explain_takes_facts_and_meta_tensors() -> None:
     own = dataclasses.replace(H200, name="my/gpu", formats=frozenset({"float32"}), matrix_formats=frozenset())
     choice = kp.explain(kp.rms_norm, torch.empty(1 << 20, 8192, dtype=torch.bfloat16, device="meta"), device=own)
     assert choice.kernel.name == "torch"
@@ -253,7 +253,7 @@ def test_explain_of_a_function_that_calls_no_op() -> None:
         kp.explain(torch.relu, X)
 
 
-def test_explain_in_one_thread_leaves_the_others_alone() -> None:
+def test_explain_in_one_thread_does_not_affect_others() -> None:
     inside, done = threading.Event(), threading.Event()
     found: list[object] = []
 
@@ -274,23 +274,23 @@ def test_explain_in_one_thread_leaves_the_others_alone() -> None:
 
 
 @given(st.builds(Policy, kernel=st.none() | st.text(), deterministic=st.booleans(), measure=st.booleans()))
-def test_a_policy_survives_its_text(policy: Policy) -> None:
+def test_a_policy_round_trips_as_a_string(policy: Policy) -> None:
     assert Policy.decode(policy.encoded) == policy
 
 
 @given(st.builds(Policy, kernel=st.sampled_from([None, "a", "a,measure", "kernel=a", ""])), st.text(max_size=3))
-def test_different_policies_have_different_texts(policy: Policy, name: str) -> None:
+def test_different_policies_have_different_strings(policy: Policy, name: str) -> None:
     other = Policy(kernel=name)
     assert (other.encoded == policy.encoded) == (other == policy)
 
 
 @pytest.mark.parametrize("text", ["kernel", "fast", "deterministic,quick", "measure=1", " measure", ",measure"])
-def test_a_text_that_is_no_policy(text: str) -> None:
+def test_a_string_that_is_not_a_policy(text: str) -> None:
     with pytest.raises(ValueError, match=r"cannot read .*; write it with Policy\.encoded"):
         Policy.decode(text)
 
 
-def test_the_default_policys_text_is_empty() -> None:
+def test_the_default_policys_string_is_empty() -> None:
     assert Policy().encoded == ""
 
 

@@ -89,7 +89,9 @@ def test_parts(drawn: Any) -> None:
     ],
     ids=str,
 )
-def test_what_is_full_or_causal_is_recognised(mask: Mask, queries: Ranges, keys: Ranges, expected: Mask) -> None:
+def test_full_and_causal_sub_masks_are_recognised(
+    mask: Mask, queries: Ranges, keys: Ranges, expected: Mask
+) -> None:
     """So that kernels which know only these can serve it."""
     assert mask.part(16, 16, queries, keys) == expected
 
@@ -109,12 +111,12 @@ TABLE = blocks(torch.ones(4, 4, dtype=torch.bool), 16)
         (TABLE & causal(), [(8, 32)], [(0, 32)], r"queries has the range \(8, 32\): it cuts a block of 16"),
     ],
 )
-def test_ranges_that_are_no_part(mask: Mask, queries: Ranges, keys: Ranges, message: str) -> None:
+def test_ranges_that_are_not_a_sub_mask(mask: Mask, queries: Ranges, keys: Ranges, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         mask.part(64, 64, queries, keys)
 
 
-def test_a_part_is_final() -> None:
+def test_a_sub_mask_cannot_be_composed() -> None:
     part = window(3).part(64, 64, [(0, 8), (20, 30)], [(0, 40)])
     with pytest.raises(TypeError, match="compose the whole masks, then take the part"):
         part & causal()
@@ -130,7 +132,7 @@ def test_a_part_is_final() -> None:
         from_code(torch.cat([part.code[:-3], part.code[-2:]]))
 
 
-def test_a_part_of_a_million_tokens_takes_no_square() -> None:
+def test_a_sub_mask_of_a_million_tokens_takes_linear_memory() -> None:
     """Intervals alone: a rank of a long sequence sees its part in a moment."""
     n = 1 << 20
     mask = causal() & (window(4096) | sinks(64))

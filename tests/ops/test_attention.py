@@ -240,7 +240,7 @@ def test_only_the_lse_takes_a_gradient(kernel: str) -> None:
     assert (dv == 0).all()
 
 
-def test_an_lse_that_nobody_uses_changes_nothing() -> None:
+def test_an_unused_lse_changes_nothing() -> None:
     with_lse = everything((Q, K, V), window(5), "tiled", lse=False)
     leaves = [x.detach().requires_grad_() for x in (Q, K, V)]
     out, lse = kp.attention(*leaves, window(5), return_lse=True, kernel="tiled")
@@ -354,7 +354,7 @@ def test_a_backward_takes_the_results_of_another_kernels_forward(first: str, sec
     assert not exceeded(compared), exceeded(compared)
 
 
-def test_causal_with_other_lengths_is_not_left_to_torch() -> None:
+def test_causal_with_unequal_lengths_is_not_left_to_torch() -> None:
     """torch aligns causal to the first key; ours is aligned to the last."""
     choice = kp.explain(kp.attention, *heads(q_len=20, kv_len=40), causal())
     assert choice.kernel.name == "native"

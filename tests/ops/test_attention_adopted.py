@@ -55,7 +55,7 @@ def _reasons(mask: masks.Mask, *, dim: int = 128, value_dim: int | None = None, 
 
 @pytest.mark.parametrize(("mask", "window"), BAND, ids=str)
 @pytest.mark.parametrize(("q_len", "kv_len"), [(7, 7), (3, 9), (9, 3)])
-def test_a_window_says_what_the_mask_says(mask: masks.Mask, window: Window, q_len: int, kv_len: int) -> None:
+def test_a_window_equals_the_mask(mask: masks.Mask, window: Window, q_len: int, kv_len: int) -> None:
     assert window_of(mask.node) == window
     i = torch.arange(q_len)[:, None] + kv_len - q_len
     j = torch.arange(kv_len)[None, :]
@@ -67,7 +67,7 @@ def test_a_window_says_what_the_mask_says(mask: masks.Mask, window: Window, q_le
 @pytest.mark.parametrize(
     "mask", [masks.sinks(3), masks.causal() | masks.prefix(4), masks.causal() & masks.sinks(2)]
 )
-def test_what_is_no_window_is_none(mask: masks.Mask) -> None:
+def test_masks_that_are_not_a_window_have_none(mask: masks.Mask) -> None:
     assert window_of(mask.node) is None
     assert packed_sequences(mask.node) is None
 
@@ -82,7 +82,7 @@ def test_what_is_no_window_is_none(mask: masks.Mask) -> None:
     ],
     ids=str,
 )
-def test_packed_sequences_say_what_the_mask_says(mask: masks.Mask) -> None:
+def test_packed_sequences_equal_the_mask(mask: masks.Mask) -> None:
     packed = packed_sequences(mask.node)
     assert packed is not None
     offsets = packed.offsets(2)
@@ -110,7 +110,7 @@ def test_packed_sequences_say_what_the_mask_says(mask: masks.Mask) -> None:
     ],
     ids=str,
 )
-def test_interval_ends_say_what_the_mask_says(mask: masks.Mask) -> None:
+def test_interval_ends_equal_the_mask(mask: masks.Mask) -> None:
     ends = interval_ends(mask.layout(13, 13), 2)
     assert ends.shape[1] % 2 == 1
     assert ends.dtype == torch.int32
@@ -125,7 +125,7 @@ def test_interval_ends_say_what_the_mask_says(mask: masks.Mask) -> None:
 
 @pytest.mark.parametrize("by_key", [False, True])
 @pytest.mark.parametrize("heads", [1, 3])
-def test_tiles_and_intervals_say_what_the_mask_says(by_key: bool, heads: int) -> None:
+def test_tiles_and_intervals_equal_the_mask(by_key: bool, heads: int) -> None:
     table = torch.rand(heads, 3, 4, generator=torch.Generator().manual_seed(1)) < 0.6
     mask = masks.causal() & masks.blocks(table)
     known = mask.layout(300, 490)

@@ -97,7 +97,7 @@ def test_masks_composed_inside() -> None:
     assert compilations(composed, calls) == [1, 1, 1, 1]
 
 
-def test_numbers_that_become_masks_inside() -> None:
+def test_masks_built_from_numbers_in_a_graph() -> None:
     """torch.compile takes a number for a constant until it changes; then it is a variable: one recompile."""
 
     def inside(left: int, sink: int) -> torch.Tensor:

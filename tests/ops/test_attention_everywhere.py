@@ -87,7 +87,7 @@ def test_grouped_heads_and_three_dimensions():
     assert compare(three, attn_mask=torch.rand(4, 9, 9) < 0.8).served == 1
 
 
-def test_what_is_left_to_torch():
+def test_calls_left_to_torch():
     q, k, v = drawn()
     with kp.attention_everywhere() as calls:
         torch.manual_seed(3)

@@ -139,7 +139,7 @@ def test_masks_are_expressions(counted):
     assert counted[-1][0] == band & kp.masks.documents([4, 7])
 
 
-def test_evaluated_masks_say_what_expressions_say():
+def test_evaluated_masks_equal_expressions():
     from transformers import masking_utils as hf
 
     from kernel_pytorch.ops.attention import hugging_face_masks as ours
@@ -232,7 +232,7 @@ def test_set_attn_implementation_and_a_compiled_model():
     torch.testing.assert_close(compiled(ids, attention_mask=real).logits, expected)
 
 
-def test_what_is_not_served_is_an_error():
+def test_unsupported_calls_raise_errors():
     config = transformers.BertConfig(**SMALL)  # its default has dropout
     model = transformers.AutoModel.from_config(config, attn_implementation=NAME).train()
     with pytest.raises(

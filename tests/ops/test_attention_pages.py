@@ -72,7 +72,7 @@ def test_other_pages_and_the_rest_of_the_last_page_are_not_read(kernel: str) -> 
 
 
 @needs_interpreter
-def test_pages_as_projections_leave_them() -> None:
+def test_pages_in_a_projections_layout() -> None:
     """(pages, page_size, heads, dim) in memory, and lengths that are every second number of a tensor."""
     q, k, v, pages = call()
     k_strided, v_strided = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (k, v))

@@ -277,7 +277,7 @@ def test_a_block_sparse_dq_without_its_scale_is_caught(dtype: torch.dtype, monke
 
 
 @both_kernels
-def test_a_backward_that_forgets_the_lse_is_caught(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_backward_without_the_lse_is_caught(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
     break_backward(monkeypatch, kernel, lambda original, values: original(*({**values, "wanted": "grad"}).values()))
     assert wrong(kernel, case_arguments("documents")) == {"dq", "dk"}
 
@@ -294,7 +294,7 @@ class _Bfloat16Sums:
         return product.bfloat16() if b.stride(-1) == 1 else product  # scores multiply by a transposed view
 
 
-def test_bfloat16_sums_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bfloat16_accumulation_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     """In float32 at once; in bfloat16, where the result is rounded anyway, where many parts are added."""
     monkeypatch.setattr(tiled_kernel, "_KEYS_A_PIECE", 128)
     generator = torch.Generator().manual_seed(0)

@@ -269,7 +269,7 @@ def test_triton_empty_tensors(lengths):
     held_to_budget(arguments((1, 2, 1, *lengths, 16), full(), sinks=torch.randn(2), softcap=1.0))
 
 
-def test_triton_keeps_no_score_gradients_where_the_bias_takes_none(monkeypatch):
+def test_triton_stores_no_score_gradients_for_a_bias_without_gradient(monkeypatch):
     from kernel_pytorch.ops.attention import triton_kernel
 
     made = []

@@ -172,7 +172,7 @@ def test_masks_that_are_full_at_these_lengths_reach_torchs_kernels(kernel: kp.ha
         assert (kernel.refusal(call, kp.device(H200)) is None) == served, mask
 
 
-def test_cpu_flash_computes_what_is_full_at_these_lengths() -> None:
+def test_cpu_flash_serves_masks_that_are_full_at_these_lengths() -> None:
     q, k, v = heads(1, 4, 2, 1, 64, 64)
     out, _ = function_of(ATTENTION)(q, k, v, causal(), 0.2, "grad", kernel="cpu-flash")
     torch.testing.assert_close(out, ATTENTION.reference(q, k, v, causal(), 0.2, "grad")[0])

@@ -81,7 +81,7 @@ def test_the_gradient_is_that_of_the_definition_in_float64(interleaved: bool) ->
     assert torch.autograd.gradcheck(lambda q, k: kp.rope(q, k, cos, sin, interleaved=interleaved), (q, k))
 
 
-def test_it_is_what_hugging_face_models_compute() -> None:
+def test_it_equals_hugging_face_models() -> None:
     llama = pytest.importorskip("transformers.models.llama.modeling_llama")
     cohere = pytest.importorskip("transformers.models.cohere.modeling_cohere")
     q, k = heads(0, 2, 4, 9, 32), heads(1, 2, 2, 9, 32)

@@ -48,7 +48,7 @@ def pieces(number: int, size: int = 48) -> list[Place]:
     return [zeros(OnGpu(), size) for _ in range(number)]  # type: ignore[arg-type]
 
 
-def test_every_piece_is_of_zeros_and_nobody_elses(stream: list[int]) -> None:
+def test_every_scratch_buffer_is_zero_and_unshared(stream: list[int]) -> None:
     taken = pieces(1500)
     bytes_taken: set[int] = set()
     for piece in taken:
@@ -90,7 +90,7 @@ def number(address: int) -> Place | None:
     return number_beside(OnGpu(address))  # type: ignore[arg-type]
 
 
-def test_a_number_stays_with_its_address_until_the_oldest_must_go(stream: list[int]) -> None:
+def test_a_scalar_persists_for_its_address_until_evicted(stream: list[int]) -> None:
     numbers = [number(address) for address in range(4096)]
     assert [number(address) for address in range(4096)] == numbers
     number(5000)
@@ -100,7 +100,7 @@ def test_a_number_stays_with_its_address_until_the_oldest_must_go(stream: list[i
     assert number(7) is None
 
 
-def test_a_number_is_of_float32_and_serves_training(stream: list[int]) -> None:
+def test_a_scalar_is_float32_and_usable_in_training(stream: list[int]) -> None:
     default = torch.get_default_dtype()
     torch.set_default_dtype(torch.float16)
     try:
@@ -118,7 +118,7 @@ SHAPES = [(), (5,), (3, 4), torch.Size((3, 4)), (0, 0)]
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=needs_cuda)])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_what_is_empty_is_as_torch_makes_it(shape: tuple[int, ...], device: str) -> None:
+def test_empty_tensors_equal_torchs(shape: tuple[int, ...], device: str) -> None:
     x = torch.ones(2, device=device)
     for dtype in (torch.float8_e4m3fn, torch.float32):
         found, wanted = empty(x, shape, dtype), x.new_empty(shape, dtype=dtype)
@@ -129,7 +129,7 @@ def test_what_is_empty_is_as_torch_makes_it(shape: tuple[int, ...], device: str)
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=needs_cuda)])
-def test_what_is_empty_can_be_poisoned(device: str) -> None:
+def test_empty_allocations_can_be_poisoned(device: str) -> None:
     x = torch.ones(2, device=device)
     with poisoned():
         assert empty(x, (3, 4), torch.float32).isnan().all()

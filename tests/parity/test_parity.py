@@ -153,7 +153,7 @@ def test_unknown_size_is_refused(size: str) -> None:
 # Runs
 
 
-def test_arms_are_paired_to_the_bit(tmp_path: Path) -> None:
+def test_arms_are_paired_bit_for_bit(tmp_path: Path) -> None:
     """A converter that changes no number changes no loss: parameters, batches and everything else are the same."""
     results = Results(tmp_path, settings())
     first, second = run_arm(results, "bf16"), run_arm(results, "same", convert=unchanged)
@@ -163,7 +163,7 @@ def test_arms_are_paired_to_the_bit(tmp_path: Path) -> None:
     assert len(results.seconds["bf16", 0]) == STEPS
 
 
-def test_8_bits_train_and_evaluate_both_ways(tmp_path: Path) -> None:
+def test_fp8_trains_and_evaluates_both_ways(tmp_path: Path) -> None:
     results = Results(tmp_path, settings())
     run_arm(results, "bf16")
     run = run_arm(results, "rowwise")
@@ -176,7 +176,7 @@ def test_8_bits_train_and_evaluate_both_ways(tmp_path: Path) -> None:
     assert run.held_out == pytest.approx(run.held_out_bf16, rel=0.02)
 
 
-def test_compiled_blocks_learn_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiled_blocks_train_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     compiled: list[Any] = []
     monkeypatch.setattr(nn.Module, "compile", lambda self, **options: compiled.append((type(self), options)))
     results = Results(tmp_path, settings(compiled=True))
@@ -217,7 +217,7 @@ def test_a_loss_that_is_not_finite_ends_the_run_and_is_named(tmp_path: Path) -> 
 # The file
 
 
-def test_an_interrupted_run_is_made_again_and_finished_ones_are_kept(tmp_path: Path) -> None:
+def test_an_interrupted_run_is_repeated_and_finished_ones_are_kept(tmp_path: Path) -> None:
     results = Results(tmp_path, settings())
     run_arm(results, "bf16")
     kept = results.losses["bf16", 0]
@@ -307,7 +307,7 @@ def test_statistics_of_known_curves(tmp_path: Path) -> None:
     ("spread", "gap", "passes"),
     [(0.0, 0.0049, True), (0.0, 0.0051, False), (0.05, 0.049, True), (0.05, 0.051, False), (0.0, -0.0051, False)],
 )
-def test_a_gap_passes_within_the_spread_or_a_quarter_of_a_percent(
+def test_a_gap_passes_within_the_spread_or_a_quarter_percent(
     tmp_path: Path, spread: float, gap: float, passes: bool
 ) -> None:
     low, high = 2.0 - spread / 2, 2.0 + spread / 2
@@ -434,9 +434,9 @@ def test_command_without_matplotlib_says_how_to_draw_later(
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     code, text = command("--from", str(tmp_path))
     assert code == 0
-    assert "matplotlib is not here. Install kernel-pytorch[plots] and draw them with --from" in text
+    assert "matplotlib is not installed. Install kernel-pytorch[plots] and draw them with --from" in text
     assert not (tmp_path / "report.png").exists()
-    assert "matplotlib is not here" in (tmp_path / "report.html").read_text()
+    assert "matplotlib is not installed" in (tmp_path / "report.html").read_text()
 
 
 def test_command_ends_an_arm_at_a_loss_that_is_not_finite(
@@ -506,7 +506,7 @@ def test_record_holds_times_gaps_and_curves(
     assert path.with_suffix(".png").exists()
 
 
-def test_what_does_not_pass_is_not_recorded(
+def test_failed_recipes_are_not_recorded(
     command: Any, tmp_path: Path, recording: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(parity_command.run, "__kwdefaults__", {"convert": poisoned(after=7)})

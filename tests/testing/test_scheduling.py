@@ -57,10 +57,10 @@ def test_long_scopes_come_first_and_a_parameter_may_be_a_scope(tmp_path: Path) -
         ("tests/testing/test_cross_compile.py::test_one", "tests/testing/test_cross_compile.py"),
     ],
 )
-def test_what_is_run_in_one_go(test: str, scope: str) -> None:
+def test_scopes_of_tests(test: str, scope: str) -> None:
     assert scheduling.scope_of(test) == scope
 
 
-def test_what_is_named_is_there() -> None:
+def test_named_scopes_exist() -> None:
     paths = {re.split(r"\[|::", scope)[0] for scope in [*scheduling.SECONDS, *scheduling.BY_PARAMETER]}
     assert [path for path in paths if not (ROOT / path).is_file()] == []

@@ -63,7 +63,7 @@ def failing(run: Function, case: str = "many-short-rows", number_format: str = "
 
 @pytest.mark.parametrize("number_format", FORMATS)
 @pytest.mark.parametrize("seed", range(20))
-def test_right_kernels_pass_whatever_the_numbers(number_format: str, seed: int) -> None:
+def test_correct_kernels_pass_for_any_data(number_format: str, seed: int) -> None:
     for case in ("one-row", "odd-hidden", "many-short-rows", "no-weight", "scales"):
         results = compared(right, case, number_format, seed)
         assert all(result.ok for result in results.values()), [str(result) for result in results.values()]
@@ -136,7 +136,7 @@ def test_an_unwritten_gradient_is_caught_in_poisoned_memory() -> None:
     assert failing(broken_backward(lambda dx, dweight: (dx, torch.empty_like(dweight)))) == {"dweight"}
 
 
-def test_sums_kept_in_bfloat16_are_caught() -> None:
+def test_accumulation_in_bfloat16_is_caught() -> None:
     """bfloat16 tensors do not excuse bfloat16 arithmetic: sums are kept in float32."""
 
     def forward(device: Any, x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> Any:
@@ -169,7 +169,7 @@ def test_a_dweight_summed_in_bfloat16_is_caught() -> None:
 
 
 @pytest.mark.parametrize("wrong", [float("nan"), float("inf"), float("-inf")])
-def test_no_number_in_place_of_a_number_is_caught(wrong: float) -> None:
+def test_nan_in_place_of_a_finite_element_is_caught(wrong: float) -> None:
     def change(y: torch.Tensor, rstd: torch.Tensor) -> Any:
         y.view(-1)[3] = wrong
         return y, rstd
@@ -177,7 +177,7 @@ def test_no_number_in_place_of_a_number_is_caught(wrong: float) -> None:
     assert compared(broken_forward(change))["y"].error == float("inf")
 
 
-def test_a_number_in_place_of_nan_is_caught() -> None:
+def test_a_finite_element_in_place_of_nan_is_caught() -> None:
     """What is NaN in the definition must be NaN in the kernel: hiding it hides a user's mistake."""
     arguments = dict(OP.case("odd-hidden").arguments(torch.float32, CPU))
     arguments["x"][2, 5] = float("nan")
@@ -205,7 +205,7 @@ def test_a_wrong_shape_is_caught(change: Callable[..., Any]) -> None:
         compare(OP, run, arguments, gradients=False)
 
 
-def test_a_comparison_says_what_is_wrong() -> None:
+def test_a_comparison_names_the_error() -> None:
     assert str(Comparison("dx", 1.0, 2.0)) == "dx: error 1 within its budget 2"
     assert str(Comparison("dx", 3.0, 2.0)) == "dx: error 3 EXCEEDS its budget 2"
     assert not Comparison("dx", float("nan"), 2.0).ok
@@ -271,7 +271,7 @@ def test_pretend_nests_and_restores() -> None:
     assert registry._pretended == {}
 
 
-def test_pretend_forgets_the_choices_made_before() -> None:
+def test_pretend_drops_earlier_choices() -> None:
     """A call's kernel is remembered; it must not be remembered across pretended devices."""
     x = torch.ones(2, 8)
     kp.rms_norm(x)
@@ -283,7 +283,7 @@ def test_pretend_forgets_the_choices_made_before() -> None:
         kp.rms_norm(x, kernel="triton")
 
 
-def test_pretend_leaves_other_torch_types_alone() -> None:
+def test_pretend_does_not_affect_other_torch_types() -> None:
     with pretend("amd/mi300x", torch_type="meta"):
         assert chosen() == (kp.device("cpu").name, "torch")
         meta = kp.explain(kp.rms_norm, torch.ones(2, 8, device="meta"))

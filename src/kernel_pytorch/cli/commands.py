@@ -29,6 +29,14 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
+DeviceOption = Annotated[str | None, typer.Option(help="A torch device; the best one if omitted.")]
+RecordOption = Annotated[bool, typer.Option(help="Write the result as a record; needs a clean checkout.")]
+QuantizationOption = Annotated[str | None, typer.Option(help="The quantization recipe; none if omitted.")]
+SinksOption = Annotated[int, typer.Option(help="With --window: first tokens that are always attended to.", min=0)]
+SourceArgument = Annotated[
+    str | None, typer.Argument(help="package.module:function, which returns (model, inputs).")
+]
+
 
 @dataclass
 class Invocation:
@@ -109,14 +117,14 @@ def tour(
 )
 def bench(
     context: typer.Context,
-    op: Annotated[str, typer.Argument(help="An op of the table, such as rms_norm.")],
+    op: Annotated[str, typer.Argument(help="An op of the registry, such as rms_norm.")],
     case: Annotated[list[str] | None, typer.Option(help="A case by name; may be repeated.")] = None,
     number_format: Annotated[
-        list[str] | None, typer.Option("--format", help="A number format, such as bfloat16; may be repeated.")
+        list[str] | None, typer.Option("--format", help="A dtype, such as bfloat16; may be repeated.")
     ] = None,
-    device: Annotated[str | None, typer.Option(help="A torch device; the best one when left out.")] = None,
-    seconds: Annotated[float, typer.Option(help="Time to sample each measurement for.", min=0.01)] = 0.3,
-    record: Annotated[bool, typer.Option(help="Keep the result as evidence; needs a clean checkout.")] = False,
+    device: DeviceOption = None,
+    seconds: Annotated[float, typer.Option(help="Seconds to sample each measurement for.", min=0.01)] = 0.3,
+    record: RecordOption = False,
     out: Annotated[Path | None, typer.Option(help="Folder for the record; benchmarks/evidence by default.")] = None,
 ) -> None:
     """Check an op's kernels against float64, then time them and the alternatives in PyTorch and other libraries."""
@@ -144,24 +152,24 @@ def bench(
 )
 def parity(
     context: typer.Context,
-    size: Annotated[str, typer.Option(help="small fits a CPU, 100m wants a GPU.")] = "small",
+    size: Annotated[str, typer.Option(help="small fits a CPU, 100m needs a GPU.")] = "small",
     steps: Annotated[
-        int | None, typer.Option(help="Steps of each run; the size's own when left out.", min=2)
+        int | None, typer.Option(help="Steps of each run; the size's default if omitted.", min=2)
     ] = None,
-    seeds: Annotated[int, typer.Option(help="Runs of each arm; their spread is the yardstick.", min=1)] = 3,
+    seeds: Annotated[int, typer.Option(help="Runs of each arm; a gap within their spread passes.", min=1)] = 3,
     recipe: Annotated[
-        list[str] | None, typer.Option(help="An FP8 recipe, delayed when left out; may be repeated.")
+        list[str] | None, typer.Option(help="An FP8 recipe, delayed if omitted; may be repeated.")
     ] = None,
-    device: Annotated[str | None, typer.Option(help="A torch device; the best one when left out.")] = None,
+    device: DeviceOption = None,
     compiled: Annotated[
-        bool | None, typer.Option("--compile/--eager", help="Compile the blocks; on a GPU when left out.")
+        bool | None, typer.Option("--compile/--eager", help="Compile the blocks; by default on a GPU only.")
     ] = None,
-    record: Annotated[bool, typer.Option(help="Keep the result as evidence; needs a clean checkout.")] = False,
+    record: RecordOption = False,
     out: Annotated[
         Path | None, typer.Option(help="Folder of results and report, continued if it exists; parity by default.")
     ] = None,
     source: Annotated[
-        Path | None, typer.Option("--from", help="Train nothing: report on the results in this folder.")
+        Path | None, typer.Option("--from", help="Do not train: report on the results in this folder.")
     ] = None,
 ) -> None:
     """Train a transformer in FP8 and in bf16 from the same seeds; compare losses and times in one report.
@@ -202,18 +210,16 @@ def parity(
 def lower_command(
     context: typer.Context,
     out: Annotated[Path, typer.Option(help="The .pte to write.")],
-    source: Annotated[
-        str | None, typer.Argument(help="package.module:function; it returns (model, inputs).")
-    ] = None,
+    source: SourceArgument = None,
     folder: Annotated[
         Path | None, typer.Option("--hf", help="A Hugging Face checkpoint folder, instead of a function.")
     ] = None,
-    backend: Annotated[str, typer.Option(help="Where it will run.")] = "cpu",
-    recipe: Annotated[str | None, typer.Option(help="How to quantize it; not at all when left out.")] = None,
+    backend: Annotated[str, typer.Option(help="The backend that will run it.")] = "cpu",
+    recipe: QuantizationOption = None,
     window: Annotated[
         int | None, typer.Option(help="With --hf: attend this far back, in constant memory.", min=1)
     ] = None,
-    sinks: Annotated[int, typer.Option(help="With --window: first tokens that are always attended to.", min=0)] = 0,
+    sinks: SinksOption = 0,
 ) -> None:
     """Lower a model to a .pte, report which delegate runs each node, and compare the results with eager PyTorch."""
     from kernel_pytorch.cli.lower import lower, lower_folder
@@ -242,14 +248,20 @@ def generate_command(
     chat: Annotated[
         bool, typer.Option("--chat", help="Hold a conversation with the model's chat template.")
     ] = False,
-    max_tokens: Annotated[int, typer.Option(help="The most tokens of an answer.", min=1)] = 256,
-    temperature: Annotated[float, typer.Option(help="0 takes the most likely token.", min=0)] = 0.0,
-    top_p: Annotated[float, typer.Option(help="Sample from the likeliest tokens of this probability.")] = 1.0,
-    seed: Annotated[int, typer.Option(help="Of the sampling.")] = 0,
-    recipe: Annotated[str | None, typer.Option(help="How to quantize it; not at all when left out.")] = None,
+    max_tokens: Annotated[int, typer.Option(help="Maximum number of tokens of an answer.", min=1)] = 256,
+    temperature: Annotated[
+        float, typer.Option(help="Sampling temperature; 0 takes the most likely token.", min=0)
+    ] = 0.0,
+    top_p: Annotated[
+        float, typer.Option(help="Sample from the most likely tokens with this total probability.")
+    ] = 1.0,
+    seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0,
+    recipe: QuantizationOption = None,
     window: Annotated[int | None, typer.Option(help="Attend this far back, in constant memory.", min=1)] = None,
-    sinks: Annotated[int, typer.Option(help="With --window: first tokens that are always attended to.", min=0)] = 0,
-    cache_dtype: Annotated[str, typer.Option(help="Of keys and values: float32, float16 or int8.")] = "float32",
+    sinks: SinksOption = 0,
+    cache_dtype: Annotated[
+        str, typer.Option(help="Dtype of keys and values: float32, float16 or int8.")
+    ] = "float32",
 ) -> None:
     """Generate text with a Hugging Face checkpoint: lowered once, then loaded from the cache."""
     from kernel_pytorch.cli.generate import generate
@@ -273,9 +285,7 @@ def generate_command(
     ),
 )
 def optimize_command(
-    source: Annotated[
-        str | None, typer.Argument(help="package.module:function; it returns (model, inputs).")
-    ] = None,
+    source: SourceArgument = None,
     hugging_face: Annotated[
         Path | None, typer.Option("--hf", help="A Hugging Face checkpoint folder, or one with a config.json only.")
     ] = None,
@@ -291,15 +301,15 @@ def optimize_command(
     report: Annotated[Path | None, typer.Option(help="Write the report here, as a page of HTML.")] = None,
     batch: Annotated[int, typer.Option(help="With --hf: sequences in a batch.", min=1)] = 1,
     length: Annotated[
-        list[int] | None, typer.Option(help="With --hf: tokens of a sequence, 128 when left out; may be repeated.")
+        list[int] | None, typer.Option(help="With --hf: tokens of a sequence, 128 if omitted; may be repeated.")
     ] = None,
     dtype: Annotated[
-        str | None, typer.Option(help="With --hf: float32 or bfloat16; the checkpoint's when left out.")
+        str | None, typer.Option(help="With --hf: float32 or bfloat16; the checkpoint's if omitted.")
     ] = None,
-    device: Annotated[str | None, typer.Option(help="With --hf: a torch device; cpu when left out.")] = None,
-    resume: Annotated[bool, typer.Option(help="Go on where an earlier run ended.")] = True,
+    device: Annotated[str | None, typer.Option(help="With --hf: a torch device; cpu if omitted.")] = None,
+    resume: Annotated[bool, typer.Option(help="Continue an earlier run.")] = True,
     fail_if_slower: Annotated[
-        bool, typer.Option("--fail-if-slower", help="End with status 1 where the result is slower than a baseline.")
+        bool, typer.Option("--fail-if-slower", help="Exit with status 1 if the result is slower than a baseline.")
     ] = False,
 ) -> None:
     """Make a model fast, prove that it computes the same, and write the plan.
@@ -322,10 +332,10 @@ def optimize_command(
 def run_command(
     program: Annotated[Path, typer.Argument(help="A .pte file.")],
     given: Annotated[
-        list[Path] | None, typer.Option("--input", help="A tensor saved with torch.save; ones when left out.")
+        list[Path] | None, typer.Option("--input", help="A tensor saved with torch.save; ones if omitted.")
     ] = None,
     method: Annotated[str, typer.Option(help="The method to run.")] = "forward",
-    repeat: Annotated[int, typer.Option(help="How often to run it.", min=1)] = 1,
+    repeat: Annotated[int, typer.Option(help="Number of runs.", min=1)] = 1,
 ) -> None:
     """Run a .pte on ExecuTorch's runtime with our delegate, and print its outputs and time."""
     from kernel_pytorch.cli.run import run
@@ -338,7 +348,7 @@ def run_command(
     epilog=_examples("kernel-pytorch build-runtime", "kernel-pytorch build-runtime --backend acme"),
 )
 def build_runtime_command(
-    backend: Annotated[str, typer.Option(help="Whose runtime, as in lower --backend.")] = "cpu",
+    backend: Annotated[str, typer.Option(help="The backend of the runtime, as in lower --backend.")] = "cpu",
     path: Annotated[bool, typer.Option("--path", help="Print its folder and nothing else, for scripts.")] = False,
 ) -> None:
     """Build the C++ runtime for .pte files. Without this command it is built at first use."""
@@ -348,7 +358,7 @@ def build_runtime_command(
 
 
 backend_app = typer.Typer(
-    help="Backends of your own: make one, document it, check its documentation.",
+    help="Backends of your own: create one, document it, check its documentation.",
     no_args_is_help=True,
     rich_markup_mode="rich",
 )
@@ -362,7 +372,7 @@ app.add_typer(backend_app, name="backend")
 def backend_new(
     name: Annotated[str, typer.Argument(help="The backend's name: one lower-case word.")],
     out: Annotated[
-        Path | None, typer.Option(help="Folder to make; NAME-backend here when left out. It must not exist.")
+        Path | None, typer.Option(help="Folder to create; ./NAME-backend if omitted. It must not exist.")
     ] = None,
 ) -> None:
     """Create a project for a backend of your own, with C++ delegate, quantizer, tests, documentation and CI."""
@@ -380,12 +390,12 @@ def backend_new(
 )
 def backend_docs(
     name: Annotated[str, typer.Argument(help="A backend that is installed.")],
-    out: Annotated[Path, typer.Option(help="Folder of the pages; other files in it are left alone.")],
+    out: Annotated[Path, typer.Option(help="Folder of the pages; other files in it are not touched.")],
     probe: Annotated[
-        bool, typer.Option("--probe", help="First lower and run every operator anew (minutes).")
+        bool, typer.Option("--probe", help="First lower and run every operator again (minutes).")
     ] = False,
     check: Annotated[
-        bool, typer.Option("--check", help="Write nothing; end with status 1 where a page is out of date.")
+        bool, typer.Option("--check", help="Write nothing; exit with status 1 if a page is out of date.")
     ] = False,
 ) -> None:
     """Render a backend's pages from its records, with the same pages and sections for every backend."""

@@ -9,15 +9,14 @@ from typing import Any
 
 import numpy as np
 
+from kernel_pytorch import html_page
 from kernel_pytorch.parity.model import size_named
 from kernel_pytorch.parity.statistics import RELATIVE_LIMIT, Arm, Summary, Verdict, smoothed, summarize
 from kernel_pytorch.parity.training import BASELINE, Results
 
 __all__ = ["NO_PLOTS", "PICTURE", "draw", "duration", "mean_text", "page", "sentence", "write_report"]
 
-NO_PLOTS = (
-    "no curves: matplotlib is not here. Install kernel-pytorch[plots] and draw them with --from, here or elsewhere"
-)
+NO_PLOTS = "no curves: matplotlib is not installed. Install kernel-pytorch[plots] and draw them with --from DIR"
 PICTURE = "report.png"
 _COLOURS = ("#d9730d", "#2f6fde", "#0f9d78", "#a4479b", "#b8860b", "#c0392b")
 _GREY = "#4a5260"
@@ -150,19 +149,15 @@ def _draw_times(axes: Any, summary: Summary, arms: list[tuple[Arm, str]]) -> Non
 
 # Page
 
-_STYLE = """
-:root { color-scheme: light }
-body { font: 16px/1.5 system-ui, sans-serif; color: #20242a; background: #fff; max-width: 56rem; margin: 0 auto;
-  padding: 1.2rem }
-h1 { font-size: 1.5rem; line-height: 1.25 } h2 { font-size: 1.15rem; margin-top: 2rem }
-p.verdict { border-left: .35rem solid #0f9d78; background: #f1faf7; padding: .6rem .9rem; margin: .6rem 0 }
-p.fails { border-color: #c0392b; background: #fdf3f2 }
-div.wide { overflow-x: auto } table { border-collapse: collapse; font-size: .92rem; white-space: nowrap }
-th, td { text-align: right; padding: .3rem .7rem; border-bottom: 1px solid #e3e6ea;
-  font-variant-numeric: tabular-nums }
-th:first-child, td:first-child { text-align: left } img { max-width: 100%; height: auto }
-small { color: #5b6470 }
+_STYLE = f"""{html_page.STYLE}
+:root {{ color-scheme: light }} body {{ color: #20242a; background: #fff }}
+p.verdict {{ border-left: .35rem solid #0f9d78; background: #f1faf7; padding: .6rem .9rem; margin: .6rem 0 }}
+p.fails {{ border-color: #c0392b; background: #fdf3f2 }}
+table {{ white-space: nowrap; font-size: .92rem }} th, td {{ text-align: right }}
+th:first-child, td:first-child {{ text-align: left }} small {{ color: #5b6470 }}
+img {{ max-width: 100%; height: auto }}
 """
+"""The curves are drawn on white, so the page is light in every theme."""
 
 
 def page(results: Results, summary: Summary, picture: bytes | None) -> str:
@@ -181,36 +176,27 @@ def page(results: Results, summary: Summary, picture: bytes | None) -> str:
     if summary.baseline.failure is not None:
         verdicts += f'\n<p class="verdict fails">{html.escape(str(summary.baseline.failure))}.</p>'
     mode = "compiled" if settings.compiled else "eager"
-    return f"""<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{html.escape(_title(summary))}</title><style>{_STYLE}</style></head><body>
-<h1>Training in 8 bits beside {BASELINE}</h1>
-<p>{size.parameters / 1e6:,.1f} million parameters, {settings.steps:,} steps of {size.batch * size.length:,} tokens,
-on {html.escape(settings.device_name)}, {mode}, torch {html.escape(settings.torch)}.</p>
-{verdicts}
-{curves}
-<h2>Loss and speed</h2>
-{_table(_ARM_HEAD, _arm_rows(summary))}
-<h2>Gap to {BASELINE}</h2>
-{_table(_GAP_HEAD, _gap_rows(summary))}
-<h2>Every run</h2>
-{_table(_RUN_HEAD, _run_rows(results, summary))}
-<h2>How to read it</h2>
-{_method(summary)}
-</body></html>
-"""
+    body = (
+        f"<h1>Training in FP8 and in {BASELINE}</h1>",
+        f"<p>{size.parameters / 1e6:,.1f} million parameters, {settings.steps:,} steps of "
+        f"{size.batch * size.length:,} tokens, on {html.escape(settings.device_name)}, {mode}, "
+        f"torch {html.escape(settings.torch)}.</p>",
+        verdicts,
+        curves,
+        "<h2>Loss and speed</h2>",
+        html_page.table(_ARM_HEAD, _arm_rows(summary)),
+        f"<h2>Gap to {BASELINE}</h2>",
+        html_page.table(_GAP_HEAD, _gap_rows(summary)),
+        "<h2>Every run</h2>",
+        html_page.table(_RUN_HEAD, _run_rows(results, summary)),
+        "<h2>How to read it</h2>",
+        _method(summary),
+    )
+    return html_page.document(_title(summary), body, _STYLE)
 
 
 def _capital(text: str) -> str:
     return text[:1].upper() + text[1:]
-
-
-def _table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
-    def cells(tag: str, row: tuple[str, ...]) -> str:
-        return "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in row)
-
-    body = "\n".join(f"<tr>{cells('td', row)}</tr>" for row in rows)
-    return f'<div class="wide"><table><tr>{cells("th", head)}</tr>\n{body}</table></div>'
 
 
 def mean_text(values: dict[int, float]) -> str:

@@ -76,7 +76,7 @@ class _Cutter:
 
     @staticmethod
     def of(known: Layout, group: int, like: torch.Tensor) -> _Cutter:
-        """Return the layout's cached cutter for such calls; building it takes half the time of a small call."""
+        """Return the layout's cached cutter for such calls; building it is slow compared with a small call."""
         walk = known.walk(known.finest_block, known.finest_block)
         if len(walk.span) + len(walk.full) + len(walk.partial) > _KEPT_TILES:
             return _Cutter(known, group, like)
