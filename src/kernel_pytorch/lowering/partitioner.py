@@ -117,7 +117,9 @@ class KernelPartitioner(Partitioner):  # type: ignore[misc]
         taken = {node for node, reason in reasons.items() if reason is None and node not in known}
         tags: dict[str, DelegationSpec] = {}
         spec = DelegationSpec(KernelPyTorchBackend.__name__, self._specs)
-        others = cache(lambda: self._nodes_of_others(exported_program))  # asked for by few models, and takes seconds
+        others = cache(
+            lambda: self._nodes_of_others(exported_program)
+        )  # asked for by few models, and takes seconds
         # All are weighed before any is tagged, because the partitioners beside this one tag nodes too.
         weighed = [(found, self._not_worth_it(found, others)) for found in _partitions(module, taken)]
         for number, (partition, why_not) in enumerate(weighed):
