@@ -34,7 +34,7 @@ GOOD = ("refused", "same")
 RECORD = Path(__file__).parents[2] / "benchmarks" / "evidence" / "fuzz_pte.txt"
 _SECONDS = 60
 _CASES_OF_A_PROCESS = 2000
-_NAME = re.compile(r"^case\.pte")
+_NAME, _NUMBER = re.compile(r"^case\.pte"), re.compile(r"\d[\d,]*")
 
 
 class Small(torch.nn.Module):
@@ -159,7 +159,7 @@ def fuzz(data: bytes, cases: int, seed: int, tell: Callable[[str], None]) -> dic
     os.waitpid(child, 0)
     found: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
     for case, kind, reason in _run(data, inputs, wanted, seed, range(cases)):
-        found[kind][_NAME.sub("the program", reason)[:100]] += 1
+        found[kind][_NUMBER.sub("N", _NAME.sub("the program", reason))[:100]] += 1
         if kind not in GOOD:
             tell(f"case {seed}:{case}: {kind} {reason}")
     return {kind: dict(reasons.most_common(20)) | {"": sum(reasons.values())} for kind, reasons in found.items()}

@@ -8,6 +8,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
+from kernel_pytorch.lowering.quiet import quiet_libraries
+
 if TYPE_CHECKING:
     from kernel_pytorch.lowering.checkpoint import TextProgram, lower_checkpoint
     from kernel_pytorch.lowering.encoder_decoder import decoded, lower_encoder_decoder
@@ -47,7 +49,8 @@ def __getattr__(name: str) -> object:
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:
-        return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
+        with quiet_libraries():
+            return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
     except ModuleNotFoundError as error:
         missing = (error.name or "").partition(".")[0]
         if missing not in _NEEDED:

@@ -22,6 +22,7 @@ from kernel_pytorch.lowering.checksum import add_checksum, write_whole
 from kernel_pytorch.lowering.decomposition import decomposed
 from kernel_pytorch.lowering.definitions import with_definitions
 from kernel_pytorch.lowering.measured import fastest
+from kernel_pytorch.lowering.quiet import quiet_libraries
 from kernel_pytorch.lowering.recipes import find_recipe
 from kernel_pytorch.lowering.refusals import refuse_without_kernels
 from kernel_pytorch.lowering.report import Report, joined, report_of
@@ -134,6 +135,7 @@ def _check_model(model: Any) -> None:
             )
 
 
+@quiet_libraries()
 def lower(
     model: torch.nn.Module | Mapping[str, torch.nn.Module],
     inputs: tuple[Any, ...] | Mapping[str, tuple[Any, ...]],

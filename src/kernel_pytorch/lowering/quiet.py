@@ -12,12 +12,14 @@ import sys
 import threading
 import warnings
 from collections.abc import Iterator
+from contextvars import ContextVar
 
 __all__ = ["quiet_libraries", "quiet_native"]
 
 # What C++ code of ExecuTorch writes to the standard error each time a process first runs a program.
 _NATIVE = re.compile(rb"\[cpuinfo_utils\.cpp:\d+\][^\n]*\n")
 _START = b"[cpuinfo_utils.cpp:"
+_LOUD: ContextVar[bool] = ContextVar("kernel_pytorch_loud", default=False)
 _LOGGERS = ("torch", "torchao", "executorch", "transformers", "root")
 
 
@@ -25,13 +27,19 @@ _LOGGERS = ("torch", "torchao", "executorch", "transformers", "root")
 def quiet_libraries(quiet: bool = True) -> Iterator[None]:
     """Silence Python warnings, log records below ERROR and progress bars of the libraries underneath.
 
+    Inside ``quiet_libraries(False)`` nothing is silenced, by ``kp.lower`` neither.
+
     Example:
         >>> with quiet_libraries():
         ...     import warnings
         ...     warnings.warn("from a library", stacklevel=1)
     """
-    if not quiet:
-        yield
+    if not quiet or _LOUD.get():
+        token = _LOUD.set(True)
+        try:
+            yield
+        finally:
+            _LOUD.reset(token)
         return
     loggers = [logging.getLogger(None if name == "root" else name) for name in _LOGGERS]
     levels = [logger.level for logger in loggers]

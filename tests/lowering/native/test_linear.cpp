@@ -7,8 +7,8 @@ using format::kPanel;
 
 // Rows of x that are not contiguous with each other, all panels, with and without bias and scales.
 void linear(const KernelTable& kernels, std::mt19937& random, DType dtype) {
-  for (const int64_t rows : {1, 3, 4, 5, 12, 13, 29, 96}) {
-    for (const auto& [inputs, outputs] : {std::pair<int64_t, int64_t>{1, 1}, {7, 33}, {64, 31}, {200, 64}}) {
+  for (const int64_t rows : {1, 3, 4, 5, 12, 13, 29, 192}) {
+    for (const auto& [inputs, outputs] : {std::pair<int64_t, int64_t>{1, 1}, {7, 33}, {64, 31}, {200, 64}, {2055, 5}}) {
       const int64_t panels = (outputs + kPanel - 1) / kPanel;
       Tensor x(DType::kFloat32, rows * (inputs + 3), random), y(DType::kFloat32, rows * outputs);
       Tensor weights(dtype, panels * inputs * kPanel, random, 0.5), scratch(DType::kFloat32, inputs * kPanel);

@@ -20,18 +20,33 @@ constexpr int kLinearVectors = 2, kLinearRows = 6;  // 12 accumulators in 16 reg
 constexpr int kLinearVectors = 4, kLinearRows = 6;  // 24 accumulators in NEON's 32 registers
 #endif
 
-// Multiplies rows of x with kLinearVectors vectors of a panel, into y[row][32].
+constexpr int64_t kLinearDepth = 2048;  // inputs at a time: a panel of so many stays in L2 for all rows of a task
+constexpr int64_t kLinearPrefetchBytes = 2048;
+
+// Multiplies `depth` inputs of rows of x with kLinearVectors vectors of a panel, and adds to y[row][32] unless `first`.
+// One row waits for memory and prefetches for itself; of many, each tile asks for a part of what comes next.
 template <typename Format, int Rows>
-inline void linear_tile(const float* const* x, int64_t inputs, const typename Format::Element* panel, float* y) {
+inline void linear_tile(const float* const* x, int64_t from, int64_t depth, const typename Format::Element* panel,
+                        float* y, int64_t tile, int64_t mask) {
+  constexpr int64_t kElements = 64 / static_cast<int64_t>(sizeof(typename Format::Element));  // of a cache line
+  const int64_t ahead =
+      Rows == 1 ? kLinearPrefetchBytes / static_cast<int64_t>(sizeof(typename Format::Element)) : depth * kPanel;
   Vec acc[Rows][kLinearVectors];
   for (int r = 0; r < Rows; ++r) {
-    for (int v = 0; v < kLinearVectors; ++v) acc[r][v] = Vec{};
+    for (int v = 0; v < kLinearVectors; ++v) acc[r][v] = from == 0 ? Vec{} : load(y + r * kPanel + v * kLanes);
   }
-  for (int64_t k = 0; k < inputs; ++k) {
+  const float* own_x[Rows];
+  for (int r = 0; r < Rows; ++r) own_x[r] = x[r] + from;
+  for (int64_t k = 0; k < depth; ++k) {
+    if (Rows == 1 || (k & mask) == (tile & mask)) {
+      for (int64_t n = 0; n < kLinearVectors * kLanes; n += kElements) {
+        __builtin_prefetch(panel + k * kPanel + ahead + n);
+      }
+    }
     Vec own[kLinearVectors];
     for (int v = 0; v < kLinearVectors; ++v) own[v] = Format::vector(panel + k * kPanel + v * kLanes);
     for (int r = 0; r < Rows; ++r) {
-      const Vec factor = splat(x[r][k]);
+      const Vec factor = splat(own_x[r][k]);
       for (int v = 0; v < kLinearVectors; ++v) acc[r][v] += factor * own[v];
     }
   }
@@ -40,34 +55,43 @@ inline void linear_tile(const float* const* x, int64_t inputs, const typename Fo
   }
 }
 
+// Scales, biases and writes a row of 32 sums.
+inline void write_linear_row(const LinearTask& task, int64_t row, float* sums) {
+  const int64_t first = task.panel * kPanel, columns = task.outputs - first;
+  const int64_t count = columns < kPanel ? columns : kPanel;
+  if (task.scales) {
+    for (int64_t n = 0; n < count; ++n) sums[n] *= task.scales[first + n];
+  }
+  if (task.bias) {
+    for (int64_t n = 0; n < count; ++n) sums[n] += task.bias[first + n];
+  }
+  __builtin_memcpy(task.y[row] + first, sums, static_cast<size_t>(count) * sizeof(float));
+}
+
 template <typename Format>
 inline void linear_panel(const LinearTask& task, const typename Format::Element* panel) {
-  float y[kLinearRows * kPanel];
-  const int64_t columns = task.outputs - task.panel * kPanel;
-  const int64_t count = columns < kPanel ? columns : kPanel;
-  for (int64_t row = 0; row < task.rows;) {
-    const int64_t left = task.rows - row;
-    const int64_t rows = left >= kLinearRows ? kLinearRows : left >= 4 ? 4 : 1;
-    for (int column = 0; column < kPanel; column += kLinearVectors * kLanes) {
-      if (rows == kLinearRows) {
-        linear_tile<Format, kLinearRows>(task.x + row, task.inputs, panel + column, y + column);
-      } else if (rows == 4) {
-        linear_tile<Format, 4>(task.x + row, task.inputs, panel + column, y + column);
-      } else {
-        linear_tile<Format, 1>(task.x + row, task.inputs, panel + column, y + column);
+  float y[kernel_pytorch::kMaxLinearRows * kPanel];
+  const int64_t y_rows = task.inputs > kLinearDepth ? 1 : 0;  // sums of all rows are kept only if inputs are blocked
+  const int64_t mask = prefetch_mask(task.rows / kLinearRows);
+  for (int64_t from = 0; from < task.inputs; from += kLinearDepth) {
+    const int64_t left = task.inputs - from, depth = left < kLinearDepth ? left : kLinearDepth;
+    for (int64_t row = 0, tile = 0; row < task.rows; ++tile) {
+      const int64_t waiting = task.rows - row;
+      const int64_t rows = waiting >= kLinearRows ? kLinearRows : waiting >= 4 ? 4 : 1;
+      float* const own = y + y_rows * row * kPanel;
+      for (int column = 0; column < kPanel; column += kLinearVectors * kLanes) {
+        const auto* const weights = panel + from * kPanel + column;
+        if (rows == kLinearRows) {
+          linear_tile<Format, kLinearRows>(task.x + row, from, depth, weights, own + column, tile, mask);
+        } else if (rows == 4) {
+          linear_tile<Format, 4>(task.x + row, from, depth, weights, own + column, tile, mask);
+        } else {
+          linear_tile<Format, 1>(task.x + row, from, depth, weights, own + column, tile, mask);
+        }
       }
+      for (int64_t r = 0; depth == left && r < rows; ++r) write_linear_row(task, row + r, own + r * kPanel);
+      row += rows;
     }
-    for (int64_t r = 0; r < rows; ++r) {
-      float* const own = y + r * kPanel;
-      if (task.scales) {
-        for (int64_t n = 0; n < count; ++n) own[n] *= task.scales[task.panel * kPanel + n];
-      }
-      if (task.bias) {
-        for (int64_t n = 0; n < count; ++n) own[n] += task.bias[task.panel * kPanel + n];
-      }
-      __builtin_memcpy(task.y[row + r] + task.panel * kPanel, own, static_cast<size_t>(count) * sizeof(float));
-    }
-    row += rows;
   }
 }
 

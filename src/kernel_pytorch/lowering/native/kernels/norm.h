@@ -6,7 +6,6 @@
 
 namespace {
 
-using kernel_pytorch::kNormRows;
 using kernel_pytorch::NormTask;
 
 inline float sum_of_squares(const float* x, int64_t count, float mean) {
@@ -40,17 +39,6 @@ inline void norm_row(const NormTask& task, float* x, int64_t count, const float*
   }
 }
 
-// Reads rows whose columns are contiguous: a cache line has one element of each.
-inline void read_columns(const View& in, int64_t first_row, int64_t rows, float* to) {
-  const int64_t count = row_length(in), stride = in.strides[in.rank - 1] * static_cast<int64_t>(size_of(in.dtype));
-  const char* from = row_address(in, first_row);
-  float column[kNormRows];
-  for (int64_t n = 0; n < count; ++n, from += stride) {
-    read_row(column, from, in.dtype, 1, rows);
-    for (int64_t r = 0; r < rows; ++r) to[r * count + n] = column[r];
-  }
-}
-
 // Scratch holds rows of x, weight and bias in float32.
 inline void norm(const NormTask& task, int64_t begin, int64_t end, float* scratch) {
   const int64_t count = row_length(task.in);
@@ -65,7 +53,8 @@ inline void norm(const NormTask& task, int64_t begin, int64_t end, float* scratc
       const int64_t height = task.in.dims[task.in.rank - 2], left = height - row % height;
       rows = left < end - row ? left : end - row;
       rows = rows < task.rows_at_once ? rows : task.rows_at_once;
-      read_columns(task.in, row, rows, x);
+      read_transposed(x, count, row_address(task.in, row), task.in.dtype, task.in.strides[task.in.rank - 1], rows,
+                      count);
     } else {
       read_row_of(task.in, row, x);
     }

@@ -118,18 +118,15 @@ inline void read_tile(float* to, const char* from, DType dtype, int64_t row_stri
     }
     return;
   }
-  float column[kPointwiseTile];
-  for (int64_t c = 0; c < columns; ++c) {
-    read_row(column, from + c * stride * bytes, dtype, 1, rows);
-    for (int64_t r = 0; r < rows; ++r) to[r * kPointwiseTile + c] = column[r];
-  }
+  read_transposed(to, kPointwiseTile, from, dtype, stride, rows, columns);
 }
 
 inline void pointwise_tile(const PointwiseLoop& loop, int64_t task, float* scratch) {
   const int inner = loop.rank - 1, across = loop.across;
   const int64_t wide = (loop.dims[inner] + kPointwiseTile - 1) / kPointwiseTile;
   const int64_t tall = (loop.dims[across] + kPointwiseTile - 1) / kPointwiseTile;
-  const int64_t column = task % wide * kPointwiseTile, row = task / wide % tall * kPointwiseTile;
+  // Neighbouring tasks read neighbouring memory, and write whole cache lines.
+  const int64_t row = task % tall * kPointwiseTile, column = task / tall % wide * kPointwiseTile;
   const int64_t columns = loop.dims[inner] - column < kPointwiseTile ? loop.dims[inner] - column : kPointwiseTile;
   const int64_t rows = loop.dims[across] - row < kPointwiseTile ? loop.dims[across] - row : kPointwiseTile;
   PointwiseOffsets at;

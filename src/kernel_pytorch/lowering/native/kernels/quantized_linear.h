@@ -24,7 +24,6 @@ using kernel_pytorch::format::kPanel;
 constexpr int kPanelVectors = static_cast<int>(kPanel) / kLanes;
 constexpr int kStepBytes = static_cast<int>(kPanel) * 4;
 constexpr int64_t kPrefetchBytes = 2048;  // ahead of the weights: a hardware prefetcher stops at the end of a page
-constexpr int64_t kPrefetchingTiles = 8;
 // Rows that a tile multiplies: integer accumulators stay in registers, and with several groups, float ones as well.
 #if defined(KP_TARGET_AVX512)
 constexpr int kTileRowsOfOneGroup = 12, kGroupedTileRows = 6;  // of 32 registers, 24
@@ -159,6 +158,7 @@ inline void quantized_tile(const QuantizedLinearTask& task, int64_t first_row) {
     for (int v = 0; v < kPanelVectors; ++v) acc[r][v] = Vec{};
   }
   const char* weights = task.weights;
+  const int64_t mask = prefetch_mask(task.rows / Rows);
   const int64_t ahead = Rows == 1 ? kPrefetchBytes : groups * steps * kStepBytes;
   for (int64_t group = 0; group < groups; ++group) {
     IntVec sums[Rows][kPanelVectors];
@@ -169,7 +169,7 @@ inline void quantized_tile(const QuantizedLinearTask& task, int64_t first_row) {
     for (int64_t step = 0; step < steps; ++step, weights += kStepBytes) {
       const int64_t input = first + step * kInputsPerStep;
       // One row waits for memory. Of many, each tile asks for a part of the panel that comes next.
-      if (Rows == 1 || (Rows > 2 && step % kPrefetchingTiles == first_row / Rows % kPrefetchingTiles)) {
+      if (Rows == 1 || (Rows > 2 && (step & mask) == (first_row / Rows & mask))) {
         __builtin_prefetch(weights + ahead);
         __builtin_prefetch(weights + ahead + 64);
       }

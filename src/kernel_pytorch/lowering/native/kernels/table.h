@@ -9,12 +9,12 @@
 
 namespace kernel_pytorch {
 
-constexpr int64_t kPointwiseChunk = 256;   // elements of each operand that stay in L1 while all steps run on them
-constexpr int64_t kPointwiseTile = 16;     // rows and columns of a chunk that is a tile, a cache line of float32 each
-constexpr int64_t kNormRows = 16;          // rows of a norm that are read together
-constexpr int64_t kKeyBlock = 64;          // keys whose scores are held at once
-constexpr int64_t kMaxTileRows = 32;       // rows of the largest attention tile
-constexpr int64_t kMaxLinearRows = 96;     // rows of x in one linear task
+constexpr int64_t kPointwiseChunk = 256;    // elements of each operand that stay in L1 while all steps run on them
+constexpr int64_t kPointwiseTile = 16;      // rows and columns of a chunk that is a tile, a cache line of float32 each
+constexpr int64_t kNormRows = 16;           // rows of a norm that are read together
+constexpr int64_t kKeyBlock = 64;           // keys whose scores are held at once
+constexpr int64_t kMaxTileRows = 32;        // rows of the largest attention tile
+constexpr int64_t kMaxLinearRows = 192;     // rows of x in one linear task
 constexpr int64_t kMaxQuantizedRows = 192;  // rows of x in one quantized linear task
 
 // One tile of rows (queries of all heads that share the keys) and the keys that they attend to.

@@ -54,8 +54,10 @@ class Linear final : public Operator {
 
     schedule.scratch_bytes = weight.dtype == DType::kFloat32 ? 0 : static_cast<size_t>(in) * kPanel * sizeof(float);
     const int64_t rows = x.numel() / in;
-    // As many rows as fit in L2 beside a panel, and few enough that every worker gets some.
-    rows_per_task_ = std::clamp<int64_t>(65536 / in, kRowStep, kMaxLinearRows) / kRowStep * kRowStep;
+    // Many rows, because each block of them reads all weights; few enough that every worker gets some.
+    rows_per_task_ = kMaxLinearRows;
+    rows_per_task_ = (rows / std::max<int64_t>(row_blocks(rows), 1) + kRowStep) / kRowStep * kRowStep;
+    rows_per_task_ = std::min(rows_per_task_, kMaxLinearRows);  // all blocks about as large
     while (rows_per_task_ > kRowStep && row_blocks(rows) * panels < max_workers * 4) rows_per_task_ -= kRowStep;
     schedule.tasks = row_blocks(rows) * panels;
     const double products = static_cast<double>(x.numel()) * static_cast<double>(out);
