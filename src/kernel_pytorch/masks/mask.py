@@ -14,7 +14,7 @@ from kernel_pytorch.masks import code as mask_code
 from kernel_pytorch.masks import part as mask_part
 from kernel_pytorch.masks.code import Node
 from kernel_pytorch.masks.layout import Layout, layout
-from kernel_pytorch.masks.relative import attends_to_all, relative_intervals
+from kernel_pytorch.masks.relative import attended_keys, attends_to_all, relative_intervals
 
 __all__ = ["Mask", "checked_count", "from_code", "leaf", "made", "traced"]
 
@@ -114,6 +114,9 @@ class Mask:
             >>> kp.masks.window(1, 1).density(4, 4)
             0.625
         """
+        relative = relative_intervals(self.node) if q_len == 1 and kv_len else None
+        if relative is not None:  # without a layout, as every step of decoding has another length
+            return attended_keys(relative, kv_len - 1, kv_len) / kv_len
         return self.layout(q_len, kv_len).density
 
     def part(

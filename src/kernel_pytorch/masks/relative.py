@@ -12,7 +12,13 @@ from typing import NamedTuple
 from kernel_pytorch.masks import code as mask_code
 from kernel_pytorch.masks.code import Node
 
-__all__ = ["MOST_RELATIVE_INTERVALS", "RelativeInterval", "attends_to_all", "relative_intervals"]
+__all__ = [
+    "MOST_RELATIVE_INTERVALS",
+    "RelativeInterval",
+    "attended_keys",
+    "attends_to_all",
+    "relative_intervals",
+]
 
 MOST_RELATIVE_INTERVALS = 2
 """Intervals of a query that a kernel works out by itself."""
@@ -76,10 +82,21 @@ def relative_intervals(node: Node) -> tuple[RelativeInterval, ...] | None:
     return tuple(one for one in dict.fromkeys(found) if not one.empty)
 
 
+def attended_keys(intervals: tuple[RelativeInterval, ...], position: int, kv_len: int) -> int:
+    """How many keys the query at a position attends to.
+
+    Example:
+        >>> import kernel_pytorch as kp
+        >>> attended_keys(relative_intervals((kp.masks.sinks(4) | kp.masks.window(2)).node), position=9, kv_len=10)
+        7
+    """
+    count, covered = 0, 0
+    for first, last in sorted(interval.at(position, kv_len) for interval in intervals):
+        count += max(0, last - max(first, covered))
+        covered = max(covered, last)
+    return count
+
+
 def attends_to_all(intervals: tuple[RelativeInterval, ...], position: int, kv_len: int) -> bool:
     """Whether the query at a position attends to every key."""
-    covered = 0
-    for first, last in sorted(interval.at(position, kv_len) for interval in intervals):
-        if first <= covered:
-            covered = max(covered, last)
-    return covered == kv_len
+    return attended_keys(intervals, position, kv_len) == kv_len
