@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
 from kernel_pytorch.masks import blocks, causal, window
-from kernel_pytorch.masks.layout import LayoutCache
+from kernel_pytorch.masks.layout import _COUNTED_EVERY, LayoutCache
+
+
+@dataclass
+class Kept:
+    tensor: torch.Tensor
+
+    def tensors(self):
+        return (self.tensor,)
 
 
 def test_the_cache_is_bounded_in_bytes():
@@ -16,6 +26,26 @@ def test_the_cache_is_bounded_in_bytes():
         assert cache.bytes <= (1 << 20) + known.bytes
     assert 1 < len(cache) < 200
     assert cache.find(window(199).node, 4096, 4096) is known
+
+
+def test_what_kernels_add_later_counts_too():
+    cache = LayoutCache(most_bytes=1 << 20)
+    first = [cache.find(window(left).node, 1024, 1024) for left in range(20)]
+    for known in first:
+        known.keep("of a kernel", lambda _: Kept(torch.zeros(1 << 17, dtype=torch.uint8)))
+    assert cache.bytes > 2 << 20
+    for left in range(100, 100 + _COUNTED_EVERY):
+        cache.find(window(left).node, 16, 16)
+    assert cache.bytes <= 1 << 20
+
+
+def test_a_step_of_decoding_does_not_count_every_layout(monkeypatch):
+    cache, counted = LayoutCache(most_bytes=1 << 30), []
+    count = cache._count
+    monkeypatch.setattr(cache, "_count", lambda key: (counted.append(key), count(key)))
+    for kv_len in range(1, 257):
+        cache.find(window(3).node, 1, kv_len)
+    assert len(counted) < 256 * 2 + 256 * 257 / _COUNTED_EVERY
 
 
 def test_a_layout_larger_than_the_bound_is_kept_alone():

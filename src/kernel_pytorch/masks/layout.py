@@ -11,6 +11,7 @@ Shapes: D batch entries of the intervals, S slots, Q queries, T tiles of queries
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Iterator
@@ -142,12 +143,20 @@ class Layout:
 
 
 class LayoutCache:
-    """LRU cache of layouts, bounded in bytes."""
+    """LRU cache of layouts, bounded in bytes.
+
+    Kernels add cached data to layouts. Recounting all layouts for every new one would take milliseconds per decoding
+    step, so only the last used layout is recounted, and all of them every ``_COUNTED_EVERY`` layouts.
+    """
 
     def __init__(self, most_bytes: int) -> None:
         self.most_bytes = most_bytes
         self._lock = threading.Lock()
         self._layouts: OrderedDict[tuple[Node, int, int], Layout] = OrderedDict()
+        self._counted: dict[tuple[Node, int, int], int] = {}
+        """The bytes of each layout when it was counted last."""
+        self._total = 0
+        self._made = 0
 
     @property
     def bytes(self) -> int:
@@ -159,6 +168,8 @@ class LayoutCache:
     def clear(self) -> None:
         with self._lock:
             self._layouts.clear()
+            self._counted.clear()
+            self._total = 0
 
     def find(self, node: Node, q_len: int, kv_len: int) -> Layout:
         key = (node, q_len, kv_len)
@@ -169,15 +180,25 @@ class LayoutCache:
                 return found
         made = _layout(node, q_len, kv_len)
         with self._lock:
+            self._made += 1
+            everything = self._made % _COUNTED_EVERY == 0
+            for known in list(self._layouts) if everything else itertools.islice(reversed(self._layouts), 1):
+                self._count(known)
             self._layouts[key] = made
-            total = self.bytes  # summed now, because kernels add cached data to layouts
-            while len(self._layouts) > 1 and (total > self.most_bytes or len(self._layouts) > _MOST_LAYOUTS):
-                _, oldest = self._layouts.popitem(last=False)
-                total -= oldest.bytes
+            self._count(key)
+            while len(self._layouts) > 1 and (self._total > self.most_bytes or len(self._layouts) > _MOST_LAYOUTS):
+                oldest, _ = self._layouts.popitem(last=False)
+                self._total -= self._counted.pop(oldest)
         return made
+
+    def _count(self, key: tuple[Node, int, int]) -> None:
+        size = self._layouts[key].bytes
+        self._total += size - self._counted.get(key, 0)
+        self._counted[key] = size
 
 
 _MOST_LAYOUTS = 1024
+_COUNTED_EVERY = 64
 LAYOUTS = LayoutCache(most_bytes=256 << 20)
 
 

@@ -144,8 +144,8 @@ def _tiles_with_tables(known: Layout, queries: int, keys: int) -> tuple[Array, A
     """
     block = known.finest_block
     sets = [slice(n * known.slots, (n + 1) * known.slots) for n in range(1 << len(known.tables))]
-    spans = [_spans(known.first[:, own], known.last[:, own], block, block) for own in sets]
-    row, column, partial, variant = _blocks_with_tables(known, spans, block)
+    # Independent of the tile size: the walks of the forward and the backward share it.
+    row, column, partial, variant = known.keep("blocks", _blocks_with_tables).arrays
     tall, wide = block // queries, block // keys  # tiles per block
     if (tall, wide) == (1, 1):
         return row, column, partial, variant
@@ -180,8 +180,21 @@ def _classified(known: Layout, spans: _Spans, entry: Array, t: Array, n: Array) 
     return may, every
 
 
-def _blocks_with_tables(known: Layout, spans: list[_Spans], block: int) -> tuple[Array, Array, Array, Array]:
-    """``_tiles_with_tables`` for square tiles of ``block``; one set of spans per combination of table entries."""
+@dataclass(frozen=True)
+class _Blocks:
+    """Tiles of the finest block as (row, column, partial, variant)."""
+
+    arrays: tuple[Array, Array, Array, Array]
+
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        return tuple(map(torch.from_numpy, self.arrays))
+
+
+def _blocks_with_tables(known: Layout) -> _Blocks:
+    """``_tiles_with_tables`` for square tiles of the finest block."""
+    block = known.finest_block
+    sets = [slice(n * known.slots, (n + 1) * known.slots) for n in range(1 << len(known.tables))]
+    spans = [_spans(known.first[:, own], known.last[:, own], block, block) for own in sets]
     rows, columns = -(-known.q_len // block), -(-known.kv_len // block)
     width = columns + 1
     held = []
@@ -228,7 +241,7 @@ def _blocks_with_tables(known: Layout, spans: list[_Spans], block: int) -> tuple
     every_key = np.concatenate([key for key, _, _ in found])
     flags = np.concatenate([flag for _, flag, _ in found])
     variants = np.concatenate([np.full(len(key), variant) for key, _, variant in found])
-    return every_key // width, every_key % width, flags, variants
+    return _Blocks((every_key // width, every_key % width, flags, variants))
 
 
 def _combinations(held: list[Array]) -> tuple[Array, Array]:
@@ -269,16 +282,25 @@ def _transposed(
 def _sorted_walk(span: Array, row: Array, column: Array, partial: Array, variant: Array, slots: int) -> Walk:
     """Sort the tiles by row, then column; a variant has ``slots`` slots."""
     rows = len(span)
-    # One integer per tile, because sorting integers is faster than np.lexsort.
-    bits = (int(column.max(initial=0)).bit_length(), 1, int(variant.max(initial=0)).bit_length())
-    packed = row
-    for field, width in zip((column, partial, variant), bits, strict=True):
-        packed = packed << width | field
-    packed.sort()
-    variant, packed = packed & (1 << bits[2]) - 1, packed >> bits[2]
-    partial, packed = (packed & 1).astype(bool), packed >> 1
-    row, column = packed >> bits[0], packed & (1 << bits[0]) - 1
-    slot = variant * slots
+
+    def ordered(chosen: Array, *fields: Array) -> list[Array]:
+        """Return the fields of the chosen tiles, sorted by the first field, then by the next ones."""
+        if not chosen.all():
+            fields = tuple(field[chosen] for field in fields)
+        # One integer per tile, because sorting integers is faster than np.lexsort.
+        widths = [int(field.max(initial=0)).bit_length() for field in fields]
+        packed = fields[0].astype(np.int32 if sum(widths) < 32 else np.int64)
+        for field, width in zip(fields[1:], widths[1:], strict=True):
+            packed = packed << width | field.astype(packed.dtype, copy=False)
+        packed.sort()
+        found = []
+        for width in widths[:0:-1]:
+            found.append(packed & (1 << width) - 1)
+            packed = packed >> width
+        return [packed, *reversed(found)]
+
+    full_row, full_column = ordered(~partial, row, column)
+    partial_row, partial_column, partial_variant = ordered(partial, row, column, variant)
 
     def offsets(owner: Array) -> torch.Tensor:
         return torch.from_numpy(
@@ -290,11 +312,11 @@ def _sorted_walk(span: Array, row: Array, column: Array, partial: Array, variant
 
     return Walk(
         span=numbers(span),
-        full_offsets=offsets(row[~partial]),
-        full=numbers(column[~partial]),
-        partial_offsets=offsets(row[partial]),
-        partial=numbers(column[partial]),
-        slots=numbers(slot[partial]),
+        full_offsets=offsets(full_row),
+        full=numbers(full_column),
+        partial_offsets=offsets(partial_row),
+        partial=numbers(partial_column),
+        slots=numbers(partial_variant * slots),
     )
 
 

@@ -134,8 +134,8 @@ int run_all() {
   const KernelTable* tables[kMaxTables];
   const int count = available_kernels(tables);
   for (int n = 0; n < count; ++n) {
-    for (const auto* suite :
-         {&kAttentionTests, &kCacheTests, &kLinearTests, &kPointwiseTests, &kQuantizedLinearTests, &kRowTests}) {
+    for (const auto* suite : {&kAttentionTests, &kAttentionBackwardTests, &kCacheTests, &kLinearTests, &kPointwiseTests,
+                              &kQuantizedLinearTests, &kRowTests}) {
       for (const Test& test : *suite) {
         context = std::string(tables[n]->name) + " " + test.name;
         std::mt19937 random(1);  // the same operands for every table

@@ -53,7 +53,7 @@ struct Test {
   const char* name;
   void (*run)(const KernelTable& kernels, std::mt19937& random);
 };
-extern const std::vector<Test> kAttentionTests, kCacheTests, kLinearTests, kPointwiseTests, kQuantizedLinearTests,
-    kRowTests;
+extern const std::vector<Test> kAttentionTests, kAttentionBackwardTests, kCacheTests, kLinearTests, kPointwiseTests,
+    kQuantizedLinearTests, kRowTests;
 
 }  // namespace kernel_pytorch::testing
