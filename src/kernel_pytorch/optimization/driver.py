@@ -238,6 +238,11 @@ def _check_model(model: Any) -> None:
             raise TypeError(
                 f"model: {name} is sharded; optimise on one rank and kp.apply the plan before fully_shard"
             )
+        if tensor.is_inference():
+            raise TypeError(
+                f"model: {name} was made under torch.inference_mode() and cannot be changed outside of it; build or "
+                "load the model outside"
+            )
         if tensor.is_meta:
             raise TypeError(f"model: {name} is on the meta device; load its weights first")
 
