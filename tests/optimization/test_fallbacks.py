@@ -102,3 +102,40 @@ def test_a_plan_holds_for_the_versions_of_the_libraries_that_it_calls() -> None:
     with pytest.raises(PlanError, match=r"transformers: .* instead of 4\.0\.0"):
         kp.apply(model_of("llama")[0], other)
     assert "transformers" not in optimised(small(), include=("bf16-linear",)).plan.versions
+
+
+def test_a_candidate_that_loses_to_one_that_excludes_it_says_so(only: Any) -> None:
+    only(rewrite("one", unchanged), rewrite("two", unchanged, conflicts=frozenset({"one"})))
+    best = kp.optimize(small(), (torch.ones(4, 16),), timer=ScriptedTimer({"one": 0.5, "two": 0.7}), resume=False)
+    assert [step.candidate for step in best.plan.steps] == ["one"]
+    reasons = {one.candidate: one.reason for one in best.report.refusals}
+    assert reasons["two"] == "cannot be combined with one, which gains more"
+
+
+def test_under_a_compiler_the_one_that_excludes_the_other_is_tried_too(only: Any) -> None:
+    only(rewrite("one", unchanged), rewrite("two", unchanged, conflicts=frozenset({"one"})), compiled=True)
+
+    def timer(arms: Any, device: Any, seconds: float) -> list[list[float]]:
+        times = {"eager": 1.0, "one": 0.5, "two": 0.7, "compile": 0.9, "one + compile": 0.4, "two + compile": 0.2}
+        for arm in arms:
+            arm.enter()
+            arm.run()
+        return [[times[arm.name]] * 5 for arm in arms]
+
+    best = kp.optimize(small(), (torch.ones(4, 16),), timer=timer, resume=False)
+    assert [step.candidate for step in best.plan.steps] == ["two", "compile"]
+
+
+def test_what_is_not_confirmed_gives_way_to_the_next_best(only: Any) -> None:
+    only(rewrite("one", unchanged), rewrite("two", unchanged, conflicts=frozenset({"one"})))
+    calls: list[str] = []
+
+    def timer(arms: Any, device: Any, seconds: float) -> list[list[float]]:
+        names = [arm.name for arm in arms]
+        calls.append(names[-1])
+        times = {"eager": 1.0, "one": 0.5 if calls.count("one") == 1 else 2.0, "two": 0.7}
+        return [[times[name]] * 5 for name in names]
+
+    best = kp.optimize(small(), (torch.ones(4, 16),), timer=timer, resume=False)
+    assert [step.candidate for step in best.plan.steps] == ["two"]
+    assert "one was taken back: it takes 2.00 times as long as eager" in best.report.notes

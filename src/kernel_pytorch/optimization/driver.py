@@ -377,6 +377,10 @@ def _report(
     for trial in result.trials:
         if trial.reason and len(trial.state) > len(trial.base):
             tried.setdefault(" + ".join(trial.state), trial.reason)
+    for name in known:
+        rivals = [other for other in result.best if known[name].excludes(known[other])]
+        if name not in result.best and name not in tried:
+            tried[name] = f"cannot be combined with {rivals[0]}, which gains more" if rivals else "was not tried"
     fallen = {text: " + ".join(trial.state) for trial in reversed(result.trials) for text in trial.fallbacks}
     inputs = []
     for number, example in enumerate(context.examples):

@@ -141,7 +141,7 @@ class Report:
             lines.append("refused")
             lines += [f"  {refusal.candidate}: {refusal.reason}" for refusal in self.refusals]
         versions = ", ".join(f"{name} {version}" for name, version in self.versions.items())
-        lines.append(f"noise {self.noise:.1%}, {self.seconds:.0f} s, {versions}")
+        lines.append(f"noise {noise(self.noise)}, {self.seconds:.0f} s, {versions}")
         return "\n".join(lines)
 
     @property
@@ -155,6 +155,11 @@ class Report:
                 f"{max(ratios, default=1.0):.0%} of the memory with {' + '.join(s.candidate for s in self.steps)}"
             )
         return f"{self.speedup:.2f}x over eager with {' + '.join(step.candidate for step in self.steps)}"
+
+
+def noise(value: float) -> str:
+    """The noise of the machine; where the search ended before, it says so."""
+    return f"{value:.1%}" if value else "not measured"
 
 
 def accuracy(step: StepReport) -> str:

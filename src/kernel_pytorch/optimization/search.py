@@ -167,7 +167,7 @@ class Search:
         return exact and bool(trial.ratios) and max(trial.ratios) <= 1 + self.result.noise
 
     def _refine(self, rewrites: Sequence[str]) -> None:
-        """Under a compiler other steps pay than in eager mode: drop those that do not, add those that do."""
+        """Under a compiler other steps pay than in eager mode: drop those that do not, add or swap in others."""
         result = self.result
         if not self._compiled(result.best):
             return
@@ -176,7 +176,7 @@ class Search:
             if trial is not None and trial.kept:
                 self._choose([*(step for step in result.steps if step.added != (name,)), trial])
         for name in rewrites:
-            state = self._extended(result.best, name)
+            state = self._extended(result.best, name) or self._swapped(result.best, name)
             if state and any(trial.state == (name,) and trial.correct for trial in result.trials):
                 trial = self._attempt(result.best, state)
                 if trial is not None and trial.kept:
@@ -191,6 +191,12 @@ class Search:
         if name in state or any(self._candidates[name].excludes(self._candidates[other]) for other in state):
             return None
         return tuple(sorted((*state, name), key=lambda one: self._candidates[one].stage))
+
+    def _swapped(self, state: State, name: str) -> State | None:
+        """The state with one candidate in place of those that it cannot be combined with."""
+        new = self._candidates[name]
+        kept = tuple(other for other in state if not new.excludes(self._candidates[other]))
+        return None if name in state or kept == state else self._extended(kept, name)
 
     # One step: build, verify, measure.
 
@@ -291,7 +297,7 @@ class Search:
         new = added[0]
         if not self._correct((new,)):
             return ""
-        for name in base:
+        for name in (one for one in base if one in state):
             pair = tuple(sorted((name, new), key=lambda one: self._candidates[one].stage))
             if len(state) == 2 or not self._correct(pair):
                 return f"; {name} and {new} are wrong together, and right one without the other"
@@ -398,6 +404,7 @@ class Search:
     def _confirm(self) -> None:
         """Verify the best combination once more as a whole, and time it beside eager and torch.compile."""
         result = self.result
+        failed: set[State] = set()
         while result.best:
             self._tell("the best combination again")
             reason = self._unconfirmed(result.best)
@@ -405,13 +412,21 @@ class Search:
                 break
             self._note(f"{' + '.join(result.best)} was taken back: {reason}")
             result.trials.append(Trial(EAGER, result.best, f"not confirmed: {reason}"))
-            result.steps = [step for step in result.steps if step.state != result.best]
+            failed.add(result.best)
+            result.steps = [step for step in result.steps if step.state not in failed]
             result.best = result.steps[-1].state if result.steps else EAGER
+            if not result.best and time.monotonic() < self._deadline:
+                self._choose(self._next_best(failed))
         self._switch(EAGER)
         result.memory = self._memory(EAGER, result.best) if self._workload.training else []
         if not result.best:  # eager beside itself
             result.over_eager = [replace(one, after=one.before, ratio=1.0) for one in self._timed(EAGER, EAGER)]
             result.over_compile = []
+
+    def _next_best(self, failed: set[State]) -> list[Trial]:
+        """The candidate that gains most by itself, apart from those that were taken back."""
+        alone = [one for one in self.result.trials if one.kept and one.base == EAGER and one.state not in failed]
+        return [max(alone, key=lambda trial: trial.speedup)] if alone else []
 
     def _unconfirmed(self, state: State) -> str:
         try:
