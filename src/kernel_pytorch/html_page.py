@@ -16,6 +16,7 @@ table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nu
 th, td { text-align: left; padding: .3rem .8rem .3rem 0; border-bottom: 1px solid var(--line); vertical-align: top; }
 .note { border-left: 4px solid #d9822b; padding-left: .7rem; }
 .bars { display: grid; grid-template-columns: minmax(6rem, max-content) 1fr max-content; gap: .4rem .7rem; }
+.bars { margin-bottom: 1rem; }
 .bars > span { align-self: center; overflow-wrap: anywhere; }
 .bars i { display: block; height: 1.4rem; border-radius: 3px; background: var(--bar); min-width: 2px; }
 .bars span:nth-child(2) i { background: var(--before); }

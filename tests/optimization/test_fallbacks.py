@@ -139,3 +139,26 @@ def test_what_is_not_confirmed_gives_way_to_the_next_best(only: Any) -> None:
     best = kp.optimize(small(), (torch.ones(4, 16),), timer=timer, resume=False)
     assert [step.candidate for step in best.plan.steps] == ["two"]
     assert "one was taken back: it takes 2.00 times as long as eager" in best.report.notes
+
+
+def test_steps_are_reported_in_the_order_in_which_they_were_found(only: Any) -> None:
+    only(rewrite("neutral", unchanged), rewrite("slow", unchanged), rewrite("fast", unchanged), compiled=True)
+
+    def timer(arms: Any, device: Any, seconds: float) -> list[list[float]]:
+        times = []
+        for arm in arms:
+            arm.enter()
+            arm.run()
+            names = arm.name.split(" + ")
+            factors = {"fast": 0.5, "slow": 1.05 if "compile" in names else 0.9, "compile": 0.6, "neutral": 1.0}
+            times.append([torch.tensor([factors.get(name, 1.0) for name in names]).prod().item()] * 5)
+        return times
+
+    report = kp.optimize(small(), (torch.ones(4, 16),), timer=timer, resume=False).report
+    assert report.chosen == ("fast", "compile")
+    assert [step.candidate for step in report.steps][:2] == ["fast", "slow"]
+    assert "without slow" in [step.candidate for step in report.steps]
+    total = 1.0
+    for step in report.steps:
+        total *= step.speedup
+    assert total == pytest.approx(report.speedup, rel=1e-3)

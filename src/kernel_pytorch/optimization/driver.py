@@ -35,7 +35,7 @@ from kernel_pytorch.optimization.plan import (
 from kernel_pytorch.optimization.report import InputReport, ModuleReport, Refusal, Report, StepReport
 from kernel_pytorch.optimization.search import Progress, Result, Search, build, device_of
 from kernel_pytorch.optimization.timing import Timer, alternate
-from kernel_pytorch.optimization.trials import TrialCache
+from kernel_pytorch.optimization.trials import Trial, TrialCache
 from kernel_pytorch.optimization.verify import BUDGET_DB, Verifier
 from kernel_pytorch.optimization.workload import Loss, Workload
 
@@ -359,20 +359,7 @@ def _report(
     refused: list[Refusal],
     seconds: float,
 ) -> Report:
-    gains = {name: trial for trial in result.steps for name in trial.added}
-    steps = tuple(
-        StepReport(
-            name,
-            known[name].summary,
-            known[name].kind,
-            gains[name].speedup if name in gains else 1.0,
-            gains[name].error if name in gains else None,
-            gains[name].snr_db if name in gains else None,
-            tuple(sorted(known[name].drops)),
-            *((gains[name].graphs, gains[name].breaks) if name in gains else ()),
-        )
-        for name in result.best
-    )
+    steps = tuple(_step(trial, known) for trial in result.steps)
     tried: dict[str, str] = {}
     for trial in result.trials:
         if trial.reason and len(trial.state) > len(trial.base):
@@ -409,12 +396,32 @@ def _report(
         seconds=seconds,
         inputs=tuple(inputs),
         steps=steps,
-        refusals=(*refused, *(Refusal(name, reason) for name, reason in tried.items())),
+        chosen=result.best,
+        refusals=(*(Refusal(name, reason) for name, reason in tried.items()), *refused),
         modules=_modules(model, result, sites),
         notes=tuple(result.notes),
         versions={**versions(), **library_versions()},
         fallbacks=tuple(Refusal(state, text) for text, state in reversed(fallen.items())),
         memory_kind="saved for backward" if context.device.type == "cpu" else "peak memory",
+    )
+
+
+def _step(trial: Trial, known: dict[str, Candidate]) -> StepReport:
+    """One step of the way to the plan: candidates that were added, taken out or exchanged together."""
+    added = [known[name] for name in trial.added]
+    names = " + ".join(trial.added)
+    if trial.removed:
+        names = f"{names} instead of {', '.join(trial.removed)}" if names else f"without {', '.join(trial.removed)}"
+    return StepReport(
+        names,
+        "; ".join(one.summary for one in added) or "the plan without a step that gains nothing any more",
+        "approximate" if not all(one.exact for one in added) else "exact",
+        trial.speedup,
+        trial.error,
+        trial.snr_db,
+        tuple(sorted({name for one in added for name in one.drops})),
+        trial.graphs,
+        trial.breaks,
     )
 
 

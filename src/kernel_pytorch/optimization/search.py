@@ -174,7 +174,7 @@ class Search:
         for name in list(result.best[:-1]) if len(result.best) > 2 else ():
             trial = self._attempt(result.best, tuple(other for other in result.best if other != name))
             if trial is not None and trial.kept:
-                self._choose([*(step for step in result.steps if step.added != (name,)), trial])
+                self._choose([*result.steps, trial])
         for name in rewrites:
             state = self._extended(result.best, name) or self._swapped(result.best, name)
             if state and any(trial.state == (name,) and trial.correct for trial in result.trials):
