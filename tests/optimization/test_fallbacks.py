@@ -162,3 +162,27 @@ def test_steps_are_reported_in_the_order_in_which_they_were_found(only: Any) -> 
     for step in report.steps:
         total *= step.speedup
     assert total == pytest.approx(report.speedup, rel=1e-3)
+
+
+def test_a_machine_whose_runs_come_in_two_speeds_changes_nothing(only: Any) -> None:
+    only(rewrite("one", unchanged))
+
+    def timer(arms: Any, device: Any, seconds: float) -> list[list[float]]:
+        times = [1.0, 3.0, 1.0, 1.0, 3.0, 1.0, 3.0, 1.0, 1.0]  # the median says nothing of it
+        return [times if arm.name == "eager" else [0.5] * 9 for arm in arms]
+
+    best = kp.optimize(small(), (torch.ones(4, 16),), timer=timer, resume=False)
+    assert not best.plan.steps
+    assert "some runs take 3.0 times as long as others that are equal" in best.report.notes[0]
+
+
+def test_a_gain_has_to_show_in_the_undisturbed_runs_too(only: Any) -> None:
+    only(rewrite("one", unchanged))
+
+    def timer(arms: Any, device: Any, seconds: float) -> list[list[float]]:
+        if arms[-1].name == "eager":
+            return [[1.0] * 9, [1.0] * 9]
+        return [[1.0, 1.0, 1.0, 2.0, 2.0, 2.0, 2.0, 2.0, 2.0], [1.0] * 9]  # eager mode was disturbed
+
+    best = kp.optimize(small(), (torch.ones(4, 16),), timer=timer, resume=False)
+    assert not best.plan.steps

@@ -18,12 +18,14 @@ from kernel_pytorch.optimization.examples import Example
 from kernel_pytorch.optimization.fallbacks import recorded
 from kernel_pytorch.optimization.timing import (
     TOO_NOISY,
+    UNSTEADY,
     Arm,
     Comparison,
     Timer,
     compared,
     noise_of,
     saved_bytes,
+    unsteady,
 )
 from kernel_pytorch.optimization.trials import Trial, TrialCache
 from kernel_pytorch.optimization.verify import Verdict, Verifier
@@ -336,7 +338,7 @@ class Search:
     def _measured(self, base: State, state: State) -> tuple[float, ...]:
         if self._context.goal == "memory":
             return tuple(after / max(before, 1) for before, after in self._memory(base, state))
-        return tuple(comparison.ratio for comparison in self._timed(base, state))
+        return tuple(comparison.cautious for comparison in self._timed(base, state))
 
     def _timed(self, base: State, state: State) -> list[Comparison]:
         found = []
@@ -387,19 +389,24 @@ class Search:
 
     def _measure_noise(self) -> bool:
         self._tell("eager, twice")
-        noises = []
+        noises, spreads = [], []
         with self._workload.kept():
             for example in self._context.examples:
                 arms = [self._arm(EAGER, example), self._arm(EAGER, example)]
-                noises.append(noise_of(*self._timer(arms, self._context.device, 2 * self._sample)))
+                one, same = self._timer(arms, self._context.device, 2 * self._sample)
+                noises.append(noise_of(one, same))
+                spreads.append(max(unsteady(one), unsteady(same)))
         self.result.noise = max(noises)
-        if self._context.goal == "memory" or self.result.noise <= TOO_NOISY:
+        if self._context.goal == "memory":
             return True
-        self._note(
-            f"the machine is too noisy to decide: equal runs differ by {self.result.noise:.0%}, and more than "
-            f"{TOO_NOISY:.0%} is too much; nothing was changed"
-        )
-        return False
+        why = ""
+        if self.result.noise > TOO_NOISY:
+            why = f"equal runs differ by {self.result.noise:.0%}, and more than {TOO_NOISY:.0%} is too much"
+        elif max(spreads) > UNSTEADY:
+            why = f"some runs take {max(spreads):.1f} times as long as others that are equal"
+        if why:
+            self._note(f"the machine is too noisy to decide: {why}; nothing was changed")
+        return not why
 
     def _confirm(self) -> None:
         """Verify the best combination once more as a whole, and time it beside eager and torch.compile."""
@@ -420,7 +427,9 @@ class Search:
         self._switch(EAGER)
         result.memory = self._memory(EAGER, result.best) if self._workload.training else []
         if not result.best:  # eager beside itself
-            result.over_eager = [replace(one, after=one.before, ratio=1.0) for one in self._timed(EAGER, EAGER)]
+            result.over_eager = [
+                replace(one, after=one.before, ratio=1.0, undisturbed=1.0) for one in self._timed(EAGER, EAGER)
+            ]
             result.over_compile = []
 
     def _next_best(self, failed: set[State]) -> list[Trial]:
@@ -443,7 +452,7 @@ class Search:
         if self._context.goal == "memory":
             return ""
         for name, comparisons in (("eager", self.result.over_eager), ("torch.compile", self.result.over_compile)):
-            slowest = max((comparison.ratio for comparison in comparisons), default=0.0)
+            slowest = max((comparison.cautious for comparison in comparisons), default=0.0)
             if slowest > 1 + self.result.noise:
                 return f"it takes {slowest:.2f} times as long as {name}"
         return ""
