@@ -35,8 +35,8 @@ from kernel_pytorch.evidence import Measurement, Quantiles, clean_commit, versio
 from kernel_pytorch.hardware_abstraction.source_digest import part_digest
 from kernel_pytorch.hardware_abstraction.timing import quantiles, require_quiet
 from kernel_pytorch.optimization import Context, Edits, Progress, Sites, registered_candidates
+from kernel_pytorch.optimization.combinations import build
 from kernel_pytorch.optimization.examples import examples_of
-from kernel_pytorch.optimization.search import build
 from kernel_pytorch.optimization.timing import Arm, alternate, saved_bytes
 from kernel_pytorch.optimization.workload import Workload
 

@@ -5,17 +5,16 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import msgspec
-import torch
-from torch import nn
 
 from kernel_pytorch.optimization.candidate import Candidate, Context, Sites, Stage
+from kernel_pytorch.optimization.combinations import COMPILE, EAGER, State, SwitchedModel
 from kernel_pytorch.optimization.compiler import compilations
-from kernel_pytorch.optimization.edits import Edits
 from kernel_pytorch.optimization.examples import Example
 from kernel_pytorch.optimization.fallbacks import recorded
+from kernel_pytorch.optimization.results import Progress, Result
 from kernel_pytorch.optimization.timing import (
     TOO_NOISY,
     UNSTEADY,
@@ -31,55 +30,10 @@ from kernel_pytorch.optimization.trials import Trial, TrialCache
 from kernel_pytorch.optimization.verify import Verdict, Verifier
 from kernel_pytorch.optimization.workload import Workload
 
-__all__ = ["Progress", "Result", "Search", "State", "build"]
+__all__ = ["Search"]
 
-State = tuple[str, ...]
-"""Names of candidates in the order of application."""
-EAGER: State = ()
-COMPILE: State = ("compile",)
 _CALLS = 4  # a compiled model settles within so many calls of one shape
 _LOST_DB = 1.0  # rounding in another order moves the ratio by less
-
-
-@dataclass(frozen=True)
-class Progress:
-    """What the search is doing, for a progress bar."""
-
-    trying: str
-    done: int
-    total: int
-    """A first estimate; combinations that win are refined further."""
-    seconds_left: float
-    best: float
-    """The least speed-up over eager of the best combination so far."""
-
-
-@dataclass
-class Result:
-    """What a search found."""
-
-    best: State = EAGER
-    noise: float = 0.0
-    trials: list[Trial] = field(default_factory=list)
-    steps: list[Trial] = field(default_factory=list)
-    """The trials that led to the best combination, in order."""
-    over_eager: list[Comparison] = field(default_factory=list)
-    over_compile: list[Comparison] = field(default_factory=list)
-    memory: list[tuple[int, int]] = field(default_factory=list)
-    """Bytes before and after, for each input."""
-    notes: list[str] = field(default_factory=list)
-
-
-def build(model: nn.Module, steps: Sequence[tuple[Candidate, tuple[str, ...]]]) -> Edits:
-    """Apply candidates at their sites, lowest stage first; where one fails, take all of them back."""
-    edits = Edits()
-    try:
-        for candidate, sites in sorted(steps, key=lambda step: step[0].stage):
-            candidate.apply(model, sites, edits)
-    except BaseException:
-        edits.undo()
-        raise
-    return edits
 
 
 class Search:
@@ -99,13 +53,12 @@ class Search:
     ) -> None:
         pairs = list(matched.items()) if isinstance(matched, Mapping) else list(matched)
         self._candidates = {candidate.name: candidate for candidate, _ in pairs}
-        self._sites = {candidate.name: sites.names for candidate, sites in pairs}
+        steps = {candidate.name: (candidate, sites.names) for candidate, sites in pairs}
+        self._model = SwitchedModel(workload.model, steps)
         self._workload, self._context, self._verifier = workload, context, verifier
         self._timer, self._cache, self._progress = timer, cache, progress
         self._deadline = time.monotonic() + budget
         self._sample = min(1.0, max(0.02, budget / 300))
-        self._edits: dict[State, Edits] = {EAGER: Edits()}
-        self._now: State = EAGER
         self._took = {False: 0.0, True: 0.0}  # seconds of the last trial, without and with a compiler
         self._gain: dict[State, float] = {EAGER: 1.0}  # least speed-up over eager, multiplied along the way
         self._verdicts: dict[State, Verdict] = {}
@@ -125,7 +78,7 @@ class Search:
         except KeyboardInterrupt:  # twice: every step of the best was verified, but not timed again
             self._note("interrupted again: the best combination was not timed beside eager mode")
         finally:
-            self._switch(EAGER)
+            self._model.switch(EAGER)
         return result
 
     # The order of the search.
@@ -219,7 +172,7 @@ class Search:
             self._took[compiled] = time.monotonic() - started
             self._cache.add(trial)
         if not trial.kept and state != COMPILE:
-            self._forget(state)
+            self._model.forget(state)
         self.result.trials.append(trial)
         if trial.ratios:
             self._gain[state] = self._gain.get(base, 1.0) * trial.speedup
@@ -233,7 +186,7 @@ class Search:
     def _outcome(self, base: State, state: State) -> Trial:
         started = compilations()
         try:
-            self._switch(state)
+            self._model.switch(state)
             reason = self._recompiles(state)  # first: verification compiles for every shape
             verdict = self._as_right_as(base, state)
             if not verdict.ok:
@@ -244,7 +197,7 @@ class Search:
             text = " ".join(str(error).split())[:300]
             return Trial(base, state, f"{type(error).__name__}: {text}")
         finally:
-            self._switch(EAGER)
+            self._model.switch(EAGER)
         counts = compilations() - started
         return Trial(
             base,
@@ -259,7 +212,7 @@ class Search:
         )
 
     def _verified(self, state: State) -> Verdict:
-        self._switch(state)
+        self._model.switch(state)
         used = [self._candidates[name] for name in state]
         verdict = self._verifier.verify(
             exact=self._exact(state),
@@ -276,7 +229,7 @@ class Search:
         if not verdict.ok or self._exact(state) or not exact or self._exact(base) or len(state) < len(base):
             return verdict
         before = self._verdicts[base] if base in self._verdicts else self._verified(base)
-        self._switch(state)
+        self._model.switch(state)
         if verdict.snr_db >= before.snr_db - _LOST_DB:
             return verdict
         return replace(
@@ -295,7 +248,7 @@ class Search:
         added = [name for name in state if name not in base]
         if len(state) < 2 or len(added) != 1:
             return ""
-        self._forget(state)
+        self._model.forget(state)
         new = added[0]
         if not self._correct((new,)):
             return ""
@@ -311,15 +264,15 @@ class Search:
         except Exception:
             return False
         finally:
-            self._switch(EAGER)
-            self._forget(state)
+            self._model.switch(EAGER)
+            self._model.forget(state)
 
     def _recompiles(self, state: State) -> str:
         """Why a compiled combination is refused: it goes on compiling, for each call or for each input shape."""
         if not self._compiled(state):
             return ""
         shapes = {example.signature: example for example in self._context.examples}
-        self._switch(state)
+        self._model.switch(state)
         compiled = 0
         for number, example in enumerate(shapes.values()):
             graphs = [self._graphs_of(example) for _ in range(_CALLS)]
@@ -354,7 +307,7 @@ class Search:
             for example in self._context.examples:
                 pair = []
                 for one in (base, state):
-                    self._switch(one)
+                    self._model.switch(one)
                     self._workload.step(example)
                     run = lambda example=example: self._workload.step(example)  # noqa: E731
                     pair.append(saved_bytes(run, self._context.device) - self._verifier.held_bytes)
@@ -363,7 +316,7 @@ class Search:
 
     def _arm(self, state: State, example: Example) -> Arm:
         name = " + ".join(state) or "eager"
-        return Arm(name, lambda: self._switch(state), lambda: self._workload.step(example))
+        return Arm(name, lambda: self._model.switch(state), lambda: self._workload.step(example))
 
     def _loses(self, ratios: Sequence[float], *, smaller: bool) -> str:
         """Why a measured combination is not kept. One that has a step less is kept where it is not slower."""
@@ -424,7 +377,7 @@ class Search:
             result.best = result.steps[-1].state if result.steps else EAGER
             if not result.best and time.monotonic() < self._deadline:
                 self._choose(self._next_best(failed))
-        self._switch(EAGER)
+        self._model.switch(EAGER)
         result.memory = self._memory(EAGER, result.best) if self._workload.training else []
         if not result.best:  # eager beside itself
             result.over_eager = [
@@ -448,7 +401,7 @@ class Search:
         except Exception as error:
             return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
         finally:
-            self._switch(EAGER)
+            self._model.switch(EAGER)
         if self._context.goal == "memory":
             return ""
         for name, comparisons in (("eager", self.result.over_eager), ("torch.compile", self.result.over_compile)):
@@ -457,25 +410,7 @@ class Search:
                 return f"it takes {slowest:.2f} times as long as {name}"
         return ""
 
-    # The model, in one state at a time.
-
-    def _switch(self, state: State) -> None:
-        if state == self._now and self._edits[state].active:
-            return
-        self._edits[self._now].undo()
-        self._now = EAGER
-        if state not in self._edits:
-            steps = [(self._candidates[name], self._sites[name]) for name in state]
-            self._edits[state] = build(self._workload.model, steps)
-        else:
-            self._edits[state].redo()
-        self._now = state
-
-    def _forget(self, state: State) -> None:
-        """Free what a combination keeps, such as quantized weights and compiled graphs."""
-        self._switch(EAGER)
-        if state != EAGER:
-            self._edits.pop(state, None)
+    # What is told.
 
     def _note(self, text: str) -> None:
         if text not in self.result.notes:
@@ -491,12 +426,3 @@ class Search:
 
 def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
-
-
-def device_of(model: nn.Module) -> torch.device:
-    """The one device of a model's parameters; an error where there are several."""
-    devices = {tensor.device for tensor in (*model.parameters(), *model.buffers())}
-    if len(devices) > 1:
-        names = ", ".join(sorted(map(str, devices)))
-        raise ValueError(f"model: its tensors are on {names}; move it to one device first")
-    return next(iter(devices), torch.device("cpu"))
