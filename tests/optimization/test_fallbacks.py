@@ -64,16 +64,18 @@ def test_compilations_and_graph_breaks_are_counted(only: Any, tmp_path: Any) -> 
     assert "graph break" in (tmp_path / "report.html").read_text()
 
 
-def test_an_interrupted_search_is_timed_all_the_same(only: Any) -> None:
-    only(rewrite("one", unchanged), rewrite("two", unchanged))
+@pytest.mark.parametrize("when", ["three", "one + two"])
+def test_an_interrupted_search_keeps_and_times_the_best_so_far(only: Any, when: str) -> None:
+    only(rewrite("one", unchanged), rewrite("two", unchanged), rewrite("three", unchanged))
 
     def progress(now: Progress) -> None:
-        if now.trying == "one + two":
+        if now.trying == when:
             raise KeyboardInterrupt
 
-    best = optimised(small(), progress=progress)
-    assert len(best.plan.steps) <= 1
-    assert len(best.report.inputs) == 1
+    timer = ScriptedTimer({"one": 0.5, "two": 0.6})
+    best = kp.optimize(small(), (torch.ones(4, 16),), timer=timer, resume=False, progress=progress)
+    assert [step.candidate for step in best.plan.steps] == ["one"]
+    assert best.report.inputs[0].speedup == 2
     assert "interrupted" in best.report.notes[0]
 
 

@@ -88,8 +88,8 @@ class Search:
         rewrites = [name for name, one in self._candidates.items() if one.stage is not Stage.COMPILE]
         compilers = [name for name, one in self._candidates.items() if one.stage is Stage.COMPILE]
         self._total = len(rewrites) + len(compilers) * 2
-        compiled = self._attempt(EAGER, COMPILE) if "compile" in compilers else None
-        singles = [self._attempt(EAGER, (name,)) for name in rewrites]
+        compiled = self._single(COMPILE) if "compile" in compilers else None
+        singles = [self._single((name,)) for name in rewrites]
         useful = [trial for trial in singles if trial is not None and trial.kept]
         path: list[Trial] = []
         for single in sorted(useful, key=lambda trial: -trial.speedup):
@@ -98,9 +98,10 @@ class Search:
             trial = single if base == EAGER else self._attempt(base, state) if state else None
             if trial is not None and trial.kept:
                 path.append(trial)
-        self._choose(path)
-        rewritten = result.best
-        if compiled is not None and compiled.kept and self._gain[COMPILE] > self._gain[result.best]:
+        rewritten = path[-1].state if path else EAGER
+        if compiled is None or not compiled.kept or self._gain[COMPILE] <= self._gain[rewritten]:
+            self._choose(path)
+        else:
             self._choose([compiled])
         # Some steps pay under a compiler alone: attention without the mask tensor that transformers builds there.
         hopeful = rewritten
@@ -115,6 +116,13 @@ class Search:
                     self._choose([*result.steps, trial])
                     break
         self._refine(rewrites)
+
+    def _single(self, state: State) -> Trial | None:
+        """Try one candidate by itself; an interrupt from now on keeps the best of them."""
+        trial = self._attempt(EAGER, state)
+        if trial is not None and trial.kept and self._gain[state] > self._gain[self.result.best]:
+            self._choose([trial])
+        return trial
 
     def _neutral(self, trial: Trial) -> bool:
         """Whether an exact candidate neither gains nor loses by more than the noise."""
