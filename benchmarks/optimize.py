@@ -35,8 +35,8 @@ from kernel_pytorch.evidence import Measurement, Quantiles, clean_commit, versio
 from kernel_pytorch.hardware_abstraction.source_digest import part_digest
 from kernel_pytorch.hardware_abstraction.timing import quantiles, require_quiet
 from kernel_pytorch.optimization import Context, Edits, Progress, Sites, registered_candidates
+from kernel_pytorch.optimization.combinations import build
 from kernel_pytorch.optimization.examples import examples_of
-from kernel_pytorch.optimization.search import build
 from kernel_pytorch.optimization.timing import Arm, alternate, saved_bytes
 from kernel_pytorch.optimization.workload import Workload
 
@@ -153,18 +153,20 @@ def large_cases(small: bool) -> list[Case]:
     quick = ("compile-max-autotune", "compile-reduce-overhead")
     return [
         Case(
-            "llama step 2x4096", "training", text("Llama", 2, 4096 // many, labels=True, **llama), 130.0,
+            "llama step 2x4096", "training", text("Llama", 2, 4096 // many, labels=True, **llama), 240.0,
             exclude=quick, rivals=TRAINING,
         ),
         Case(
-            "llama prefill 8192", "latency", text("Llama", 1, 8192 // many, **llama), 60.0, 15.0, quick, PREFILL
+            "llama prefill 8192", "latency", text("Llama", 1, 8192 // many, **llama), 120.0, 15.0, quick, PREFILL
         ),
         Case(
-            "mistral prefill 32768 window 4096", "latency", text("Mistral", 1, 32768 // many, **window), 60.0, 15.0,
+            "mistral prefill 32768 window 4096", "latency", text("Mistral", 1, 32768 // many, **window), 120.0, 15.0,
             quick, PREFILL,
         ),
-        Case("vit-l", "latency", pixels("ViT", 2 if small else 32, image["image_size"], **image), rivals=MODES),
-        Case("whisper encoder", "latency", speech(1, **whisper), rivals=MODES),
+        Case(
+            "vit-l", "latency", pixels("ViT", 2 if small else 32, image["image_size"], **image), 240.0, rivals=MODES
+        ),
+        Case("whisper encoder", "latency", speech(1, **whisper), 240.0, rivals=MODES),
     ]  # fmt: skip
 
 

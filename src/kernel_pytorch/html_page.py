@@ -17,6 +17,7 @@ th, td { text-align: left; padding: .3rem .8rem .3rem 0; border-bottom: 1px soli
 .note { border-left: 4px solid #d9822b; padding-left: .7rem; }
 svg { width: 100%; height: auto; } svg text { font: 13px system-ui, sans-serif; fill: currentColor; }
 .bars { display: grid; grid-template-columns: minmax(6rem, max-content) 1fr max-content; gap: .4rem .7rem; }
+.bars { margin-bottom: 1rem; }
 .bars > span { align-self: center; overflow-wrap: anywhere; }
 .bars i { display: block; height: 1.4rem; border-radius: 3px; background: var(--bar); min-width: 2px; }
 .bars span:nth-child(2) i { background: var(--before); }

@@ -193,3 +193,14 @@ def test_several_lengths_share_a_compiled_plan() -> None:
     best = kp.optimize(model, lengths, include=("compile",), timer=ScriptedTimer(), resume=False)
     assert [step.candidate for step in best.plan.steps] == ["compile"], str(best.report)
     assert len(best.plan.speedup_over_eager) == 3
+
+
+def test_a_cache_that_a_call_extends_is_the_same_for_every_run() -> None:
+    model, inputs = model_of("llama")
+    with torch.no_grad():
+        past = model.eval()(input_ids=inputs["input_ids"], use_cache=True).past_key_values
+    given = {"input_ids": inputs["input_ids"][:, :1], "past_key_values": past, "use_cache": True}
+    best = kp.optimize(model, given, include=("rms-norm",), timer=ScriptedTimer(), resume=False)
+    assert [step.candidate for step in best.plan.steps] == ["rms-norm"], str(best.report)
+    assert past.get_seq_length() == 12
+    assert best.report.inputs[0].label == "2x1, 2x1x12x16"

@@ -14,9 +14,9 @@ import kernel_pytorch as kp
 from kernel_pytorch.optimization import Candidate, Context, Edits, Sites, Stage, candidate, registered_candidates
 from kernel_pytorch.optimization.candidates import attention, fp8, memory, norms, others, precision
 from kernel_pytorch.optimization.candidates import linear_cross_entropy as fused
+from kernel_pytorch.optimization.combinations import build
 from kernel_pytorch.optimization.compiler import compile_in_place
 from kernel_pytorch.optimization.examples import examples_of
-from kernel_pytorch.optimization.search import build
 from optimization_fakes import ScriptedTimer, rewrite, unchanged
 from optimization_models import model_of
 

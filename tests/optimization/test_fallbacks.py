@@ -64,16 +64,18 @@ def test_compilations_and_graph_breaks_are_counted(only: Any, tmp_path: Any) -> 
     assert "graph break" in (tmp_path / "report.html").read_text()
 
 
-def test_an_interrupted_search_is_timed_all_the_same(only: Any) -> None:
-    only(rewrite("one", unchanged), rewrite("two", unchanged))
+@pytest.mark.parametrize("when", ["three", "one + two"])
+def test_an_interrupted_search_keeps_and_times_the_best_so_far(only: Any, when: str) -> None:
+    only(rewrite("one", unchanged), rewrite("two", unchanged), rewrite("three", unchanged))
 
     def progress(now: Progress) -> None:
-        if now.trying == "one + two":
+        if now.trying == when:
             raise KeyboardInterrupt
 
-    best = optimised(small(), progress=progress)
-    assert len(best.plan.steps) <= 1
-    assert len(best.report.inputs) == 1
+    timer = ScriptedTimer({"one": 0.5, "two": 0.6})
+    best = kp.optimize(small(), (torch.ones(4, 16),), timer=timer, resume=False, progress=progress)
+    assert [step.candidate for step in best.plan.steps] == ["one"]
+    assert best.report.inputs[0].speedup == 2
     assert "interrupted" in best.report.notes[0]
 
 
@@ -102,3 +104,87 @@ def test_a_plan_holds_for_the_versions_of_the_libraries_that_it_calls() -> None:
     with pytest.raises(PlanError, match=r"transformers: .* instead of 4\.0\.0"):
         kp.apply(model_of("llama")[0], other)
     assert "transformers" not in optimised(small(), include=("bf16-linear",)).plan.versions
+
+
+def test_a_candidate_that_loses_to_one_that_excludes_it_says_so(only: Any) -> None:
+    only(rewrite("one", unchanged), rewrite("two", unchanged, conflicts=frozenset({"one"})))
+    best = kp.optimize(small(), (torch.ones(4, 16),), timer=ScriptedTimer({"one": 0.5, "two": 0.7}), resume=False)
+    assert [step.candidate for step in best.plan.steps] == ["one"]
+    reasons = {one.candidate: one.reason for one in best.report.refusals}
+    assert reasons["two"] == "cannot be combined with one, which gains more"
+
+
+def test_under_a_compiler_the_one_that_excludes_the_other_is_tried_too(only: Any) -> None:
+    only(rewrite("one", unchanged), rewrite("two", unchanged, conflicts=frozenset({"one"})), compiled=True)
+
+    def timer(arms: Any, device: Any, seconds: float) -> list[list[float]]:
+        times = {"eager": 1.0, "one": 0.5, "two": 0.7, "compile": 0.9, "one + compile": 0.4, "two + compile": 0.2}
+        for arm in arms:
+            arm.enter()
+            arm.run()
+        return [[times[arm.name]] * 5 for arm in arms]
+
+    best = kp.optimize(small(), (torch.ones(4, 16),), timer=timer, resume=False)
+    assert [step.candidate for step in best.plan.steps] == ["two", "compile"]
+
+
+def test_what_is_not_confirmed_gives_way_to_the_next_best(only: Any) -> None:
+    only(rewrite("one", unchanged), rewrite("two", unchanged, conflicts=frozenset({"one"})))
+    calls: list[str] = []
+
+    def timer(arms: Any, device: Any, seconds: float) -> list[list[float]]:
+        names = [arm.name for arm in arms]
+        calls.append(names[-1])
+        times = {"eager": 1.0, "one": 0.5 if calls.count("one") == 1 else 2.0, "two": 0.7}
+        return [[times[name]] * 5 for name in names]
+
+    best = kp.optimize(small(), (torch.ones(4, 16),), timer=timer, resume=False)
+    assert [step.candidate for step in best.plan.steps] == ["two"]
+    assert "one was taken back: it takes 2.00 times as long as eager" in best.report.notes
+
+
+def test_steps_are_reported_in_the_order_in_which_they_were_found(only: Any) -> None:
+    only(rewrite("neutral", unchanged), rewrite("slow", unchanged), rewrite("fast", unchanged), compiled=True)
+
+    def timer(arms: Any, device: Any, seconds: float) -> list[list[float]]:
+        times = []
+        for arm in arms:
+            arm.enter()
+            arm.run()
+            names = arm.name.split(" + ")
+            factors = {"fast": 0.5, "slow": 1.05 if "compile" in names else 0.9, "compile": 0.6, "neutral": 1.0}
+            times.append([torch.tensor([factors.get(name, 1.0) for name in names]).prod().item()] * 5)
+        return times
+
+    report = kp.optimize(small(), (torch.ones(4, 16),), timer=timer, resume=False).report
+    assert report.chosen == ("fast", "compile")
+    assert [step.candidate for step in report.steps][:2] == ["fast", "slow"]
+    assert "without slow" in [step.candidate for step in report.steps]
+    total = 1.0
+    for step in report.steps:
+        total *= step.speedup
+    assert total == pytest.approx(report.speedup, rel=1e-3)
+
+
+def test_a_machine_whose_runs_come_in_two_speeds_changes_nothing(only: Any) -> None:
+    only(rewrite("one", unchanged))
+
+    def timer(arms: Any, device: Any, seconds: float) -> list[list[float]]:
+        times = [1.0, 3.0, 1.0, 1.0, 3.0, 1.0, 3.0, 1.0, 1.0]  # the median says nothing of it
+        return [times if arm.name == "eager" else [0.5] * 9 for arm in arms]
+
+    best = kp.optimize(small(), (torch.ones(4, 16),), timer=timer, resume=False)
+    assert not best.plan.steps
+    assert "some runs take 3.0 times as long as others that are equal" in best.report.notes[0]
+
+
+def test_a_gain_has_to_show_in_the_undisturbed_runs_too(only: Any) -> None:
+    only(rewrite("one", unchanged))
+
+    def timer(arms: Any, device: Any, seconds: float) -> list[list[float]]:
+        if arms[-1].name == "eager":
+            return [[1.0] * 9, [1.0] * 9]
+        return [[1.0, 1.0, 1.0, 2.0, 2.0, 2.0, 2.0, 2.0, 2.0], [1.0] * 9]  # eager mode was disturbed
+
+    best = kp.optimize(small(), (torch.ones(4, 16),), timer=timer, resume=False)
+    assert not best.plan.steps

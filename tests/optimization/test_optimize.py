@@ -275,6 +275,8 @@ def test_arguments_that_are_wrong_are_named() -> None:
         optimised(named, (x(),))
     with pytest.raises(TypeError, match="DataParallel"):
         optimised(nn.DataParallel(small()), (x(),))
+    with torch.inference_mode(), pytest.raises(TypeError, match=r"0\.weight was made under torch\.inference_mode"):
+        optimised(small(), (x(),))
     compiled = small()
     compiled.compile()
     with pytest.raises(ValueError, match="is compiled already"):

@@ -8,7 +8,7 @@ from kernel_pytorch.optimization.edits import Edits, Forward
 from kernel_pytorch.optimization.examples import Example
 from kernel_pytorch.optimization.plan import Plan, PlanError
 from kernel_pytorch.optimization.report import Report
-from kernel_pytorch.optimization.search import Progress
+from kernel_pytorch.optimization.results import Progress
 
 __all__ = [
     "Candidate",

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import nn
 
-from kernel_pytorch.evidence import now, versions
+from kernel_pytorch.evidence import versions
 from kernel_pytorch.optimization.candidate import (
     GOALS,
     Candidate,
@@ -20,20 +20,22 @@ from kernel_pytorch.optimization.candidate import (
     broken_entry_points,
     registered_candidates,
 )
+from kernel_pytorch.optimization.combinations import build, device_of
 from kernel_pytorch.optimization.compiler import compiled_already
 from kernel_pytorch.optimization.edits import Edits
 from kernel_pytorch.optimization.examples import examples_of
+from kernel_pytorch.optimization.outcome import plan_of, report_of
 from kernel_pytorch.optimization.plan import (
     Plan,
     PlanError,
-    Step,
     device_name,
     fingerprint,
     library_versions,
     read_plan,
 )
-from kernel_pytorch.optimization.report import InputReport, ModuleReport, Refusal, Report, StepReport
-from kernel_pytorch.optimization.search import Progress, Result, Search, build, device_of
+from kernel_pytorch.optimization.report import Refusal, Report
+from kernel_pytorch.optimization.results import Progress
+from kernel_pytorch.optimization.search import Search
 from kernel_pytorch.optimization.timing import Timer, alternate
 from kernel_pytorch.optimization.trials import TrialCache
 from kernel_pytorch.optimization.verify import BUDGET_DB, Verifier
@@ -154,8 +156,8 @@ def optimize(
         result.notes.append(f"{cache.resumed} trials were read from an earlier run")
     sites = {candidate.name: found for candidate, found in matched}
     known = {candidate.name: candidate for candidate, _ in matched}
-    plan = _plan(model, context, decibels, result, known, sites)
-    report = _report(model, context, decibels, result, known, sites, refused, time.monotonic() - started)
+    plan = plan_of(model, context, decibels, result, known, sites)
+    report = report_of(model, context, decibels, result, known, sites, refused, time.monotonic() - started)
     edits = build(model, [(known[name], sites[name].names) for name in result.best])
     return _attached(model, edits, plan, report)
 
@@ -238,6 +240,11 @@ def _check_model(model: Any) -> None:
             raise TypeError(
                 f"model: {name} is sharded; optimise on one rank and kp.apply the plan before fully_shard"
             )
+        if tensor.is_inference():
+            raise TypeError(
+                f"model: {name} was made under torch.inference_mode() and cannot be changed outside of it; build or "
+                "load the model outside"
+            )
         if tensor.is_meta:
             raise TypeError(f"model: {name} is on the meta device; load its weights first")
 
@@ -307,113 +314,3 @@ def _problem(model: nn.Module, context: Context, budget_db: float) -> str:
             torch.get_num_threads(),
         )
     )
-
-
-def _plan(
-    model: nn.Module,
-    context: Context,
-    budget_db: float,
-    result: Result,
-    known: dict[str, Candidate],
-    sites: dict[str, Sites],
-) -> Plan:
-    gains = {name: trial for trial in result.steps for name in trial.added}
-    required = {library for name in result.best for library in known[name].requires}
-    return Plan(
-        goal=context.goal,
-        fingerprint=fingerprint(model),
-        device=device_name(context.device),
-        versions={**versions(), **library_versions(required)},
-        steps=[
-            Step(
-                candidate=name,
-                sites=list(sites[name].names),
-                kind=known[name].kind,
-                speedup=gains[name].speedup if name in gains else 1.0,
-                error=gains[name].error if name in gains else None,
-                snr_db=gains[name].snr_db if name in gains else None,
-            )
-            for name in result.best
-        ],
-        inputs=[example.signature for example in context.examples],
-        budget_db=budget_db if math.isfinite(budget_db) else None,
-        noise=result.noise,
-        speedup_over_eager=[one.speedup for one in result.over_eager],
-        speedup_over_compile=[one.speedup for one in result.over_compile] or [None] * len(context.examples),
-        created=now(),
-    )
-
-
-def _report(
-    model: nn.Module,
-    context: Context,
-    budget_db: float,
-    result: Result,
-    known: dict[str, Candidate],
-    sites: dict[str, Sites],
-    refused: list[Refusal],
-    seconds: float,
-) -> Report:
-    gains = {name: trial for trial in result.steps for name in trial.added}
-    steps = tuple(
-        StepReport(
-            name,
-            known[name].summary,
-            known[name].kind,
-            gains[name].speedup if name in gains else 1.0,
-            gains[name].error if name in gains else None,
-            gains[name].snr_db if name in gains else None,
-            tuple(sorted(known[name].drops)),
-            *((gains[name].graphs, gains[name].breaks) if name in gains else ()),
-        )
-        for name in result.best
-    )
-    tried: dict[str, str] = {}
-    for trial in result.trials:
-        if trial.reason and len(trial.state) > len(trial.base):
-            tried.setdefault(" + ".join(trial.state), trial.reason)
-    fallen = {text: " + ".join(trial.state) for trial in reversed(result.trials) for text in trial.fallbacks}
-    inputs = []
-    for number, example in enumerate(context.examples):
-        eager = result.over_eager[number] if result.over_eager else None
-        compiled = result.over_compile[number] if result.over_compile else None
-        memory = result.memory[number] if result.memory else (None, None)
-        if eager is not None:
-            inputs.append(
-                InputReport(
-                    example.label,
-                    eager.before,
-                    compiled.before if compiled else None,
-                    eager.after,
-                    eager.speedup,
-                    compiled.speedup if compiled else None,
-                    *memory,
-                )
-            )
-    return Report(
-        model=type(model).__name__,
-        goal=context.goal,
-        device=device_name(context.device),
-        parameters=sum(parameter.numel() for parameter in model.parameters()),
-        noise=result.noise,
-        budget_db=budget_db,
-        seconds=seconds,
-        inputs=tuple(inputs),
-        steps=steps,
-        refusals=(*refused, *(Refusal(name, reason) for name, reason in tried.items())),
-        modules=_modules(model, result, sites),
-        notes=tuple(result.notes),
-        versions={**versions(), **library_versions()},
-        fallbacks=tuple(Refusal(state, text) for text, state in reversed(fallen.items())),
-        memory_kind="saved for backward" if context.device.type == "cpu" else "peak memory",
-    )
-
-
-def _modules(model: nn.Module, result: Result, sites: dict[str, Sites]) -> tuple[ModuleReport, ...]:
-    rows = []
-    for name, module in model.named_modules():
-        changes = tuple(one for one in result.best if name in sites[one].names)
-        alone = tuple(f"{one}: {sites[one].left_alone[name]}" for one in sites if name in sites[one].left_alone)
-        if changes or alone:
-            rows.append(ModuleReport(name or "(the model)", type(module).__name__, changes, alone))
-    return tuple(rows)

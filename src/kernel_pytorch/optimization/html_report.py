@@ -6,7 +6,7 @@ from html import escape
 from typing import TYPE_CHECKING
 
 from kernel_pytorch.html_page import bar_chart, document, table
-from kernel_pytorch.optimization.report import accuracy, compilation, seconds, size
+from kernel_pytorch.optimization.report import accuracy, compilation, noise, seconds, size
 
 if TYPE_CHECKING:
     from kernel_pytorch.optimization.report import Report
@@ -22,7 +22,7 @@ def page(report: Report) -> str:
     body = [
         f"<h1>{escape(title)}</h1>",
         f"<p>{escape(report.verdict)}. {report.parameters:,} parameters on {escape(report.device)}. "
-        f"The noise of the machine was {report.noise:.1%}; approximate steps had to keep {report.budget_db:g} dB. "
+        f"The noise of the machine was {noise(report.noise)}; approximate steps had to keep {report.budget_db:g} dB. "
         f"The search took {report.seconds:.0f} s.</p>",
         *(f'<p class="note">{escape(note)}</p>' for note in report.notes),
     ]

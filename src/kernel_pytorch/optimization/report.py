@@ -28,9 +28,10 @@ class InputReport:
 
 @dataclass(frozen=True)
 class StepReport:
-    """One step of the plan."""
+    """One step of the way to the plan, in the order in which they were found."""
 
     candidate: str
+    """The candidate that was added, or several that were added together, taken out or exchanged."""
     summary: str
     kind: str
     speedup: float
@@ -83,6 +84,8 @@ class Report:
     budget_db: float
     seconds: float
     inputs: tuple[InputReport, ...]
+    chosen: tuple[str, ...]
+    """The candidates of the plan, in the order of application."""
     steps: tuple[StepReport, ...]
     refusals: tuple[Refusal, ...]
     modules: tuple[ModuleReport, ...]
@@ -141,20 +144,23 @@ class Report:
             lines.append("refused")
             lines += [f"  {refusal.candidate}: {refusal.reason}" for refusal in self.refusals]
         versions = ", ".join(f"{name} {version}" for name, version in self.versions.items())
-        lines.append(f"noise {self.noise:.1%}, {self.seconds:.0f} s, {versions}")
+        lines.append(f"noise {noise(self.noise)}, {self.seconds:.0f} s, {versions}")
         return "\n".join(lines)
 
     @property
     def verdict(self) -> str:
         """The outcome in a few words."""
-        if not self.steps:
+        if not self.chosen:
             return "left as it is"
         if self.goal == "memory":
             ratios = [one.best_bytes / one.eager_bytes for one in self.inputs if one.eager_bytes and one.best_bytes]
-            return (
-                f"{max(ratios, default=1.0):.0%} of the memory with {' + '.join(s.candidate for s in self.steps)}"
-            )
-        return f"{self.speedup:.2f}x over eager with {' + '.join(step.candidate for step in self.steps)}"
+            return f"{max(ratios, default=1.0):.0%} of the memory with {' + '.join(self.chosen)}"
+        return f"{self.speedup:.2f}x over eager with {' + '.join(self.chosen)}"
+
+
+def noise(value: float) -> str:
+    """The noise of the machine; where the search ended before, it says so."""
+    return f"{value:.1%}" if value else "not measured"
 
 
 def accuracy(step: StepReport) -> str:

@@ -5,79 +5,35 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import msgspec
-import torch
-from torch import nn
 
 from kernel_pytorch.optimization.candidate import Candidate, Context, Sites, Stage
+from kernel_pytorch.optimization.combinations import COMPILE, EAGER, State, SwitchedModel
 from kernel_pytorch.optimization.compiler import compilations
-from kernel_pytorch.optimization.edits import Edits
 from kernel_pytorch.optimization.examples import Example
 from kernel_pytorch.optimization.fallbacks import recorded
+from kernel_pytorch.optimization.results import Progress, Result
 from kernel_pytorch.optimization.timing import (
     TOO_NOISY,
+    UNSTEADY,
     Arm,
     Comparison,
     Timer,
     compared,
     noise_of,
     saved_bytes,
+    unsteady,
 )
 from kernel_pytorch.optimization.trials import Trial, TrialCache
 from kernel_pytorch.optimization.verify import Verdict, Verifier
 from kernel_pytorch.optimization.workload import Workload
 
-__all__ = ["Progress", "Result", "Search", "State", "build"]
+__all__ = ["Search"]
 
-State = tuple[str, ...]
-"""Names of candidates in the order of application."""
-EAGER: State = ()
-COMPILE: State = ("compile",)
 _CALLS = 4  # a compiled model settles within so many calls of one shape
 _LOST_DB = 1.0  # rounding in another order moves the ratio by less
-
-
-@dataclass(frozen=True)
-class Progress:
-    """What the search is doing, for a progress bar."""
-
-    trying: str
-    done: int
-    total: int
-    """A first estimate; combinations that win are refined further."""
-    seconds_left: float
-    best: float
-    """The least speed-up over eager of the best combination so far."""
-
-
-@dataclass
-class Result:
-    """What a search found."""
-
-    best: State = EAGER
-    noise: float = 0.0
-    trials: list[Trial] = field(default_factory=list)
-    steps: list[Trial] = field(default_factory=list)
-    """The trials that led to the best combination, in order."""
-    over_eager: list[Comparison] = field(default_factory=list)
-    over_compile: list[Comparison] = field(default_factory=list)
-    memory: list[tuple[int, int]] = field(default_factory=list)
-    """Bytes before and after, for each input."""
-    notes: list[str] = field(default_factory=list)
-
-
-def build(model: nn.Module, steps: Sequence[tuple[Candidate, tuple[str, ...]]]) -> Edits:
-    """Apply candidates at their sites, lowest stage first; where one fails, take all of them back."""
-    edits = Edits()
-    try:
-        for candidate, sites in sorted(steps, key=lambda step: step[0].stage):
-            candidate.apply(model, sites, edits)
-    except BaseException:
-        edits.undo()
-        raise
-    return edits
 
 
 class Search:
@@ -97,13 +53,12 @@ class Search:
     ) -> None:
         pairs = list(matched.items()) if isinstance(matched, Mapping) else list(matched)
         self._candidates = {candidate.name: candidate for candidate, _ in pairs}
-        self._sites = {candidate.name: sites.names for candidate, sites in pairs}
+        steps = {candidate.name: (candidate, sites.names) for candidate, sites in pairs}
+        self._model = SwitchedModel(workload.model, steps)
         self._workload, self._context, self._verifier = workload, context, verifier
         self._timer, self._cache, self._progress = timer, cache, progress
         self._deadline = time.monotonic() + budget
         self._sample = min(1.0, max(0.02, budget / 300))
-        self._edits: dict[State, Edits] = {EAGER: Edits()}
-        self._now: State = EAGER
         self._took = {False: 0.0, True: 0.0}  # seconds of the last trial, without and with a compiler
         self._gain: dict[State, float] = {EAGER: 1.0}  # least speed-up over eager, multiplied along the way
         self._verdicts: dict[State, Verdict] = {}
@@ -123,7 +78,7 @@ class Search:
         except KeyboardInterrupt:  # twice: every step of the best was verified, but not timed again
             self._note("interrupted again: the best combination was not timed beside eager mode")
         finally:
-            self._switch(EAGER)
+            self._model.switch(EAGER)
         return result
 
     # The order of the search.
@@ -133,8 +88,8 @@ class Search:
         rewrites = [name for name, one in self._candidates.items() if one.stage is not Stage.COMPILE]
         compilers = [name for name, one in self._candidates.items() if one.stage is Stage.COMPILE]
         self._total = len(rewrites) + len(compilers) * 2
-        compiled = self._attempt(EAGER, COMPILE) if "compile" in compilers else None
-        singles = [self._attempt(EAGER, (name,)) for name in rewrites]
+        compiled = self._single(COMPILE) if "compile" in compilers else None
+        singles = [self._single((name,)) for name in rewrites]
         useful = [trial for trial in singles if trial is not None and trial.kept]
         path: list[Trial] = []
         for single in sorted(useful, key=lambda trial: -trial.speedup):
@@ -143,9 +98,10 @@ class Search:
             trial = single if base == EAGER else self._attempt(base, state) if state else None
             if trial is not None and trial.kept:
                 path.append(trial)
-        self._choose(path)
-        rewritten = result.best
-        if compiled is not None and compiled.kept and self._gain[COMPILE] > self._gain[result.best]:
+        rewritten = path[-1].state if path else EAGER
+        if compiled is None or not compiled.kept or self._gain[COMPILE] <= self._gain[rewritten]:
+            self._choose(path)
+        else:
             self._choose([compiled])
         # Some steps pay under a compiler alone: attention without the mask tensor that transformers builds there.
         hopeful = rewritten
@@ -161,22 +117,29 @@ class Search:
                     break
         self._refine(rewrites)
 
+    def _single(self, state: State) -> Trial | None:
+        """Try one candidate by itself; an interrupt from now on keeps the best of them."""
+        trial = self._attempt(EAGER, state)
+        if trial is not None and trial.kept and self._gain[state] > self._gain[self.result.best]:
+            self._choose([trial])
+        return trial
+
     def _neutral(self, trial: Trial) -> bool:
         """Whether an exact candidate neither gains nor loses by more than the noise."""
         exact = self._exact(trial.state)
         return exact and bool(trial.ratios) and max(trial.ratios) <= 1 + self.result.noise
 
     def _refine(self, rewrites: Sequence[str]) -> None:
-        """Under a compiler other steps pay than in eager mode: drop those that do not, add those that do."""
+        """Under a compiler other steps pay than in eager mode: drop those that do not, add or swap in others."""
         result = self.result
         if not self._compiled(result.best):
             return
         for name in list(result.best[:-1]) if len(result.best) > 2 else ():
             trial = self._attempt(result.best, tuple(other for other in result.best if other != name))
             if trial is not None and trial.kept:
-                self._choose([*(step for step in result.steps if step.added != (name,)), trial])
+                self._choose([*result.steps, trial])
         for name in rewrites:
-            state = self._extended(result.best, name)
+            state = self._extended(result.best, name) or self._swapped(result.best, name)
             if state and any(trial.state == (name,) and trial.correct for trial in result.trials):
                 trial = self._attempt(result.best, state)
                 if trial is not None and trial.kept:
@@ -191,6 +154,12 @@ class Search:
         if name in state or any(self._candidates[name].excludes(self._candidates[other]) for other in state):
             return None
         return tuple(sorted((*state, name), key=lambda one: self._candidates[one].stage))
+
+    def _swapped(self, state: State, name: str) -> State | None:
+        """The state with one candidate in place of those that it cannot be combined with."""
+        new = self._candidates[name]
+        kept = tuple(other for other in state if not new.excludes(self._candidates[other]))
+        return None if name in state or kept == state else self._extended(kept, name)
 
     # One step: build, verify, measure.
 
@@ -211,7 +180,7 @@ class Search:
             self._took[compiled] = time.monotonic() - started
             self._cache.add(trial)
         if not trial.kept and state != COMPILE:
-            self._forget(state)
+            self._model.forget(state)
         self.result.trials.append(trial)
         if trial.ratios:
             self._gain[state] = self._gain.get(base, 1.0) * trial.speedup
@@ -225,7 +194,7 @@ class Search:
     def _outcome(self, base: State, state: State) -> Trial:
         started = compilations()
         try:
-            self._switch(state)
+            self._model.switch(state)
             reason = self._recompiles(state)  # first: verification compiles for every shape
             verdict = self._as_right_as(base, state)
             if not verdict.ok:
@@ -236,7 +205,7 @@ class Search:
             text = " ".join(str(error).split())[:300]
             return Trial(base, state, f"{type(error).__name__}: {text}")
         finally:
-            self._switch(EAGER)
+            self._model.switch(EAGER)
         counts = compilations() - started
         return Trial(
             base,
@@ -251,7 +220,7 @@ class Search:
         )
 
     def _verified(self, state: State) -> Verdict:
-        self._switch(state)
+        self._model.switch(state)
         used = [self._candidates[name] for name in state]
         verdict = self._verifier.verify(
             exact=self._exact(state),
@@ -268,7 +237,7 @@ class Search:
         if not verdict.ok or self._exact(state) or not exact or self._exact(base) or len(state) < len(base):
             return verdict
         before = self._verdicts[base] if base in self._verdicts else self._verified(base)
-        self._switch(state)
+        self._model.switch(state)
         if verdict.snr_db >= before.snr_db - _LOST_DB:
             return verdict
         return replace(
@@ -287,11 +256,11 @@ class Search:
         added = [name for name in state if name not in base]
         if len(state) < 2 or len(added) != 1:
             return ""
-        self._forget(state)
+        self._model.forget(state)
         new = added[0]
         if not self._correct((new,)):
             return ""
-        for name in base:
+        for name in (one for one in base if one in state):
             pair = tuple(sorted((name, new), key=lambda one: self._candidates[one].stage))
             if len(state) == 2 or not self._correct(pair):
                 return f"; {name} and {new} are wrong together, and right one without the other"
@@ -303,15 +272,15 @@ class Search:
         except Exception:
             return False
         finally:
-            self._switch(EAGER)
-            self._forget(state)
+            self._model.switch(EAGER)
+            self._model.forget(state)
 
     def _recompiles(self, state: State) -> str:
         """Why a compiled combination is refused: it goes on compiling, for each call or for each input shape."""
         if not self._compiled(state):
             return ""
         shapes = {example.signature: example for example in self._context.examples}
-        self._switch(state)
+        self._model.switch(state)
         compiled = 0
         for number, example in enumerate(shapes.values()):
             graphs = [self._graphs_of(example) for _ in range(_CALLS)]
@@ -330,7 +299,7 @@ class Search:
     def _measured(self, base: State, state: State) -> tuple[float, ...]:
         if self._context.goal == "memory":
             return tuple(after / max(before, 1) for before, after in self._memory(base, state))
-        return tuple(comparison.ratio for comparison in self._timed(base, state))
+        return tuple(comparison.cautious for comparison in self._timed(base, state))
 
     def _timed(self, base: State, state: State) -> list[Comparison]:
         found = []
@@ -346,7 +315,7 @@ class Search:
             for example in self._context.examples:
                 pair = []
                 for one in (base, state):
-                    self._switch(one)
+                    self._model.switch(one)
                     self._workload.step(example)
                     run = lambda example=example: self._workload.step(example)  # noqa: E731
                     pair.append(saved_bytes(run, self._context.device) - self._verifier.held_bytes)
@@ -355,7 +324,7 @@ class Search:
 
     def _arm(self, state: State, example: Example) -> Arm:
         name = " + ".join(state) or "eager"
-        return Arm(name, lambda: self._switch(state), lambda: self._workload.step(example))
+        return Arm(name, lambda: self._model.switch(state), lambda: self._workload.step(example))
 
     def _loses(self, ratios: Sequence[float], *, smaller: bool) -> str:
         """Why a measured combination is not kept. One that has a step less is kept where it is not slower."""
@@ -381,23 +350,29 @@ class Search:
 
     def _measure_noise(self) -> bool:
         self._tell("eager, twice")
-        noises = []
+        noises, spreads = [], []
         with self._workload.kept():
             for example in self._context.examples:
                 arms = [self._arm(EAGER, example), self._arm(EAGER, example)]
-                noises.append(noise_of(*self._timer(arms, self._context.device, 2 * self._sample)))
+                one, same = self._timer(arms, self._context.device, 2 * self._sample)
+                noises.append(noise_of(one, same))
+                spreads.append(max(unsteady(one), unsteady(same)))
         self.result.noise = max(noises)
-        if self._context.goal == "memory" or self.result.noise <= TOO_NOISY:
+        if self._context.goal == "memory":
             return True
-        self._note(
-            f"the machine is too noisy to decide: equal runs differ by {self.result.noise:.0%}, and more than "
-            f"{TOO_NOISY:.0%} is too much; nothing was changed"
-        )
-        return False
+        why = ""
+        if self.result.noise > TOO_NOISY:
+            why = f"equal runs differ by {self.result.noise:.0%}, and more than {TOO_NOISY:.0%} is too much"
+        elif max(spreads) > UNSTEADY:
+            why = f"some runs take {max(spreads):.1f} times as long as others that are equal"
+        if why:
+            self._note(f"the machine is too noisy to decide: {why}; nothing was changed")
+        return not why
 
     def _confirm(self) -> None:
         """Verify the best combination once more as a whole, and time it beside eager and torch.compile."""
         result = self.result
+        failed: set[State] = set()
         while result.best:
             self._tell("the best combination again")
             reason = self._unconfirmed(result.best)
@@ -405,13 +380,23 @@ class Search:
                 break
             self._note(f"{' + '.join(result.best)} was taken back: {reason}")
             result.trials.append(Trial(EAGER, result.best, f"not confirmed: {reason}"))
-            result.steps = [step for step in result.steps if step.state != result.best]
+            failed.add(result.best)
+            result.steps = [step for step in result.steps if step.state not in failed]
             result.best = result.steps[-1].state if result.steps else EAGER
-        self._switch(EAGER)
+            if not result.best and time.monotonic() < self._deadline:
+                self._choose(self._next_best(failed))
+        self._model.switch(EAGER)
         result.memory = self._memory(EAGER, result.best) if self._workload.training else []
         if not result.best:  # eager beside itself
-            result.over_eager = [replace(one, after=one.before, ratio=1.0) for one in self._timed(EAGER, EAGER)]
+            result.over_eager = [
+                replace(one, after=one.before, ratio=1.0, undisturbed=1.0) for one in self._timed(EAGER, EAGER)
+            ]
             result.over_compile = []
+
+    def _next_best(self, failed: set[State]) -> list[Trial]:
+        """The candidate that gains most by itself, apart from those that were taken back."""
+        alone = [one for one in self.result.trials if one.kept and one.base == EAGER and one.state not in failed]
+        return [max(alone, key=lambda trial: trial.speedup)] if alone else []
 
     def _unconfirmed(self, state: State) -> str:
         try:
@@ -424,34 +409,16 @@ class Search:
         except Exception as error:
             return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
         finally:
-            self._switch(EAGER)
+            self._model.switch(EAGER)
         if self._context.goal == "memory":
             return ""
         for name, comparisons in (("eager", self.result.over_eager), ("torch.compile", self.result.over_compile)):
-            slowest = max((comparison.ratio for comparison in comparisons), default=0.0)
+            slowest = max((comparison.cautious for comparison in comparisons), default=0.0)
             if slowest > 1 + self.result.noise:
                 return f"it takes {slowest:.2f} times as long as {name}"
         return ""
 
-    # The model, in one state at a time.
-
-    def _switch(self, state: State) -> None:
-        if state == self._now and self._edits[state].active:
-            return
-        self._edits[self._now].undo()
-        self._now = EAGER
-        if state not in self._edits:
-            steps = [(self._candidates[name], self._sites[name]) for name in state]
-            self._edits[state] = build(self._workload.model, steps)
-        else:
-            self._edits[state].redo()
-        self._now = state
-
-    def _forget(self, state: State) -> None:
-        """Free what a combination keeps, such as quantized weights and compiled graphs."""
-        self._switch(EAGER)
-        if state != EAGER:
-            self._edits.pop(state, None)
+    # What is told.
 
     def _note(self, text: str) -> None:
         if text not in self.result.notes:
@@ -467,12 +434,3 @@ class Search:
 
 def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
-
-
-def device_of(model: nn.Module) -> torch.device:
-    """The one device of a model's parameters; an error where there are several."""
-    devices = {tensor.device for tensor in (*model.parameters(), *model.buffers())}
-    if len(devices) > 1:
-        names = ", ".join(sorted(map(str, devices)))
-        raise ValueError(f"model: its tensors are on {names}; move it to one device first")
-    return next(iter(devices), torch.device("cpu"))

@@ -10,10 +10,25 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = ["TOO_NOISY", "Arm", "Comparison", "Timer", "alternate", "compared", "noise_of", "saved_bytes"]
+from kernel_pytorch.hardware_abstraction.timing import quantiles
+
+__all__ = [
+    "TOO_NOISY",
+    "UNSTEADY",
+    "Arm",
+    "Comparison",
+    "Timer",
+    "alternate",
+    "compared",
+    "noise_of",
+    "saved_bytes",
+    "unsteady",
+]
 
 TOO_NOISY = 0.25
 """Above this relative noise no decision is possible."""
+UNSTEADY = 2.0
+"""Where the slower runs of one arm take this many times as long as the faster ones, no decision is possible."""
 _LEAST_NOISE = 0.01
 _LEAST_ROUNDS, _MOST_ROUNDS = 5, 60
 _BATCH_SECONDS = 2e-3  # a shorter sample would time the clock
@@ -80,6 +95,13 @@ class Comparison:
     after: float
     ratio: float
     """Median over the rounds of after / before."""
+    undisturbed: float
+    """The 20th percentile of after over that of before: other programs only add to a time."""
+
+    @property
+    def cautious(self) -> float:
+        """The larger of both ratios: a gain has to show in each."""
+        return max(self.ratio, self.undisturbed)
 
     @property
     def speedup(self) -> float:
@@ -94,13 +116,31 @@ def compared(before: Sequence[float], after: Sequence[float]) -> Comparison:
         2.0
     """
     ratios = [new / old for old, new in zip(before, after, strict=True)]
-    return Comparison(statistics.median(before), statistics.median(after), statistics.median(ratios))
+    return Comparison(
+        statistics.median(before), statistics.median(after), statistics.median(ratios), _low(after) / _low(before)
+    )
+
+
+def _low(samples: Sequence[float]) -> float:
+    return quantiles(list(samples))[0]
+
+
+def unsteady(samples: Sequence[float]) -> float:
+    """Return the 80th percentile of the times of one arm over the 20th.
+
+    Example:
+        >>> unsteady([1.0, 1.0, 1.0, 1.0, 1.0])
+        1.0
+    """
+    low, _, high = quantiles(list(samples))
+    return high / low
 
 
 def noise_of(one: Sequence[float], same: Sequence[float]) -> float:
     """Return by how much two equal arms seem to differ: the least relative gain that means something.
 
-    It is the difference of the medians, plus twice the standard error of a median of so many rounds.
+    It is the difference of the medians, plus twice the standard error of a median of so many rounds; or the
+    difference of the 20th percentiles, where that is larger.
 
     Example:
         >>> noise_of([1.0, 1.0, 1.0], [1.0, 1.0, 1.0])
@@ -109,7 +149,8 @@ def noise_of(one: Sequence[float], same: Sequence[float]) -> float:
     ratios = [new / old for old, new in zip(one, same, strict=True)]
     middle = statistics.median(ratios)
     deviation = 1.4826 * statistics.median(abs(ratio - middle) for ratio in ratios)
-    return max(_LEAST_NOISE, abs(middle - 1) + 2 * 1.2533 * deviation / math.sqrt(len(ratios)))
+    error = abs(middle - 1) + 2 * 1.2533 * deviation / math.sqrt(len(ratios))
+    return max(_LEAST_NOISE, error, abs(_low(same) / _low(one) - 1))
 
 
 def saved_bytes(run: Callable[[], object], device: torch.device) -> int:

@@ -43,6 +43,10 @@ class Trial(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return 1 / max(self.ratios) if self.ratios else 0.0
 
     @property
+    def removed(self) -> tuple[str, ...]:
+        return tuple(name for name in self.base if name not in self.state)
+
+    @property
     def added(self) -> tuple[str, ...]:
         return tuple(name for name in self.state if name not in self.base)
 

@@ -73,6 +73,7 @@ class Verifier:
             first = self._cases[0][1]
             once, other = (workload.observe(first, seed) for seed in (_SEED, _SEED + 1))
             self._rate = workload.rate(once)
+            workload.watch_arguments(first, once)
             outputs = [name for name in once if name.startswith("output.") and _differ(once[name], other[name])]
             if outputs:
                 self.random = f"{outputs[0].removeprefix('output.')} changes with the random seed, without dropout"

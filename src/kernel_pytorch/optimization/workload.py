@@ -32,6 +32,8 @@ class Workload:
     loss: Loss | None = None
     originals: Mapping[torch.Tensor, torch.Tensor] = field(init=False, repr=False, compare=False)
     """A copy of every weight and buffer in host memory: no candidate can spoil the model."""
+    changes_arguments: bool = field(init=False, default=False, compare=False)
+    """Whether a call changes its arguments, such as a KV cache; a timed run then gets a copy of them."""
 
     def __post_init__(self) -> None:
         tensors = (*self.model.parameters(), *self.model.buffers())
@@ -41,6 +43,8 @@ class Workload:
     def step(self, example: Example) -> object:
         """Run once, as it is timed: a forward pass, or forward, loss and backward."""
         torch.compiler.cudagraph_mark_step_begin()
+        if self.changes_arguments:
+            example = example.own()  # a KV cache would grow with every call
         if not self.training:
             with torch.no_grad():
                 return self.model(*example.args, **example.kwargs)
@@ -113,6 +117,13 @@ class Workload:
                 seen[f"loss after {number} steps"] = loss.detach().clone()
         return seen
 
+    def watch_arguments(self, example: Example, observation: Observation) -> None:
+        """Note whether the call of an observation changed its arguments."""
+        given = dict(leaves((example.args, dict(example.kwargs))))
+        found = {name.removeprefix("argument."): x for name, x in observation.items() if name[:9] == "argument."}
+        same = given.keys() == found.keys() and all(_equal(x, found[name]) for name, x in given.items())
+        object.__setattr__(self, "changes_arguments", self.changes_arguments or not same)
+
     def rate(self, observation: Observation) -> float:
         """Return the learning rate whose first step moves the weights by a hundredth of their norm."""
         weights = [_norm(p.detach()) for p in self.model.parameters() if p.requires_grad and p.is_floating_point()]
@@ -177,6 +188,10 @@ def _on_host(tensor: torch.Tensor) -> torch.Tensor:
     """A copy in host memory, pinned for GPUs: it is read back after every verification of a training step."""
     pinned = tensor.device.type == "cuda"
     return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned).copy_(tensor)
+
+
+def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.shape == other.shape and torch.equal(one.detach().nan_to_num(), other.nan_to_num())
 
 
 def _norm(tensor: torch.Tensor) -> float:
