@@ -165,7 +165,9 @@ def test_every_page_opens_without_an_error_and_fits_the_screen(
 ) -> None:
     wide = []
     tab.set_viewport_size({"width": width, "height": 740})
-    for page in sorted(set(site.rglob("*.html")) - {site / "index.html"}):  # that one leads to the first page at once
+    for page in sorted(
+        set(site.rglob("*.html")) - {site / "index.html"}
+    ):  # that one leads to the first page at once
         if "files" in page.relative_to(site).parts:
             continue
         tab.goto(f"{address}/{page.relative_to(site).as_posix()}")
