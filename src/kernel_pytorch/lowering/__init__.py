@@ -46,8 +46,12 @@ _HOME = {name: module for module, names in _MODULES.items() for name in names}
 def __getattr__(name: str) -> object:
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from kernel_pytorch.lowering.quiet import quiet_imports
+
     try:
-        return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
+        with quiet_imports():  # torchao names each extension that does not fit this machine
+            module = importlib.import_module(f"{__name__}.{_HOME[name]}")
+        return getattr(module, name)
     except ModuleNotFoundError as error:
         missing = (error.name or "").partition(".")[0]
         if missing not in _NEEDED:
