@@ -56,8 +56,18 @@ _MODULES = {
         "lowering",
         "Programs for devices, with the extra `lowering`. [Deployment](../lowering.md) is the guide.",
         "from kernel_pytorch.lowering import (\n"
-        "    CachedLanguageModel, KernelPartitioner, KernelQuantizer, PartitionerOptions,\n"
-        "    Sampling, TextGenerator, TextProgram, load, lower, lower_checkpoint, lowering_of, probe,\n"
+        "    CachedLanguageModel,\n"
+        "    KernelPartitioner,\n"
+        "    KernelQuantizer,\n"
+        "    PartitionerOptions,\n"
+        "    Sampling,\n"
+        "    TextGenerator,\n"
+        "    TextProgram,\n"
+        "    load,\n"
+        "    lower,\n"
+        "    lower_checkpoint,\n"
+        "    lowering_of,\n"
+        "    probe,\n"
         ")\n"
         "from kernel_pytorch.lowering.recipes import find_recipe",
     ),
