@@ -61,6 +61,7 @@ tidy: install
 
 fuzz: install
 	$(BIN)/python tests/lowering/fuzz_payload.py --cases 1000000 --write
+	$(BIN)/python -m tools.website.freshness --sum
 
 cross: install
 	$(BIN)/python -m pip download --quiet --no-deps --only-binary :all: --platform manylinux_2_28_aarch64 \
@@ -68,6 +69,7 @@ cross: install
 
 suite: install
 	$(BIN)/python -m kernel_pytorch.testing.executorch_suite --write
+	$(BIN)/python -m tools.website.freshness --sum
 
 docs: install
 	$(BIN)/sphinx-build --fresh-env --fail-on-warning --keep-going --nitpicky --quiet --builder html --conf-dir docs . $(SITE)

@@ -408,6 +408,25 @@ def test_a_plot_without_its_record_says_so() -> None:
 # The age of records
 
 
+def test_an_edited_file_beside_the_records_is_noticed(tmp_path: Path) -> None:
+    folder = tmp_path / "benchmarks" / "evidence"
+    folder.mkdir(parents=True)
+    (folder / "curves.png").write_bytes(b"picture")
+    assert freshness._edited_files(tmp_path)[0].changed == ("curves.png",)
+    (folder / "SHA256SUMS").write_text(freshness.sums(tmp_path))
+    assert freshness._edited_files(tmp_path) == []
+    (folder / "curves.png").write_bytes(b"forged")
+    (folder / "more.txt").touch()
+    (age,) = freshness._edited_files(tmp_path)
+    assert (age.state, age.changed) == ("broken", ("curves.png", "more.txt"))
+    (folder / "curves.png").unlink()
+    assert "curves.png" in freshness._edited_files(tmp_path)[0].changed
+
+
+def test_the_files_beside_our_records_are_as_they_were_made() -> None:
+    assert freshness._edited_files(Path(__file__).parents[2]) == []
+
+
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
     """A checkout with a record of its own, a page that shows it, and a block that needs a GPU."""

@@ -75,7 +75,7 @@ def test_the_build_refuses_what_is_not_backed_or_not_there(tmp_path: Path) -> No
     assert done.returncode == 1, done.stderr
     complaints = done.stderr.splitlines()
     for place, complaint in enumerate(faults.values()):
-        assert any(f"index.md:{7 + 2 * place}: " in line and complaint in line for line in complaints), complaint
+        assert any(f"index.md:{3 + 2 * place}: " in line and complaint in line for line in complaints), complaint
     assert len({line.partition(" ")[0] for line in complaints}) == len(faults)
 
 

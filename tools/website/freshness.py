@@ -5,13 +5,15 @@ show them fail to build. It is *older* where the code of other files that it mea
 which may or may not have moved its numbers; so is a table of operators that was probed with another lowering.
 Comments, docstrings and layout are no code. It is *unknown* where its commit is not in this checkout's history, or
 its backend is not installed. It is *broken* where it names code that does not exist, or names none and its commit is
-not here: nothing can be said of it. Otherwise it is *current*. The exit code is 1 when a record is broken, and with
-``--strict`` when one is not current.
+not here: nothing can be said of it. So are curves, pictures and logs beside the records whose digest is not the one
+in ``SHA256SUMS``; ``--sum`` writes that file, after a command that makes them anew. Otherwise it is *current*. The
+exit code is 1 when a record is broken, and with ``--strict`` when one is not current.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import re
 import subprocess
 import sys
@@ -31,7 +33,7 @@ from tools.website.measured import GONE, stale_kernels
 from tools.website.pages import hand_written
 from tools.website.plots import PLOTS
 
-__all__ = ["Age", "ages", "markdown"]
+__all__ = ["Age", "ages", "markdown", "sums"]
 
 # What a record measures where that is more than the kernels of one op, by the first part of its name.
 _FP8 = ("fp8", "ops/fp8_cast", "ops/fp8_matmul")
@@ -75,7 +77,7 @@ def ages(root: Path) -> list[Age]:
             found.append(_age(root, name, record, shown[name]))
         elif isinstance(record, OpSupport):
             found.append(_age_of_operators(root, name, record, shown[name]))
-    return [*found, *_blocks_without_a_record(root, list(records.values()))]
+    return [*found, *_edited_files(root), *_blocks_without_a_record(root, list(records.values()))]
 
 
 def _age(root: Path, name: str, record: Benchmark | Checks | ContractRun, shown: int) -> Age:
@@ -174,6 +176,21 @@ def _blocks_without_a_record(root: Path, records: list[Record]) -> list[Age]:
     return [Age("documentation on a GPU", "stale", "", len(missing), tuple(missing))] if missing else []
 
 
+def sums(root: Path) -> str:
+    """The digests of the files beside the records, in the format of ``sha256sum``."""
+    folder = root / "benchmarks" / "evidence"
+    beside = sorted(path for path in folder.iterdir() if path.suffix != ".json" and path.name != "SHA256SUMS")
+    return "".join(f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {path.name}\n" for path in beside)
+
+
+def _edited_files(root: Path) -> list[Age]:
+    """The files beside the records that are not as they were made, or that nobody listed."""
+    listed = root / "benchmarks" / "evidence" / "SHA256SUMS"
+    written = set(listed.read_text(encoding="utf-8").splitlines()) if listed.is_file() else set()
+    changed = tuple(sorted({line.split()[-1] for line in written ^ set(sums(root).splitlines())}))
+    return [Age("files beside the records", "broken", "", 0, changed)] if changed else []
+
+
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m tools.website.freshness",
@@ -182,7 +199,11 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--json", action="store_true", help="print the table as data")
     parser.add_argument("--strict", action="store_true", help="exit 1 unless every record is current")
+    parser.add_argument("--sum", action="store_true", help="write the digests of the files beside the records")
     wanted = parser.parse_args(arguments)
+    if wanted.sum:
+        (checkout() / "benchmarks" / "evidence" / "SHA256SUMS").write_text(sums(checkout()), encoding="utf-8")
+        return 0
     found = ages(checkout())
     if wanted.json:
         print(msgspec.json.format(msgspec.json.encode([asdict(age) for age in found]), indent=2).decode())

@@ -22,12 +22,12 @@ from kernel_pytorch.documentation.declared_fields import declared_fields
 
 __all__ = ["index_page", "module_pages"]
 
-# Module -> the name of its page, the sentence that opens it, and the imports its examples take for granted.
+# Module -> the name of its page, the sentence that opens it, and what its examples import besides its names.
 _MODULES = {
     "kernel_pytorch": (
         "kernel_pytorch",
         "What most programs need. Import it as `kp`; the import is cheap and touches no device.",
-        "import torch\nimport kernel_pytorch as kp",
+        "",
     ),
     "kernel_pytorch.masks": (
         "masks",
@@ -43,7 +43,6 @@ _MODULES = {
     "kernel_pytorch.fp8": (
         "fp8",
         "Training in 8 bits. Reach it as `kp.fp8`; [FP8 training](../fp8.md) is the guide.",
-        "from kernel_pytorch.fp8 import RECIPES, Format, Recipe, convert, linear, report, revert\n"
         "from kernel_pytorch.hardware_abstraction.formats import E4M3FN, E4M3FNUZ, E5M2\n"
         "from kernel_pytorch.fp8.autograd import COUNTS_SHAPE, fp8_linear",
     ),
@@ -55,10 +54,6 @@ _MODULES = {
     "kernel_pytorch.lowering": (
         "lowering",
         "Programs for devices, with the extra `lowering`. [Deployment](../lowering.md) is the guide.",
-        "from kernel_pytorch.lowering import (\n"
-        "    CachedLanguageModel, KernelPartitioner, KernelQuantizer, PartitionerOptions,\n"
-        "    Sampling, TextGenerator, TextProgram, load, lower, lower_checkpoint, lowering_of, probe,\n"
-        ")\n"
         "from kernel_pytorch.lowering.recipes import find_recipe",
     ),
     "kernel_pytorch.hardware_abstraction": (
@@ -143,9 +138,10 @@ def _module_page(module_name: str, shown: dict[int, tuple[str, str]]) -> str:
     module = importlib.import_module(module_name)
     names, modules = _names(module_name)
     anchors = _anchors(names)
-    lines = [f"# {module_name}", "", opening, "", "```python"]
-    lines += imports.splitlines() or [f"from {module_name} import (", *(f"    {n}," for n in names), ")"]
-    lines += ["```"]
+    lines = [f"# {module_name}", "", opening, "", "```python", "import torch", "", "import kernel_pytorch as kp"]
+    if module_name != "kernel_pytorch":
+        lines += [f"from {module_name} import (", *(f"    {name}," for name in sorted(names)), ")"]
+    lines += [*imports.splitlines(), "```"]
     if modules:
         lines += ["", f"Modules with a page of their own: {', '.join(f'[{name}]({name}.md)' for name in modules)}."]
     for name in names:

@@ -128,8 +128,6 @@ def _on_source(app: Sphinx, docname: str, source: list[str]) -> None:
             _LOG.warning("%s", problem.message, location=(docname, problem.line))
     if _AGES in source[0]:
         source[0] = source[0].replace(_AGES, markdown(ages(Path(app.srcdir))))
-    if docname in app.config.wide_pages:
-        source[0] = f"---\nhide-toc: true\n---\n\n{source[0]}"
     for caption, entries in _navigation(app, docname).items():
         options = f":caption: {caption}\n" if caption else ""
         source[0] += "\n```{toctree}\n:hidden:\n" + options + "\n" + "\n".join(entries) + "\n```\n"
@@ -160,6 +158,11 @@ def _navigation(app: Sphinx, docname: str) -> dict[str, list[str]]:
 
 def _match(docname: str, pattern: str) -> bool:
     return docname.count("/") == pattern.count("/") and fnmatchcase(docname, pattern)
+
+
+def _on_read(app: Sphinx, _: nodes.document) -> None:
+    if app.env.docname in app.config.wide_pages:
+        app.env.metadata[app.env.docname]["hide-toc"] = ""  # furo asks for it
 
 
 def _text_files(app: Sphinx) -> Iterator[tuple[str, dict[str, Any], str]]:
@@ -194,5 +197,6 @@ def setup(app: Sphinx) -> dict[str, bool]:
     app.add_transform(PagesOfACheckout)
     app.connect("html-collect-pages", _text_files)
     app.connect("source-read", _on_source)
+    app.connect("doctree-read", _on_read)
     app.connect("build-finished", _on_finish)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

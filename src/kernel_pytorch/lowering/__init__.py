@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
-from kernel_pytorch.lowering.quiet import quiet_libraries
+from kernel_pytorch.lowering.quiet import quiet_imports
 
 if TYPE_CHECKING:
     from kernel_pytorch.lowering.checkpoint import TextProgram, lower_checkpoint
@@ -49,8 +49,9 @@ def __getattr__(name: str) -> object:
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:
-        with quiet_libraries():
-            return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
+        with quiet_imports():  # torchao names each extension that does not fit this machine
+            module = importlib.import_module(f"{__name__}.{_HOME[name]}")
+        return getattr(module, name)
     except ModuleNotFoundError as error:
         missing = (error.name or "").partition(".")[0]
         if missing not in _NEEDED:

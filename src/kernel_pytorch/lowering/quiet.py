@@ -14,13 +14,29 @@ import warnings
 from collections.abc import Iterator
 from contextvars import ContextVar
 
-__all__ = ["quiet_libraries", "quiet_native"]
+__all__ = ["quiet_imports", "quiet_libraries", "quiet_native"]
 
 # What C++ code of ExecuTorch writes to the standard error each time a process first runs a program.
 _NATIVE = re.compile(rb"\[cpuinfo_utils\.cpp:\d+\][^\n]*\n")
 _START = b"[cpuinfo_utils.cpp:"
 _LOUD: ContextVar[bool] = ContextVar("kernel_pytorch_loud", default=False)
 _LOGGERS = ("torch", "torchao", "executorch", "transformers", "root")
+
+
+@contextlib.contextmanager
+def quiet_imports() -> Iterator[None]:
+    """Silence Python warnings and log records below ERROR of the libraries underneath, as importing them makes."""
+    loggers = [logging.getLogger(None if name == "root" else name) for name in _LOGGERS]
+    levels = [logger.level for logger in loggers]
+    try:
+        for logger in loggers:
+            logger.setLevel(logging.ERROR)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
 
 
 @contextlib.contextmanager
@@ -41,25 +57,18 @@ def quiet_libraries(quiet: bool = True) -> Iterator[None]:
         finally:
             _LOUD.reset(token)
         return
-    loggers = [logging.getLogger(None if name == "root" else name) for name in _LOGGERS]
-    levels = [logger.level for logger in loggers]
-    # Imported here where it is installed: its bars would otherwise be switched on by an import inside the block.
-    found = importlib.util.find_spec("transformers") is not None
-    bars = importlib.import_module("transformers.utils.logging") if found else None
-    shown = bars is not None and bars.is_progress_bar_enabled()
-    try:
-        for logger in loggers:
-            logger.setLevel(logging.ERROR)
-        if bars is not None:
-            bars.disable_progress_bar()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+    with quiet_imports():
+        # Imported here where it is installed: its bars would otherwise be switched on by an import inside the block.
+        found = importlib.util.find_spec("transformers") is not None
+        bars = importlib.import_module("transformers.utils.logging") if found else None
+        shown = bars is not None and bars.is_progress_bar_enabled()
+        try:
+            if bars is not None:
+                bars.disable_progress_bar()
             yield
-    finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
-        if bars is not None and shown:
-            bars.enable_progress_bar()
+        finally:
+            if bars is not None and shown:
+                bars.enable_progress_bar()
 
 
 @contextlib.contextmanager
