@@ -26,6 +26,9 @@ _LOGGERS = ("torch", "torchao", "executorch", "transformers", "root")
 @contextlib.contextmanager
 def quiet_imports() -> Iterator[None]:
     """Silence Python warnings and log records below ERROR of the libraries underneath, as importing them makes."""
+    if _LOUD.get():
+        yield
+        return
     loggers = [logging.getLogger(None if name == "root" else name) for name in _LOGGERS]
     levels = [logger.level for logger in loggers]
     try:
