@@ -63,6 +63,31 @@ def test_norms_between_convolutions_are_taken() -> None:
     assert program.compare()[0].snr > 100
 
 
+class ConvNext(torch.nn.Module):
+    """A block of ConvNeXt: a norm over channels and two linears between convolutions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = (torch.nn.Conv2d(8, 8, 7, padding=3, groups=8) for _ in range(2))
+        self.norm, self.up, self.down = torch.nn.LayerNorm(8), torch.nn.Linear(8, 32), torch.nn.Linear(32, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.norm(self.first(x).permute(0, 2, 3, 1))
+        y = self.down(torch.nn.functional.gelu(self.up(y)))
+        return self.last(x + y.permute(0, 3, 1, 2))
+
+
+def test_linears_between_convolutions_stay_with_them_and_their_norm_does_not() -> None:
+    torch.manual_seed(0)
+    program = kp.lower(ConvNext().eval(), (torch.randn(1, 8, 20, 20),))
+    (ours,) = program.report.ours
+    assert dict(ours.operators).keys() == {"aten::permute_copy", "aten::native_layer_norm"}, program.report
+    assert program.report.count("XnnpackBackend", "aten::linear") == 2, program.report
+    reasons = {refusal.reason for refusal in program.report.passed_on}
+    assert "stands between convolutions; their backend runs it as fast" in reasons
+    assert program.compare()[0].snr > 100
+
+
 def test_the_fastest_way_is_kept(monkeypatch) -> None:
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.LayerNorm(16)).eval()
