@@ -11,7 +11,9 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
+import tempfile
 import time
+from pathlib import Path
 
 import torch
 from rich.console import Console
@@ -25,7 +27,7 @@ from kernel_pytorch.hardware_abstraction.timing import quantiles, require_quiet
 from kernel_pytorch.lowering.quiet import quiet_libraries
 
 THREADS = 2
-WIDTH, WIDE, LAYERS = 2048, 8192, 6
+WIDTH, WIDE, LAYERS = 2048, 8192, 3
 ROWS = (1, 4, 128, 512)
 RECIPES = ("int8-dynamic", "int4-weight", "int4-weight-128")
 FEWEST_DECIBELS = 35.0  # XNNPACK and ours may round an activation to different sides
@@ -47,7 +49,8 @@ def weight_bytes(recipe: str) -> int:
     return elements * found.weight_bits // 8 + 4 * scales
 
 
-def programs(recipe: str) -> dict[str, kp.lowering.LoadedProgram]:
+def programs(recipe: str, folder: Path) -> dict[str, kp.lowering.LoadedProgram]:
+    """Both programs of a recipe, from the folder where they are there."""
     torch.manual_seed(0)
     model, length = chain(), torch.export.Dim("rows", min=1, max=max(ROWS))
     ways = {
@@ -56,12 +59,17 @@ def programs(recipe: str) -> dict[str, kp.lowering.LoadedProgram]:
     }
     made = {}
     for way, options in ways.items():
+        path = folder / f"{recipe}.{way.partition(':')[2]}.pte"
+        if path.exists():
+            made[way] = kp.load(path)
+            continue
         shapes = ({0: length},)
         program = kp.lower(model, (torch.randn(3, WIDTH),), recipe=recipe, dynamic_shapes=shapes, options=options)
         for difference in program.compare():
             if difference.snr < FEWEST_DECIBELS:
                 raise benchmarking.GateError(f"{recipe}, {way}: {difference}")
-        made[way] = program.load()
+        program.save(path)
+        made[way] = kp.load(path)
         print(f"{recipe}: lowered, {way}", file=sys.stderr)
     return made
 
@@ -87,10 +95,18 @@ def main() -> None:
     parser.add_argument("--record", action="store_true", help="keep the result in benchmarks/evidence")
     parser.add_argument("--seconds", type=float, default=2.0, help="time to sample each way for")
     parser.add_argument("--recipe", choices=RECIPES, action="append", help="this recipe alone; may be repeated")
+    parser.add_argument("--lower", action="store_true", help="lower and check the programs that are not there yet")
+    parser.add_argument("--programs", type=Path, help="a folder for programs; with --record they are by commit")
     arguments = parser.parse_args()
     torch.set_num_threads(THREADS)
     device = kp.device("cpu")
     commit = clean_commit(benchmarking.checkout()) if arguments.record else ""
+    folder = (arguments.programs or Path(tempfile.mkdtemp())) / commit
+    folder.mkdir(parents=True, exist_ok=True)
+    if arguments.lower:
+        for recipe in arguments.recipe or RECIPES:
+            programs(recipe, folder)
+        return
     if arguments.record:
         require_quiet(device)
     bandwidth = measure_rates(device).bandwidth
@@ -98,7 +114,7 @@ def main() -> None:
     measurements = []
     for recipe in arguments.recipe or RECIPES:
         with quiet_libraries():
-            made = programs(recipe)
+            made = programs(recipe, folder)
         for rows in ROWS:
             case, read = f"{recipe} rows {rows}", weight_bytes(recipe)
             for way, samples in time_turns(made, torch.randn(rows, WIDTH), arguments.seconds).items():

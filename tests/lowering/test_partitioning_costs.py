@@ -55,6 +55,15 @@ def test_work_between_convolutions_stays_with_them(activation, gate, linear: boo
     assert "stands beside work of another backend; a delegate of its own costs more than it gains" in reasons
 
 
+def test_a_classifier_stays_with_the_convolutions_before_it() -> None:
+    torch.manual_seed(0)
+    head = torch.nn.Flatten(), torch.nn.Linear(8, 16), torch.nn.Hardswish(), torch.nn.Linear(16, 4)
+    model = torch.nn.Sequential(torch.nn.Conv2d(4, 8, 3), torch.nn.AdaptiveAvgPool2d(1), *head).eval()
+    program = kp.lower(model, (torch.randn(1, 4, 8, 8),))
+    assert [delegate.backend for delegate in program.report.delegates] == ["XnnpackBackend"], program.report
+    assert program.compare()[0].snr > 100
+
+
 def test_norms_between_convolutions_are_taken() -> None:
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Conv1d(4, 8, 3), torch.nn.LayerNorm(6), torch.nn.Conv1d(8, 4, 3)).eval()

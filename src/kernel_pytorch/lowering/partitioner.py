@@ -197,9 +197,7 @@ class KernelPartitioner(Partitioner):  # type: ignore[misc]
         others = beside()
         if not others.issuperset(partition):
             return None
-        before, after = _neighbours(partition, others)
-        alone = not kinds & {"linear", "softmax"}
-        if (before and after) or (alone and (before or after)):
+        if any(_neighbours(partition, others)):
             return "stands beside work of another backend; a delegate of its own costs more than it gains"
         return None
 
