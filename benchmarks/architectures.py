@@ -28,6 +28,7 @@ from kernel_pytorch import benchmarking
 from kernel_pytorch.cli.bench import measurement_table
 from kernel_pytorch.evidence import Measurement, Quantiles, clean_commit, evidence_directory, write_record
 from kernel_pytorch.hardware_abstraction.timing import quantiles, require_quiet
+from kernel_pytorch.lowering.program import difference
 
 THREADS = 2
 FEWEST_DECIBELS = 60.0
@@ -190,9 +191,9 @@ def lower(name: str, arm: str, folder: Path) -> None:
         model.eval()
         if arm == "ours":
             program = kp.lower(model, (x,))
-            for difference in program.compare():
-                if difference.snr < FEWEST_DECIBELS:
-                    raise benchmarking.GateError(f"{name}: {difference}")
+            for found in program.compare():
+                if found.snr < FEWEST_DECIBELS:
+                    raise benchmarking.GateError(f"{name}: {found}")
             program.save(folder / f"{name}.{arm}.pte")
             (folder / f"{name}.report.txt").write_text(str(program.report))
         else:
@@ -220,8 +221,10 @@ def time_turns(name: str, folder: Path, seconds: float) -> dict[str, list[float]
     x = torch.load(folder / f"{name}.input.pt")
     programs = {arm: kp.load(folder / f"{name}.{arm}.pte") for arm in ARMS}
     taken: dict[str, list[float]] = {arm: [] for arm in ARMS}
-    for program in programs.values():
-        program(x)
+    found = {arm: program(x) for arm, program in programs.items()}
+    apart = difference(0, found["ours"], found["xnnpack"])
+    if apart.snr < FEWEST_DECIBELS:
+        raise benchmarking.GateError(f"{name}: the arms differ: {apart}")
     stop = time.perf_counter() + seconds * len(ARMS)
     while time.perf_counter() < stop:
         for arm, program in programs.items():

@@ -24,6 +24,7 @@ from kernel_pytorch.cli.bench import measurement_table
 from kernel_pytorch.evidence import Measurement, Quantiles, clean_commit, evidence_directory, write_record
 from kernel_pytorch.hardware_abstraction.rates import measure_rates
 from kernel_pytorch.hardware_abstraction.timing import quantiles, require_quiet
+from kernel_pytorch.lowering.program import difference
 from kernel_pytorch.lowering.quiet import quiet_libraries
 
 THREADS = 2
@@ -65,9 +66,9 @@ def programs(recipe: str, folder: Path) -> dict[str, kp.lowering.LoadedProgram]:
             continue
         shapes = ({0: length},)
         program = kp.lower(model, (torch.randn(3, WIDTH),), recipe=recipe, dynamic_shapes=shapes, options=options)
-        for difference in program.compare():
-            if difference.snr < FEWEST_DECIBELS:
-                raise benchmarking.GateError(f"{recipe}, {way}: {difference}")
+        for found in program.compare():
+            if found.snr < FEWEST_DECIBELS:
+                raise benchmarking.GateError(f"{recipe}, {way}: {found}")
         program.save(path)
         made[way] = kp.load(path)
         print(f"{recipe}: lowered, {way}", file=sys.stderr)
@@ -78,6 +79,10 @@ def time_turns(
     made: dict[str, kp.lowering.LoadedProgram], x: torch.Tensor, seconds: float
 ) -> dict[str, list[float]]:
     taken: dict[str, list[float]] = {way: [] for way in made}
+    ours, other = (program(x) for program in made.values())
+    apart = difference(0, ours, other)
+    if apart.snr < FEWEST_DECIBELS:
+        raise benchmarking.GateError(f"the two ways differ: {apart}")
     stop = time.perf_counter() + seconds * len(made)
     while time.perf_counter() < stop:
         for way, program in made.items():
