@@ -55,11 +55,45 @@ def test_work_between_convolutions_stays_with_them(activation, gate, linear: boo
     assert "stands beside work of another backend; a delegate of its own costs more than it gains" in reasons
 
 
+def test_a_classifier_stays_with_the_convolutions_before_it() -> None:
+    torch.manual_seed(0)
+    head = torch.nn.Flatten(), torch.nn.Linear(8, 16), torch.nn.Hardswish(), torch.nn.Linear(16, 4)
+    model = torch.nn.Sequential(torch.nn.Conv2d(4, 8, 3), torch.nn.AdaptiveAvgPool2d(1), *head).eval()
+    program = kp.lower(model, (torch.randn(1, 4, 8, 8),))
+    assert [delegate.backend for delegate in program.report.delegates] == ["XnnpackBackend"], program.report
+    assert program.compare()[0].snr > 100
+
+
 def test_norms_between_convolutions_are_taken() -> None:
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Conv1d(4, 8, 3), torch.nn.LayerNorm(6), torch.nn.Conv1d(8, 4, 3)).eval()
     program = kp.lower(model, (torch.randn(1, 4, 8),))
     assert len(program.report.ours) == 1, program.report
+    assert program.compare()[0].snr > 100
+
+
+class ConvNext(torch.nn.Module):
+    """A block of ConvNeXt: a norm over channels and two linears between convolutions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = (torch.nn.Conv2d(8, 8, 7, padding=3, groups=8) for _ in range(2))
+        self.norm, self.up, self.down = torch.nn.LayerNorm(8), torch.nn.Linear(8, 32), torch.nn.Linear(32, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.norm(self.first(x).permute(0, 2, 3, 1))
+        y = self.down(torch.nn.functional.gelu(self.up(y)))
+        return self.last(x + y.permute(0, 3, 1, 2))
+
+
+def test_linears_between_convolutions_stay_with_them_and_their_norm_does_not() -> None:
+    torch.manual_seed(0)
+    program = kp.lower(ConvNext().eval(), (torch.randn(1, 8, 20, 20),))
+    (ours,) = program.report.ours
+    assert dict(ours.operators).keys() == {"aten::permute_copy", "aten::native_layer_norm"}, program.report
+    assert program.report.count("XnnpackBackend", "aten::linear") == 2, program.report
+    reasons = {refusal.reason for refusal in program.report.passed_on}
+    assert "stands between convolutions; their backend runs it as fast" in reasons
     assert program.compare()[0].snr > 100
 
 

@@ -119,7 +119,12 @@ class KernelPartitioner(Partitioner):  # type: ignore[misc]
         spec = DelegationSpec(KernelPyTorchBackend.__name__, self._specs)
         others = cache(lambda: self._nodes_of_others(exported_program))  # few models need it, and it takes seconds
         # All are weighed before any is tagged, because the partitioners beside this one tag nodes too.
-        weighed = [(found, self._not_worth_it(found, others)) for found in _partitions(module, taken)]
+        partitions = _partitions(module, taken)
+        handed = {node for found in partitions for node in self._better_beside(found, others)}
+        if handed:
+            reasons.update(dict.fromkeys(handed, "stands between convolutions; their backend runs it as fast"))
+            partitions = _partitions(module, taken - handed)
+        weighed = [(found, self._not_worth_it(found, others)) for found in partitions]
         for number, (partition, why_not) in enumerate(weighed):
             if why_not is not None:
                 reasons.update(dict.fromkeys(partition, why_not))
@@ -161,6 +166,19 @@ class KernelPartitioner(Partitioner):  # type: ignore[misc]
                     found.add(node)
         return found
 
+    def _better_beside(self, partition: Sequence[Node], beside: Callable[[], set[Node]]) -> set[Node]:
+        """Linears and activations of a partition between convolutions, as in ConvNeXt, that other backends can run.
+
+        The norms of such a partition end the other backend's delegate anyway. Its linears gain nothing here, and with
+        them the residual's pass over memory would be ours too.
+        """
+        kinds = {_kind(node) for node in partition}
+        if self.options.glue_alone or "attention" in kinds or "norm" not in kinds:
+            return set()
+        if not kinds & {"linear", "activation"} or not all(_neighbours(partition, beside())):
+            return set()
+        return {node for node in partition if _kind(node) in ("linear", "activation")} & beside()
+
     def _not_worth_it(self, partition: Sequence[Node], beside: Callable[[], set[Node]]) -> str | None:
         """Why a partition is left to other backends, or None.
 
@@ -177,14 +195,17 @@ class KernelPartitioner(Partitioner):  # type: ignore[misc]
         others = beside()
         if not others.issuperset(partition):
             return None
-        before = any(
-            source in others for node in partition for source in node.all_input_nodes if source not in partition
-        )
-        after = any(user in others for node in partition for user in node.users if user not in partition)
-        alone = not kinds & {"linear", "softmax"}
-        if (before and after) or (alone and (before or after)):
+        if any(_neighbours(partition, others)):
             return "stands beside work of another backend; a delegate of its own costs more than it gains"
         return None
+
+
+def _neighbours(partition: Sequence[Node], others: set[Node]) -> tuple[bool, bool]:
+    """Whether other backends run what comes before a partition, and what comes after it."""
+    inside = set(partition)
+    sources = {source for node in partition for source in node.all_input_nodes} - inside
+    users = {user for node in partition for user in node.users} - inside
+    return bool(sources & others), bool(users & others)
 
 
 def _kind(node: Node) -> str:

@@ -4,6 +4,9 @@
 #include "core/types.h"
 #include "kernels/simd.h"
 
+// For functions that read a whole row: their switch over dtypes is large, and there is a copy for each instruction set.
+#define KP_NOT_INLINED __attribute__((noinline)) inline
+
 namespace {
 
 using kernel_pytorch::DType;
@@ -41,7 +44,7 @@ struct Int8 {
   static float element(const int8_t* p) { return *p; }
 };
 
-inline void read_row(float* to, const char* from, DType dtype, int64_t stride, int64_t count) {
+inline void read_elements(float* to, const char* from, DType dtype, int64_t stride, int64_t count) {
   if (dtype == DType::kFloat32) {
     const float* p = reinterpret_cast<const float*>(from);
     if (stride == 1) {
@@ -72,6 +75,10 @@ inline void read_row(float* to, const char* from, DType dtype, int64_t stride, i
     }
     for (; n < count; ++n) to[n] = half_at(p + n * stride, bfloat);
   }
+}
+
+KP_NOT_INLINED void read_row(float* to, const char* from, DType dtype, int64_t stride, int64_t count) {
+  read_elements(to, from, dtype, stride, count);
 }
 
 typedef float Quad __attribute__((vector_size(16)));
@@ -126,7 +133,7 @@ inline void scale_row(float* row, float scale, int64_t count) {
   for (int64_t n = 0; n < count; ++n) row[n] *= scale;
 }
 
-inline void write_row(char* to, const float* from, DType dtype, int64_t stride, int64_t count) {
+KP_NOT_INLINED void write_row(char* to, const float* from, DType dtype, int64_t stride, int64_t count) {
   if (dtype == DType::kFloat32) {
     float* p = reinterpret_cast<float*>(to);
     if (stride == 1) {

@@ -1,0 +1,144 @@
+"""Linears with int8 and int4 weights, of the sizes of a Llama of 1B parameters: ours against XNNPACK's, on the CPU.
+
+A chain of linears is larger than every cache. One row is a step of decoding, bound by reading the weights: the record
+has their bytes, and so the share of the machine's copy bandwidth. More rows are a prompt, bound by multiplying.
+
+    python benchmarks/quantized_linears.py        # --record keeps the result
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+from rich.console import Console
+
+import kernel_pytorch as kp
+from kernel_pytorch import benchmarking
+from kernel_pytorch.cli.bench import measurement_table
+from kernel_pytorch.evidence import Measurement, Quantiles, clean_commit, evidence_directory, write_record
+from kernel_pytorch.hardware_abstraction.rates import measure_rates
+from kernel_pytorch.hardware_abstraction.timing import quantiles, require_quiet
+from kernel_pytorch.lowering.program import difference
+from kernel_pytorch.lowering.quiet import quiet_libraries
+
+THREADS = 2
+WIDTH, WIDE, LAYERS = 2048, 8192, 3
+ROWS = (1, 4, 128, 512)
+RECIPES = ("int8-dynamic", "int4-weight", "int4-weight-128")
+FEWEST_DECIBELS = 35.0  # XNNPACK and ours may round an activation to different sides
+TURN_SECONDS = 0.2
+
+
+def chain() -> torch.nn.Module:
+    pairs = (
+        (torch.nn.Linear(WIDTH, WIDE, bias=False), torch.nn.Linear(WIDE, WIDTH, bias=False)) for _ in range(LAYERS)
+    )
+    return torch.nn.Sequential(*(layer for pair in pairs for layer in pair)).eval().requires_grad_(False)
+
+
+def weight_bytes(recipe: str) -> int:
+    """Bytes of weights and scales that one run reads."""
+    found = kp.lowering.RECIPES[recipe]
+    elements = 2 * LAYERS * WIDTH * WIDE
+    scales = elements // found.weight_group if found.weight_group else LAYERS * (WIDTH + WIDE)
+    return elements * found.weight_bits // 8 + 4 * scales
+
+
+def programs(recipe: str, folder: Path) -> dict[str, kp.lowering.LoadedProgram]:
+    """Both programs of a recipe, from the folder where they are there."""
+    torch.manual_seed(0)
+    model, length = chain(), torch.export.Dim("rows", min=1, max=max(ROWS))
+    ways = {
+        "kernel:delegate": None,
+        "baseline:XNNPACK": kp.lowering.PartitionerOptions(linears=False),
+    }
+    made = {}
+    for way, options in ways.items():
+        path = folder / f"{recipe}.{way.partition(':')[2]}.pte"
+        if path.exists():
+            made[way] = kp.load(path)
+            continue
+        shapes = ({0: length},)
+        program = kp.lower(model, (torch.randn(3, WIDTH),), recipe=recipe, dynamic_shapes=shapes, options=options)
+        for found in program.compare():
+            if found.snr < FEWEST_DECIBELS:
+                raise benchmarking.GateError(f"{recipe}, {way}: {found}")
+        program.save(path)
+        made[way] = kp.load(path)
+        print(f"{recipe}: lowered, {way}", file=sys.stderr)
+    return made
+
+
+def time_turns(
+    made: dict[str, kp.lowering.LoadedProgram], x: torch.Tensor, seconds: float
+) -> dict[str, list[float]]:
+    taken: dict[str, list[float]] = {way: [] for way in made}
+    ours, other = (program(x) for program in made.values())
+    apart = difference(0, ours, other)
+    if apart.snr < FEWEST_DECIBELS:
+        raise benchmarking.GateError(f"the two ways differ: {apart}")
+    stop = time.perf_counter() + seconds * len(made)
+    while time.perf_counter() < stop:
+        for way, program in made.items():
+            program(x)
+            turn = time.perf_counter() + TURN_SECONDS
+            while time.perf_counter() < turn:
+                before = time.perf_counter()
+                program(x)
+                taken[way].append(time.perf_counter() - before)
+    return taken
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--record", action="store_true", help="keep the result in benchmarks/evidence")
+    parser.add_argument("--seconds", type=float, default=2.0, help="time to sample each way for")
+    parser.add_argument("--recipe", choices=RECIPES, action="append", help="this recipe alone; may be repeated")
+    parser.add_argument("--lower", action="store_true", help="lower and check the programs that are not there yet")
+    parser.add_argument("--programs", type=Path, help="a folder for programs; with --record they are by commit")
+    arguments = parser.parse_args()
+    torch.set_num_threads(THREADS)
+    device = kp.device("cpu")
+    commit = clean_commit(benchmarking.checkout()) if arguments.record else ""
+    folder = (arguments.programs or Path(tempfile.mkdtemp())) / commit
+    folder.mkdir(parents=True, exist_ok=True)
+    if arguments.lower:
+        for recipe in arguments.recipe or RECIPES:
+            programs(recipe, folder)
+        return
+    if arguments.record:
+        require_quiet(device)
+    bandwidth = measure_rates(device).bandwidth
+    print(f"copy: {bandwidth / 1e9:.1f} GB/s", file=sys.stderr)
+    measurements = []
+    for recipe in arguments.recipe or RECIPES:
+        with quiet_libraries():
+            made = programs(recipe, folder)
+        for rows in ROWS:
+            case, read = f"{recipe} rows {rows}", weight_bytes(recipe)
+            for way, samples in time_turns(made, torch.randn(rows, WIDTH), arguments.seconds).items():
+                median = statistics.median(samples)
+                flops = 2 * 2 * LAYERS * rows * WIDTH * WIDE
+                shown = f"{read / median / bandwidth:.0%} of copy, {flops / median / 1e9:.0f} GFLOP/s"
+                print(f"{case} {way}: {median * 1e3:.2f} ms, {shown}", file=sys.stderr)
+                seconds = Quantiles(*quantiles(samples))
+                measurements.append(Measurement(case, "forward", "int8", way, seconds, len(samples), read, flops))
+    Console().print(measurement_table(measurements))
+    evidence = evidence_directory()
+    if arguments.record and evidence is not None:
+        made_record = benchmarking.record(
+            "quantized_linears", device, (), measurements,
+            command="python benchmarks/quantized_linears.py --record", commit=commit, copy_bandwidth=bandwidth,
+            parts=("lowering/",),
+        )  # fmt: skip
+        write_record(made_record, evidence / benchmarking.record_name("quantized_linears", device))
+
+
+if __name__ == "__main__":
+    main()
