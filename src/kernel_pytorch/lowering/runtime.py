@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from kernel_pytorch.lowering.build import build, executorch_root
+from kernel_pytorch.lowering.build import BUNDLED, build, executorch_root
 from kernel_pytorch.lowering.checksum import digest_of, verify
 
 __all__ = ["LoadedProgram", "load", "native", "registered"]
@@ -38,6 +38,9 @@ def registered() -> ctypes.CDLL:
 def native() -> ctypes.CDLL:
     """The library alone, without ExecuTorch's Python, which takes a second to import."""
     ready = build(tell=lambda text: print(f"kernel-pytorch: {text}", file=sys.stderr))
+    if ready.prefix == BUNDLED:  # ExecuTorch may lie in another folder than the wheel's runtime looks in
+        for beside in ("libexecutorch.so", "libexecutorch_threadpool.so"):
+            ctypes.CDLL(str(executorch_root() / "lib" / beside))
     library = ctypes.CDLL(str(ready.library))
     library.kernel_pytorch_last_error.restype = ctypes.c_char_p
     library.kernel_pytorch_last_owner.restype = ctypes.c_void_p
