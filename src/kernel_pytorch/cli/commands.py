@@ -186,7 +186,7 @@ def parity(
 )
 def lower_command(
     context: typer.Context,
-    out: Annotated[Path, typer.Option(help="The .pte to write.")],
+    out: Annotated[Path, typer.Option(help="The .pte to write, or the .pt2 for AOTInductor.")],
     source: Annotated[
         str | None, typer.Argument(help="package.module:function; it returns (model, inputs).")
     ] = None,
@@ -200,7 +200,7 @@ def lower_command(
     ] = None,
     sinks: Annotated[int, typer.Option(help="With --window: first tokens that are always attended to.", min=0)] = 0,
 ) -> None:
-    """Lower a model to a .pte, say who runs what, and compare it with eager PyTorch."""
+    """Lower a model to a .pte or a .pt2, say who runs what, and compare it with eager PyTorch."""
     from kernel_pytorch.cli.lower import lower, lower_folder
 
     if (source is None) == (folder is None):
