@@ -312,7 +312,10 @@ def test_a_mask_computed_from_the_length_becomes_data_where_it_is_one(function, 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"backend": "nvidia"}, "backend='nvidia': no .pte path for this target yet; programs are lowered for cpu"),
+        (
+            {"backend": "nvidia", "runtime": "executorch"},
+            "backend='nvidia': no .pte path for this target yet; programs are lowered for cpu",
+        ),
         ({"model": torch.nn.LayerNorm(4)}, "training mode"),
         ({"model": 3}, "expected a torch.nn.Module"),
         (

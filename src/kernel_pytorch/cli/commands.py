@@ -209,7 +209,7 @@ def parity(
 )
 def lower_command(
     context: typer.Context,
-    out: Annotated[Path, typer.Option(help="The .pte to write.")],
+    out: Annotated[Path, typer.Option(help="The .pte to write, or the .pt2 for AOTInductor.")],
     source: SourceArgument = None,
     folder: Annotated[
         Path | None, typer.Option("--hf", help="A Hugging Face checkpoint folder, instead of a function.")
@@ -221,7 +221,7 @@ def lower_command(
     ] = None,
     sinks: SinksOption = 0,
 ) -> None:
-    """Lower a model to a .pte, report which delegate runs each node, and compare the results with eager PyTorch."""
+    """Lower a model to a .pte or a .pt2, report which delegate runs each node, and compare the results with eager PyTorch."""
     from kernel_pytorch.cli.lower import lower, lower_folder
 
     if (source is None) == (folder is None):

@@ -43,9 +43,12 @@ def lower(source: str, out: Path, backend: str, recipe: str | None, *, debug: bo
     model, inputs = from_function(source)
     model, inputs = model.eval(), tuple(inputs)
     with console.status("exporting the model") as status, quiet_libraries(not debug), quiet_native():
-        from kernel_pytorch.lowering import lower as lower_model
+        from kernel_pytorch.lowering.entry import lower as lower_model
 
-        program = lower_model(model, inputs, backend=backend, recipe=recipe, tell=status.update)
+        runtime: Any = "aoti" if out.suffix == ".pt2" else "executorch"  # each loads files of its own name alone
+        program: Any = lower_model(
+            model, inputs, backend=backend, runtime=runtime, recipe=recipe, tell=status.update
+        )
         program.save(out)
         status.update("comparing with eager PyTorch")
         _show(console, program, out)

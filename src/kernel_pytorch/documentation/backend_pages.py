@@ -75,6 +75,7 @@ _ONCE = ("build the mask",)
 _NO_SPEED = ("selection", "fp8-parity")
 """Ops whose records time no kernel beside a rival: the dispatcher, and a comparison of losses."""
 _NO_PTE = "No `.pte` path for this target yet: the kernels run in eager and compiled PyTorch, not in ExecuTorch."
+_PACKAGES = "Programs are `.pt2` packages for PyTorch's AOTInductor; there is no `.pte` path for this target."
 
 
 def read_notes(path: Path | None) -> dict[str, str]:
@@ -149,6 +150,8 @@ def index_page(records: tuple[Backend, ...]) -> str:
             record.title,
             f"`.pte` through `{_lowering(record)['delegate']}`"
             if record.lowering
+            else "`.pt2` through AOTInductor"
+            if _packages(record)
             else "eager and compiled PyTorch",
         ]
         for record in records
@@ -186,6 +189,11 @@ def _own(record: Backend) -> bool:
     return record.name in {"cpu", "nvidia", "amd", "intel"}
 
 
+def _packages(record: Backend) -> bool:
+    """Whether ``kp.lower`` makes a package for AOTInductor of the backend rather than a ``.pte``."""
+    return _own(record) and record.lowering is None
+
+
 def _listed(index: str, pages: dict[str, str], folder: Path | None) -> list[tuple[str, str]]:
     part = index.partition("/")[0]
     texts = {path: text for path, text in pages.items() if path.startswith(f"{part}/")}
@@ -213,11 +221,12 @@ def _facts(record: Backend) -> dict[str, Any]:
             "name": record.name,
             "title": record.title.rstrip("."),
             "lowers": record.lowering is not None,
+            "packages": _packages(record),
             "install_hint": record.install_hint,
         },
         "own": _own(record),
         "notes": read_notes(record.notes),
-        "no_pte": _NO_PTE,
+        "no_pte": _PACKAGES if _packages(record) else _NO_PTE,
         "no_recipe": "No recipe quantizes for this target yet." if record.lowering is None else "No recipe yet.",
         "install": _install(record),
         "python": "3.10 to 3.13",
@@ -240,7 +249,7 @@ def _facts(record: Backend) -> dict[str, Any]:
         "how_known": _how_known(record),
         "probed": record.lowering is not None and recorded(record) is not None,
         "measured": list(measured_rows(record)),
-        "problems": _problems(lowering),
+        "problems": _problems(lowering, _packages(record)),
         **({} if lowering is None else _tables(lowering, rows)),
     }
 
@@ -392,7 +401,7 @@ def measured_rows(record: Backend) -> Iterator[list[str]]:
             yield [f"`{path.stem.partition('.')[0]}`", found.device.name, str(len(groups)), span, when]
 
 
-def _problems(lowering: dict[str, Any] | None) -> list[list[str]]:
+def _problems(lowering: dict[str, Any] | None, packages: bool) -> list[list[str]]:
     general = [
         [
             "a device is missing in `kernel-pytorch doctor`",
@@ -400,11 +409,18 @@ def _problems(lowering: dict[str, Any] | None) -> list[list[str]]:
         ],
         ["`UnsupportedCallError`", "no kernel serves the call exactly; the message has each kernel's reason"],
     ]
-    if lowering is None:
+    no_pte = ["`no .pte path for this target yet`", "ExecuTorch's programs cannot be made for this backend"]
+    if packages:
         return [
             *general,
-            ["`no .pte path for this target yet`", "programs for devices cannot be made for this backend"],
+            no_pte,
+            ["`torch sees no ... device here`", "a package is compiled on the device that it is for"],
+            ["`was made for ..., and this is ...`", "lower the model again on a device of this architecture"],
+            ["`input 0 is ...; it was lowered for ...`", "lower with `dynamic_shapes` for sizes that change"],
+            ["`definition` in `package.report`", "no kernel could be packaged for the call; the reasons follow it"],
         ]
+    if lowering is None:
+        return [*general, no_pte]
     return [
         *general,
         [

@@ -297,7 +297,7 @@ def _asked(record: Backend) -> Iterable[OperatorRow]:
             f"kernel_pytorch::{name}",
             tuple(formats),
             (),
-            ("eager and compiled PyTorch alone: no .pte path for this target yet",),
+            ("no .pte path for this target yet",),
         )
 
 

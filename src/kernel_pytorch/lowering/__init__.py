@@ -12,11 +12,15 @@ from kernel_pytorch.lowering.quiet import quiet_imports
 
 if TYPE_CHECKING:
     from kernel_pytorch.lowering.checkpoint import TextProgram, lower_checkpoint
+    from kernel_pytorch.lowering.difference import Difference
     from kernel_pytorch.lowering.encoder_decoder import decoded, lower_encoder_decoder
+    from kernel_pytorch.lowering.entry import lower
+    from kernel_pytorch.lowering.inlining import PackagedCall
     from kernel_pytorch.lowering.language_model import CachedLanguageModel
+    from kernel_pytorch.lowering.package import LoadedPackage, PackagedProgram, PackageReport
     from kernel_pytorch.lowering.partitioner import KernelPartitioner, PartitionerOptions, Refusal
     from kernel_pytorch.lowering.probes import Probe, probe
-    from kernel_pytorch.lowering.program import Difference, LoweredProgram, lower
+    from kernel_pytorch.lowering.program import LoweredProgram
     from kernel_pytorch.lowering.quantizer import KernelQuantizer
     from kernel_pytorch.lowering.recipes import RECIPES, QuantizationRecipe
     from kernel_pytorch.lowering.report import Delegate, Report
@@ -27,11 +31,15 @@ if TYPE_CHECKING:
 
 _MODULES = {
     "checkpoint": ("TextProgram", "lower_checkpoint"),
+    "difference": ("Difference",),
     "encoder_decoder": ("decoded", "lower_encoder_decoder"),
+    "entry": ("lower",),
+    "inlining": ("PackagedCall",),
     "language_model": ("CachedLanguageModel",),
+    "package": ("LoadedPackage", "PackageReport", "PackagedProgram"),
     "partitioner": ("KernelPartitioner", "PartitionerOptions", "Refusal"),
     "probes": ("Probe", "probe"),
-    "program": ("Difference", "LoweredProgram", "lower"),
+    "program": ("LoweredProgram",),
     "quantizer": ("KernelQuantizer",),
     "recipes": ("RECIPES", "QuantizationRecipe"),
     "report": ("Delegate", "Report"),
@@ -67,9 +75,13 @@ __all__ = [
     "Generation",
     "KernelPartitioner",
     "KernelQuantizer",
+    "LoadedPackage",
     "LoadedProgram",
     "LoweredProgram",
     "Lowering",
+    "PackageReport",
+    "PackagedCall",
+    "PackagedProgram",
     "PartitionerOptions",
     "Probe",
     "QuantizationRecipe",

@@ -1,28 +1,51 @@
-"""Builds the C++ runtime against the installed ExecuTorch: once for each version of both, kept in the user's cache.
+"""Finds or builds the C++ runtime for the installed ExecuTorch.
 
-Needs a C++17 compiler; CMake and Ninja come with the extra ``lowering``.
+A platform wheel brings one, which is used where it was built against the installed ExecuTorch. Otherwise it is built
+once for each version of both, and kept in the user's cache. That needs a C++17 compiler; CMake and Ninja come with
+the extra ``lowering``.
 """
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import hashlib
 import importlib.metadata
+import json
 import os
 import shutil
 import subprocess
 import sys
 import sysconfig
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
 import platformdirs
 
-__all__ = ["BuildError", "Runtime", "build", "executorch_root", "runtime_prefix"]
+try:
+    import fcntl
+except ModuleNotFoundError:  # Windows
+    fcntl = None  # type: ignore[assignment]
+
+__all__ = [
+    "BUNDLED",
+    "BuildError",
+    "Runtime",
+    "build",
+    "bundle_refusal",
+    "configure_and_install",
+    "executorch_root",
+    "runtime_prefix",
+    "sources_digest",
+]
 
 SOURCES = Path(__file__).parent / "native"
+BUNDLED = Path(__file__).parents[1] / "_runtime"
+"""The runtime that a platform wheel brings, with ``runtime.json``, which says what it was built against."""
+_ELSEWHERE = "name another folder in KERNEL_PYTORCH_RUNTIME"
 _INSTALL = "pip install 'kernel-pytorch[lowering]'"
 
 
@@ -61,14 +84,39 @@ def executorch_root() -> Path:
     return Path(str(files.locate_file("executorch")))
 
 
-@cache
-def runtime_prefix(sources: Path = SOURCES) -> Path:
-    """The folder for the runtime that belongs to these sources, this ExecuTorch and this machine."""
-    installed = executorch_root()
+def sources_digest(sources: Path = SOURCES) -> str:
+    """The SHA-256 of the runtime's source files and their names."""
     digest = hashlib.sha256()
     for source in sorted(sources.rglob("*")):
         if source.is_file():
             digest.update(str(source.relative_to(sources)).encode() + b"\0" + source.read_bytes())
+    return digest.hexdigest()
+
+
+def bundle_refusal() -> str | None:
+    """Why the runtime of the wheel is not used, or None; its C++ interface is that of one version of ExecuTorch."""
+    record = BUNDLED / "runtime.json"
+    if not record.is_file():
+        return "this installation brings no runtime"
+    built = json.loads(record.read_text(encoding="utf-8"))
+    installed = importlib.metadata.version("executorch")
+    if built["executorch"] != installed:
+        return (
+            f"this installation brings a runtime for ExecuTorch {built['executorch']}, and {installed} is installed: "
+            f"pip install executorch=={built['executorch']}"
+        )
+    if not Runtime(BUNDLED).present or built["sources"] != sources_digest():
+        return "the runtime of this installation is incomplete or of other sources: install the package again"
+    return None
+
+
+@cache
+def runtime_prefix(sources: Path = SOURCES) -> Path:
+    """The folder for the runtime that belongs to these sources, this ExecuTorch and this machine."""
+    installed = executorch_root()
+    if sources == SOURCES and bundle_refusal() is None:
+        return BUNDLED
+    digest = hashlib.sha256(sources_digest(sources).encode())
     digest.update(importlib.metadata.version("executorch").encode())
     digest.update(str(installed).encode() + sysconfig.get_platform().encode())
     root = os.environ.get("KERNEL_PYTORCH_RUNTIME") or platformdirs.user_cache_path("kernel_pytorch") / "runtime"
@@ -82,7 +130,7 @@ def build(
     tell: Callable[[str], None] = lambda text: None,
     jobs: int | None = None,
 ) -> Runtime:
-    """The runtime, built now if it is not there yet.
+    """The runtime, built now if it is not there yet. Processes that build the same one wait for the first.
 
     Args:
         sources: the folder with the runtime's ``CMakeLists.txt``; ours when left out.
@@ -93,35 +141,103 @@ def build(
     ready = Runtime(runtime_prefix(sources), name)
     if ready.present:
         return ready
-    cmake, ninja = _tool("cmake"), _tool("ninja")
-    if not any(shutil.which(name) for name in (os.environ.get("CXX", "c++"), "g++", "clang++")):
-        raise BuildError("no C++ compiler was found: install g++ or clang++, or name one in CXX")
-    ready.prefix.parent.mkdir(parents=True, exist_ok=True)
+    _check_tools(sources)
+    folder = ready.prefix.parent
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with _alone(ready.prefix, tell):
+            if not ready.present:  # another process may have built it meanwhile
+                _build(ready, sources, tell, jobs)
+    except OSError as error:
+        raise _no_room(folder, error) from error
+    tell(f"the runtime is in {ready.prefix}")
+    return ready
+
+
+def _build(ready: Runtime, sources: Path, tell: Callable[[str], None], jobs: int | None) -> None:
     # Built beside its place and moved there whole: another process sees all of it or nothing.
-    with tempfile.TemporaryDirectory(dir=ready.prefix.parent, prefix="building-") as folder:
-        made, installed = Path(folder) / "build", Path(folder) / "installed"
-        tell("configuring the runtime")
-        _run(
-            [
-                cmake,
-                *("-S", str(sources), "-B", str(made), "-G", "Ninja"),
-                f"-DCMAKE_MAKE_PROGRAM={ninja}",
-                f"-DCMAKE_PREFIX_PATH={executorch_root()}",
-                f"-DCMAKE_INSTALL_PREFIX={installed}",
-                "-DCMAKE_INSTALL_LIBDIR=lib",
-                "-DCMAKE_BUILD_TYPE=Release",
-            ]
-        )
-        tell("compiling the runtime (about half a minute, once)")
-        _run([cmake, "--build", str(made), "--parallel", str(jobs or os.cpu_count() or 1)])
-        _run([cmake, "--install", str(made)])
+    prefix = f"building-{ready.prefix.name}-"
+    with tempfile.TemporaryDirectory(dir=ready.prefix.parent, prefix=prefix) as folder:
+        installed = Path(folder) / "installed"
+        configure_and_install(Path(folder) / "build", installed, sources=sources, tell=tell, jobs=jobs)
         try:
             installed.rename(ready.prefix)
         except OSError:
-            if not ready.present:  # another process may have been first, and then its build is as good
+            if not ready.present:  # without locks another process may have been first: its build is as good
                 raise
-    tell(f"the runtime is in {ready.prefix}")
-    return ready
+
+
+def configure_and_install(
+    made: Path,
+    installed: Path,
+    *,
+    sources: Path = SOURCES,
+    executorch: Path | None = None,
+    definitions: tuple[str, ...] = (),
+    tell: Callable[[str], None] = lambda text: None,
+    jobs: int | None = None,
+) -> None:
+    """Build the CMake project in ``made`` and install it into ``installed``.
+
+    Args:
+        executorch: the folder of the ExecuTorch wheel to link; the installed one when left out.
+        definitions: further ``-D`` arguments.
+    """
+    tell("configuring the runtime")
+    _run(
+        [
+            _tool("cmake"),
+            *("-S", str(sources), "-B", str(made), "-G", "Ninja"),
+            f"-DCMAKE_MAKE_PROGRAM={_tool('ninja')}",
+            f"-DCMAKE_PREFIX_PATH={executorch or executorch_root()}",
+            f"-DCMAKE_INSTALL_PREFIX={installed}",
+            "-DCMAKE_INSTALL_LIBDIR=lib",
+            "-DCMAKE_BUILD_TYPE=Release",
+            *definitions,
+        ]
+    )
+    tell("compiling the runtime (about half a minute, once)")
+    _run([_tool("cmake"), "--build", str(made), "--parallel", str(jobs or os.cpu_count() or 1)])
+    _run([_tool("cmake"), "--install", str(made)])
+
+
+@contextlib.contextmanager
+def _alone(prefix: Path, tell: Callable[[str], None]) -> Iterator[None]:
+    """Hold the lock of a runtime, and remove what a killed builder left; without locks, go on."""
+    with prefix.with_name(f"{prefix.name}.lock").open("wb") as file:
+        try:
+            if fcntl is None:
+                raise OSError(errno.ENOTSUP, "no locks")
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            tell("another process builds the runtime: waiting for it")
+            fcntl.flock(file, fcntl.LOCK_EX)
+        except OSError:  # some network file systems have none; renaming keeps builders apart too
+            yield
+            return
+        for left in prefix.parent.glob(f"building-{prefix.name}-*"):
+            shutil.rmtree(left, ignore_errors=True)
+        yield
+
+
+def _check_tools(sources: Path) -> None:
+    brought = bundle_refusal() if sources == SOURCES and BUNDLED.is_dir() else None
+    try:
+        _tool("cmake"), _tool("ninja")
+        if not any(shutil.which(name) for name in (os.environ.get("CXX", "c++"), "g++", "clang++")):
+            raise BuildError("no C++ compiler was found: install g++ or clang++, or name one in CXX")
+    except BuildError as error:
+        if brought is None:
+            raise
+        raise BuildError(f"{brought}, or let the runtime be built here: {error}") from error
+
+
+def _no_room(folder: Path, error: OSError) -> BuildError:
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return BuildError(f"the disk of {folder} is full: free some space, or {_ELSEWHERE}")
+    return BuildError(
+        f"the runtime is kept in {folder}, which cannot be written ({error.strerror or error}): {_ELSEWHERE}"
+    )
 
 
 def _tool(name: str) -> str:
@@ -136,4 +252,6 @@ def _run(command: list[str]) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         text = (done.stdout + done.stderr).strip()
+        if os.strerror(errno.ENOSPC) in text:
+            raise OSError(errno.ENOSPC, text[-400:])
         raise BuildError(f"{Path(command[0]).name} failed:\n{text[-4000:]}")

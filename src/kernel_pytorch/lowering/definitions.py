@@ -9,6 +9,7 @@ import torch
 from torch.export import ExportedProgram
 
 from kernel_pytorch.hardware_abstraction.op import Op, registered_ops
+from kernel_pytorch.lowering.inlining import definition_of
 from kernel_pytorch.lowering.rewrite import REWRITTEN
 
 __all__ = ["with_definitions"]
@@ -26,18 +27,10 @@ def with_definitions(program: ExportedProgram) -> ExportedProgram:
 
 
 def _definition(op: Op) -> Callable[..., Any]:
+    definition = definition_of(op)
+
     def written_out(*values: Any) -> Any:
-        arguments = values[:-1]  # the last one is the policy
-        wide = [_float32(value) for value in arguments]
-        outputs = op.reference(*wide)
-        wanted = op.fake(*arguments)
-        narrow = [output.to(like.dtype) for output, like in zip(outputs, wanted, strict=True)]
-        return narrow[0] if len(narrow) == 1 else tuple(narrow)
+        outputs = definition(*values[:-1])  # the last one is the policy
+        return outputs[0] if len(outputs) == 1 else outputs
 
     return written_out
-
-
-def _float32(value: Any) -> Any:
-    """16-bit tensors in float32, in which every kernel of an op computes."""
-    half = isinstance(value, torch.Tensor) and value.dtype in (torch.float16, torch.bfloat16)
-    return value.float() if half else value

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -21,6 +20,7 @@ from kernel_pytorch.fp8.monitor import layers_of
 from kernel_pytorch.lowering.checksum import add_checksum, write_whole
 from kernel_pytorch.lowering.decomposition import decomposed
 from kernel_pytorch.lowering.definitions import with_definitions
+from kernel_pytorch.lowering.difference import Difference, differences
 from kernel_pytorch.lowering.measured import fastest
 from kernel_pytorch.lowering.quiet import quiet_libraries
 from kernel_pytorch.lowering.recipes import find_recipe
@@ -34,31 +34,6 @@ __all__ = ["Difference", "LoweredProgram", "lower"]
 
 def _silent(text: str) -> None:
     pass
-
-
-@dataclass(frozen=True)
-class Difference:
-    """One output of the program against eager PyTorch."""
-
-    output: int
-    largest: float
-    """The largest absolute difference."""
-    snr: float
-    """Signal to noise in decibels; infinite where nothing differs."""
-
-    def __str__(self) -> str:
-        return f"output {self.output}: largest difference {self.largest:.3g}, {self.snr:.1f} dB"
-
-
-def difference(output: int, found: torch.Tensor, wanted: torch.Tensor) -> Difference:
-    if found.shape != wanted.shape:
-        raise AssertionError(f"output {output} has shape {list(found.shape)}, eager {list(wanted.shape)}")
-    exact, noise = wanted.double(), found.double() - wanted.double()
-    if exact.numel() == 0 or not bool(noise.any()):
-        return Difference(output, 0.0, math.inf)
-    power = exact.square().sum().item()
-    ratio = power / noise.square().sum().item()
-    return Difference(output, noise.abs().max().item(), 10 * math.log10(ratio) if ratio > 0 else -math.inf)
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,12 +80,9 @@ class LoweredProgram:
             raise ValueError(f"method={method!r}: the program has {', '.join(self.inputs)}")
         given = inputs or self.inputs[method]
         leaves = pytree.tree_leaves(given)
-        found = pytree.tree_leaves(self._loaded.run(method, leaves))
+        found = self._loaded.run(method, leaves)
         with torch.no_grad():
-            wanted = pytree.tree_leaves(self.eager[method](*given))
-        if len(found) != len(wanted):
-            raise AssertionError(f"the program has {len(found)} outputs, eager {len(wanted)}")
-        return tuple(difference(n, *pair) for n, pair in enumerate(zip(found, wanted, strict=True)))
+            return differences(found, self.eager[method](*given))
 
 
 def _as_tuple(inputs: Any, name: str) -> tuple[Any, ...]:
@@ -148,37 +120,7 @@ def lower(
     measure: bool = False,
     tell: Callable[[str], None] | None = None,
 ) -> LoweredProgram:
-    """Lower a model to a ``.pte`` that runs on ExecuTorch, with our kernels for what XNNPACK leaves behind.
-
-    Args:
-        model: in eval mode; or one for each method, by the method's name.
-        inputs: an example of its inputs, as a tuple; or one for each method of the program, by the method's name,
-            as ``{"prefill": (tokens, position), "decode": (token, position)}``. Methods share weights and caches.
-        backend: where it will run: ``"cpu"``, or a backend elsewhere whose record says how it lowers.
-        recipe: how to quantize it: one of the backend's, such as ``"int8-dynamic"``; None for not at all.
-        dynamic_shapes: which dimensions may change, as ``torch.export.export`` takes them; each needs a ``max``.
-            With several methods, by the method's name.
-        options: what the delegate takes, as the backend's own record (``PartitionerOptions`` for ``"cpu"``);
-            everything it can when left out.
-        metadata: values that the program returns from methods without inputs, by the method's name, as ExecuTorch's
-            runners read them: ``{"get_max_seq_len": 128}``.
-        measure: lower the model with our delegate, with it for attention and norms alone, and without it; time all on
-            the example inputs here, and keep the fastest. ``report.measured`` has the times.
-        tell: gets a line for each step.
-
-    Returns:
-        A program with ``save``, ``report`` (who runs what, and why not) and ``compare`` (against eager).
-
-    Example:
-        >>> import torch, kernel_pytorch as kp
-        >>> class Attends(torch.nn.Module):
-        ...     def forward(self, q, k, v):
-        ...         return kp.attention(q, k, v, kp.masks.causal() & kp.masks.window(16))
-        >>> qkv = tuple(torch.randn(1, 2, 64, 8) for _ in range(3))
-        >>> program = kp.lower(Attends().eval(), qkv)
-        >>> program.report.count("KernelPyTorchBackend", "kernel_pytorch_lowering::attention")
-        1
-    """
+    """Lower a model to a ``.pte``; ``kernel_pytorch.lowering.entry.lower`` describes the arguments."""
     target = lowering_of(backend)
     for one in model.values() if isinstance(model, Mapping) else (model,):
         _check_model(one)

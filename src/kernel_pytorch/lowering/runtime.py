@@ -10,12 +10,15 @@ import threading
 from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, overload
 
 import torch
 
-from kernel_pytorch.lowering.build import build, executorch_root
+from kernel_pytorch.lowering.build import BUNDLED, build, executorch_root
 from kernel_pytorch.lowering.checksum import digest_of, verify
+
+if TYPE_CHECKING:
+    from kernel_pytorch.lowering.package import LoadedPackage
 
 __all__ = ["LoadedProgram", "load", "native", "registered"]
 
@@ -38,6 +41,9 @@ def registered() -> ctypes.CDLL:
 def native() -> ctypes.CDLL:
     """The library alone, without ExecuTorch's Python, which takes a second to import."""
     ready = build(tell=lambda text: print(f"kernel-pytorch: {text}", file=sys.stderr))
+    if ready.prefix == BUNDLED:  # ExecuTorch may lie in another folder than the wheel's runtime looks in
+        for beside in ("libexecutorch.so", "libexecutorch_threadpool.so"):
+            ctypes.CDLL(str(executorch_root() / "lib" / beside))
     library = ctypes.CDLL(str(ready.library))
     library.kernel_pytorch_last_error.restype = ctypes.c_char_p
     library.kernel_pytorch_last_owner.restype = ctypes.c_void_p
@@ -183,8 +189,17 @@ def _shown(value: Any) -> str:
     return repr(value)
 
 
-def load(program: str | Path | bytes) -> LoadedProgram:
-    """Load a ``.pte`` and make it callable, on ExecuTorch's runtime with our delegate.
+@overload
+def load(program: bytes) -> LoadedProgram: ...
+
+
+@overload
+def load(program: str | Path) -> Any: ...
+
+
+def load(program: str | Path | bytes) -> LoadedProgram | LoadedPackage:
+    """Load a program and make it callable: a ``.pte`` on ExecuTorch's runtime with our delegate, or a ``.pt2`` on
+    AOTInductor's, which is machine code: load those that you trust.
 
     A file is mapped into memory, not copied: leave it in place while the program is used, or replace it by renaming
     another one, as ``save`` does.
@@ -206,4 +221,9 @@ def load(program: str | Path | bytes) -> LoadedProgram:
     path = Path(program)
     if not path.exists():
         raise FileNotFoundError(f"program={str(path)!r}: no such file")
+    with path.open("rb") as file:
+        if file.read(2) == b"PK":  # a ZIP archive
+            from kernel_pytorch.lowering.package import LoadedPackage
+
+            return LoadedPackage(path)
     return LoadedProgram(path, path.name)

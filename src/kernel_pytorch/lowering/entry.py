@@ -1,0 +1,149 @@
+"""``kp.lower``: from a model to a program, for ExecuTorch's runtime or for PyTorch's own ahead-of-time runtime."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, Literal, overload
+
+import torch
+
+from kernel_pytorch.hardware_abstraction.registry import backend as find_backend
+
+if TYPE_CHECKING:
+    from kernel_pytorch.lowering.package import PackagedProgram
+    from kernel_pytorch.lowering.program import LoweredProgram
+
+__all__ = ["lower"]
+
+_RUNTIMES = ("executorch", "aoti")
+
+
+@overload
+def lower(
+    model: torch.nn.Module,
+    inputs: tuple[Any, ...],
+    *,
+    backend: Literal["nvidia", "amd", "intel"],
+    runtime: Literal["aoti"] | None = None,
+    dynamic_shapes: Any = None,
+    options: Mapping[str, Any] | None = None,
+    tell: Callable[[str], None] | None = None,
+) -> PackagedProgram: ...
+
+
+@overload
+def lower(
+    model: torch.nn.Module,
+    inputs: tuple[Any, ...],
+    *,
+    backend: str = "cpu",
+    runtime: Literal["aoti"],
+    dynamic_shapes: Any = None,
+    options: Mapping[str, Any] | None = None,
+    tell: Callable[[str], None] | None = None,
+) -> PackagedProgram: ...
+
+
+@overload
+def lower(
+    model: torch.nn.Module | Mapping[str, torch.nn.Module],
+    inputs: tuple[Any, ...] | Mapping[str, tuple[Any, ...]],
+    *,
+    backend: str = "cpu",
+    runtime: Literal["executorch"] | None = None,
+    recipe: str | None = None,
+    dynamic_shapes: Any = None,
+    options: Any = None,
+    metadata: Mapping[str, Any] | None = None,
+    measure: bool = False,
+    tell: Callable[[str], None] | None = None,
+) -> LoweredProgram: ...
+
+
+def lower(
+    model: Any,
+    inputs: Any,
+    *,
+    backend: str = "cpu",
+    runtime: str | None = None,
+    recipe: str | None = None,
+    dynamic_shapes: Any = None,
+    options: Any = None,
+    metadata: Mapping[str, Any] | None = None,
+    measure: bool = False,
+    tell: Callable[[str], None] | None = None,
+) -> LoweredProgram | PackagedProgram:
+    """Lower a model to a program that runs without this package: a ``.pte`` for ExecuTorch, a ``.pt2`` for libtorch.
+
+    Args:
+        model: in eval mode; or one for each method, by the method's name.
+        inputs: an example of its inputs, as a tuple; or one for each method of the program, by the method's name,
+            as ``{"prefill": (tokens, position), "decode": (token, position)}``. Methods share weights and caches.
+        backend: where it will run: ``"cpu"``, ``"nvidia"``, ``"amd"``, ``"intel"``, or a backend elsewhere whose
+            record says how it lowers.
+        runtime: what will run it: ``"executorch"``, on phones and small devices too, or ``"aoti"``, PyTorch's
+            AOTInductor, on CPUs and GPUs with libtorch. None is ExecuTorch where the backend has it, AOTInductor
+            on GPUs. A package has one method, and takes neither ``recipe`` nor ``metadata`` nor ``measure``.
+        recipe: how to quantize it: one of the backend's, such as ``"int8-dynamic"``; None for not at all.
+        dynamic_shapes: which dimensions may change, as ``torch.export.export`` takes them; for ExecuTorch each needs
+            a ``max``. With several methods, by the method's name.
+        options: for ExecuTorch what the delegate takes, as the backend's own record (``PartitionerOptions`` for
+            ``"cpu"``); for AOTInductor a dict of Inductor's options, such as ``{"max_autotune": True}``.
+        metadata: values that the program returns from methods without inputs, by the method's name, as ExecuTorch's
+            runners read them: ``{"get_max_seq_len": 128}``.
+        measure: lower the model with our delegate, with it for attention and norms alone, and without it; time all on
+            the example inputs here, and keep the fastest. ``report.measured`` has the times.
+        tell: gets a line for each step.
+
+    Returns:
+        A program with ``save``, ``report`` (who runs what, and why not) and ``compare`` (against eager).
+
+    Example:
+        >>> import torch, kernel_pytorch as kp
+        >>> class Attends(torch.nn.Module):
+        ...     def forward(self, q, k, v):
+        ...         return kp.attention(q, k, v, kp.masks.causal() & kp.masks.window(16))
+        >>> qkv = tuple(torch.randn(1, 2, 64, 8) for _ in range(3))
+        >>> program = kp.lower(Attends().eval(), qkv)
+        >>> program.report.count("KernelPyTorchBackend", "kernel_pytorch_lowering::attention")
+        1
+    """
+    if runtime not in (None, *_RUNTIMES):
+        raise ValueError(f"runtime={runtime!r}: use one of {', '.join(_RUNTIMES)}")
+    from kernel_pytorch.lowering.package import TORCH_DEVICES
+
+    if runtime is None:
+        lowers = find_backend(backend).lowering is not None
+        runtime = "executorch" if lowers or backend not in TORCH_DEVICES else "aoti"
+    if runtime == "aoti":
+        from kernel_pytorch.lowering.package import lower_package
+
+        find_backend(backend)  # an error that lists the backends
+        if backend not in TORCH_DEVICES:
+            raise ValueError(f"backend={backend!r}: packages are made for {', '.join(TORCH_DEVICES)}")
+        for name, value in (("recipe", recipe), ("metadata", metadata), ("measure", measure or None)):
+            if value is not None:
+                raise ValueError(
+                    f"{name}={value!r}: a package for AOTInductor takes none; quantize the model itself before, or "
+                    "lower it with runtime='executorch'"
+                )
+        return lower_package(
+            model, inputs, backend=backend, dynamic_shapes=dynamic_shapes, options=options, tell=tell or _silent
+        )
+    from kernel_pytorch.lowering.program import lower as lower_program
+
+    return lower_program(
+        model,
+        inputs,
+        backend=backend,
+        recipe=recipe,
+        dynamic_shapes=dynamic_shapes,
+        options=options,
+        metadata=metadata,
+        measure=measure,
+        tell=tell,
+    )
+
+
+def _silent(text: str) -> None:
+    pass
