@@ -29,7 +29,7 @@ from kernel_pytorch.hardware_abstraction.source_digest import part_digest
 from optimization_fakes import ScriptedTimer
 from optimization_fuzz import check
 
-RECORD = Path(__file__).parent / "evidence" / "optimize_fuzz.txt"
+EVIDENCE = Path(__file__).parent / "evidence"
 
 
 def read(state: Path | None, code: str) -> dict[int, dict[str, Any]]:
@@ -64,7 +64,7 @@ def main() -> int:
     parser.add_argument("--compile", action="store_true", help="include torch.compile")
     parser.add_argument("--state", type=Path, help="keep what is done in this file, and go on where it ends")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no model after so many seconds")
-    parser.add_argument("--record", action="store_true", help=f"write {RECORD.name}; asks for a clean checkout")
+    parser.add_argument("--record", action="store_true", help="keep the result as evidence")
     arguments = parser.parse_args()
     commit = clean_commit(benchmarking.checkout()) if arguments.record else ""
     torch.set_num_threads(1)
@@ -94,7 +94,8 @@ def main() -> int:
         command = f"python benchmarks/optimize_fuzz.py --first {arguments.first} --models {arguments.models}"
         command += " --compile" if arguments.compile else ""
         about = [f"optimization/ {code}", f"commit {commit}", known, f"recorded {now()} by {command}"]
-        RECORD.write_text("\n".join([*lines, *about]) + "\n")
+        path = EVIDENCE / f"optimize_fuzz{'_compiled' * arguments.compile}.txt"
+        path.write_text("\n".join([*lines, *about]) + "\n")
     return 1 if wrong else 0
 
 
