@@ -151,9 +151,11 @@ def test_doctor_measures_when_asked(run: Run) -> None:
 
 
 @needs_executorch
-def test_tour_visits_every_section(run: Run, tmp_path: Path) -> None:
+def test_tour_visits_every_section(tmp_path: Path) -> None:
     page = tmp_path / "report.html"
-    outcome = run("tour", "--out", str(page))
+    command = [sys.executable, "-m", "kernel_pytorch.cli", "tour", "--out", str(page)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    outcome = Outcome(done.returncode, done.stdout, done.stderr)
     assert outcome.code == 0, outcome.err
     headings = (
         "1 of 5. Exact attention",
@@ -176,8 +178,7 @@ def test_tour_visits_every_section(run: Run, tmp_path: Path) -> None:
     for content in contents:
         assert content in outcome.words
     assert len(outcome.out.splitlines()) <= 50
-    for foreign in ("warn", "torchao", "pytree", "cpuinfo", "Failed"):  # of libraries below
-        assert foreign not in outcome.err
+    assert outcome.err == "", "messages of other libraries"
     text = page.read_text()
     assert text.count("<h2>") == 5
     assert text.count("<svg") >= 3  # that of kp.optimize is left out where the machine is too busy to decide

@@ -242,7 +242,7 @@ def check(text: str, page: Path, records: Mapping[str, Record]) -> Iterator[Prob
         prose, backed = "", False
         inside: Token | None = None
         shown = ""
-        links: list[tuple[int, frozenset[str]]] = []
+        links: list[tuple[int, str, frozenset[str]]] = []  # where it ends, the head of its column, its rivals
         for token in tokens:
             title = str(token.attrGet("title") or "")
             if token.type == "link_open" and title.startswith(PREFIX):
@@ -254,7 +254,7 @@ def check(text: str, page: Path, records: Mapping[str, Record]) -> Iterator[Prob
                 earlier = _AT.search(str(inside.attrGet("title") or ""))
                 if earlier and f"`{earlier[1]}`" not in text:
                     yield Problem(line, f"the number is of an earlier commit: say `{earlier[1]}` on the page")
-                links.append((len(prose), rivals))
+                links.append((len(prose), str(inside.meta.get("head", "")), rivals))
                 inside, backed, prose = None, True, prose + " "
             elif token.type in ("text", "softbreak", "html_inline", "html_block", "image", "fence"):
                 content = (
@@ -268,11 +268,10 @@ def check(text: str, page: Path, records: Mapping[str, Record]) -> Iterator[Prob
                 prose += f" {token.content} "
         if any(ALLOWED.search(token.content) for token in tokens if token.type.startswith("html")):
             continue
-        for place, rivals in links:
-            before = re.split(r"[.;]\s", prose[max((end for end, _ in links if end < place), default=0) : place])[
-                -1
-            ]
-            named = _other_rival(prose[place:], rivals, records) or _other_rival(before, rivals, records)
+        for place, head, rivals in links:
+            start = max((end for end, _, _ in links if end < place), default=0)
+            around = (prose[place:], re.split(r"[.;]\s", prose[start:place])[-1], head)
+            named = next(filter(None, (_other_rival(said, rivals, records) for said in around)), "")
             if named:
                 yield Problem(line, f"{named!r}: the record's speedup is over {' and '.join(sorted(rivals))!r}")
         yield from _unbacked(prose, line, backed)
@@ -364,11 +363,27 @@ def _check_link(link: Token, shown: str, page: Path, records: Mapping[str, Recor
 def _paragraphs(text: str) -> Iterator[tuple[int, list[Token]]]:
     """The blocks of prose with their first lines; the cells of a table's row are one, and so is a diagram."""
     rows: dict[int, list[Token]] = {}
+    heads: list[str] = []
+    column, in_head = 0, False
     for token in MarkdownIt("commonmark").enable("table").parse(text):
+        if token.type in ("thead_open", "thead_close"):
+            in_head = token.type == "thead_open"
+            heads = [] if in_head else heads
+        elif token.type == "tr_open":
+            column = 0
+        elif token.type in ("th_open", "td_open"):
+            column += 1
+        elif token.type == "table_close":
+            heads = []
         if token.map is None:
             continue
         cells = rows.setdefault(token.map[0] + 1, [])
         if token.type == "inline":
+            if in_head:
+                heads.append(token.content)
+            elif heads:
+                for child in token.children or ():
+                    child.meta["head"] = heads[column - 1]
             cells += [*(token.children or ()), Token("softbreak", "", 0)]
         elif token.type == "html_block" or (token.type == "fence" and _is_prose(token.info.strip())):
             cells.append(token)

@@ -219,6 +219,7 @@ def _facts(record: Backend) -> dict[str, Any]:
     return {
         "backend": {
             "name": record.name,
+            "shown": _shown(record),
             "title": record.title.rstrip("."),
             "lowers": record.lowering is not None,
             "packages": _packages(record),
@@ -252,6 +253,14 @@ def _facts(record: Backend) -> dict[str, Any]:
         "problems": _problems(lowering, _packages(record)),
         **({} if lowering is None else _tables(lowering, rows)),
     }
+
+
+def _shown(record: Backend) -> str:
+    """The backend's name as its vendor writes it: as its title begins, else in capitals where it is short."""
+    first = record.title.partition(" ")[0]
+    if first.lower() == record.name:
+        return first
+    return record.name.upper() if len(record.name) <= 3 else record.name.capitalize()
 
 
 def _device_cells(device: Device) -> list[str]:
