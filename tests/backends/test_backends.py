@@ -1,4 +1,4 @@
-"""The backend contract on the four backends that ship: op x kernel x case x format."""
+"""The backend contract on the four built-in backends: op x kernel x case x dtype."""
 
 from kernel_pytorch.testing import BackendContract
 
