@@ -293,7 +293,7 @@ def test_any_number_of_rows_is_compiled_once() -> None:
 
 @pytest.mark.usefixtures("small_parts")
 def test_rows_known_at_run_time_are_compiled() -> None:
-    """Empty batches, as for unused experts."""
+    """Rows selected by data, as in a mixture of experts."""
     torch._dynamo.reset()
     model = kp.fp8.convert(SwiGLU(64, 96).to(HERE), "delayed")
 
