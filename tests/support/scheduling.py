@@ -15,7 +15,7 @@ import pytest
 # come later, in loadscope's order; the end of a run names those that should be listed.
 SECONDS = {
     "tests/testing/test_cross_compile.py[attention]": 30,
-    "tests/backends/test_backends.py::TestNvidia": 190,
+    "tests/backends/test_backends.py::TestNvidia": 165,
     "tests/documentation/test_backend_kit.py": 140,
     "tests/lowering/test_text_generator.py": 70,
     "docs/tutorials/generate-text.md": 60,
@@ -27,8 +27,8 @@ SECONDS = {
     "tests/fp8/test_fp8_swiglu_parts.py": 100,
     "tests/lowering/test_lowering_bad_payloads.py": 75,
     "tests/lowering/test_native.py": 45,
-    "tests/backends/test_backends.py::TestAmd": 70,
-    "tests/backends/test_backends.py::TestIntel": 70,
+    "tests/backends/test_backends.py::TestAmd": 50,
+    "tests/backends/test_backends.py::TestIntel": 50,
     "tests/distributed/test_context_parallel_models.py": 70,
     "tests/lowering/test_lowering_models.py": 65,
     "tests/testing/test_cross_compile.py[fp8_cast]": 20,
