@@ -60,9 +60,9 @@ def test_auto_computes_what_was_measured_to_be_faster(
         assert (sqnr(found[name], exact[name]) > 60) == (product not in low)
     results(model, random(2, 17, 40))
     assert len(asked) == 1  # a known size is not looked up again
-    kind, _, rows, shape, dtype, weight_dtype, bias, recipe, needs_dx, needs_dw, waits = asked[0]
+    kind, _, rows, shape, dtype, weight_dtype, bias, recipe, needs_dx, needs_dw, host_time_factor = asked[0]
     assert (kind, rows, shape, bias, needs_dx, needs_dw) == ("cpu", 48, (24, 40), True, True, True)
-    assert waits == autotune.ALONE  # no other layer is there
+    assert host_time_factor == autotune.ALONE  # no other layer is there
     assert (dtype, weight_dtype, recipe) == (torch.float32, torch.float32, RECIPES["delayed"])
 
 
@@ -179,7 +179,7 @@ def test_weights_of_another_dtype_are_measured_again(monkeypatch: pytest.MonkeyP
 
 def test_fake_tensors_are_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
-    monkeypatch.setattr(fp8_module, "may_gain", lambda _: True)
+    monkeypatch.setattr(fp8_module, "may_have_matrix_units", lambda _: True)
     monkeypatch.setattr(autotune, "measured_choice", lambda call: asked.append(call) or Measured(64, (((), 1.0),)))
     with FakeTensorMode():
         fake = kp.fp8.convert(linear())
@@ -325,7 +325,7 @@ def fabricated(monkeypatch: pytest.MonkeyPatch) -> list[LayerCall]:
         asked.append(call)
         return Measured(call.rows, tuple(SECONDS.items()))
 
-    monkeypatch.setattr(autotune, "_kept", {})
+    monkeypatch.setattr(autotune, "_measurements", {})
     monkeypatch.setattr(autotune, "_measure", measure)
     return asked
 
@@ -343,10 +343,10 @@ def test_a_shape_is_measured_once(fabricated: list[LayerCall]) -> None:
 def test_a_later_process_reads_the_measurements(fabricated: list[LayerCall]) -> None:
     call = LayerCall(torch.device("cpu"), 64, (24, 40), torch.float32, torch.bfloat16, True, RECIPES["delayed"])
     first = measured_choice(call)
-    autotune._kept.clear()
+    autotune._measurements.clear()
     assert measured_choice(call) == first
     assert len(fabricated) == 1
-    measured_choice(call._replace(waits=1.3))
+    measured_choice(call._replace(host_time_factor=1.3))
     assert len(fabricated) == 2
 
 
@@ -355,7 +355,7 @@ def test_an_unreadable_measurement_is_repeated(fabricated: list[LayerCall]) -> N
     first = measured_choice(call)
     (kept,) = choice_cache.directory().iterdir()
     kept.write_text("{}")
-    autotune._kept.clear()
+    autotune._measurements.clear()
     with pytest.warns(choice_cache.ChoiceCacheWarning, match="is corrupt"):
         assert measured_choice(call) == first
     assert len(fabricated) == 2
@@ -368,17 +368,17 @@ def test_a_single_layer_must_win_with_its_host_time(
     monkeypatch: pytest.MonkeyPatch, issuing: float, alone: tuple[str, ...], compiled: tuple[str, ...]
 ) -> None:
     """A faster choice is not taken if the host time would make it slower."""
-    monkeypatch.setattr(autotune, "_kept", {})
+    monkeypatch.setattr(autotune, "_measurements", {})
     monkeypatch.setattr(autotune, "_repeats", lambda *_: 1)
     monkeypatch.setattr(
         autotune, "_seconds", lambda run, *_: 10.0 - len(run.args[0])
     )  # faster with more GEMMs in FP8
     monkeypatch.setattr(torch.random, "fork_rng", lambda **_: contextlib.nullcontext())
-    monkeypatch.setattr(autotune, "_issuing", lambda *_: issuing)
+    monkeypatch.setattr(autotune, "_host_seconds", lambda *_: issuing)
     call = LayerCall(torch.device("cpu"), 64, (24, 40), torch.float32, torch.float32, True, RECIPES["tensorwise"])
     assert measured_choice(call).best == PRODUCTS
-    assert measured_choice(call._replace(waits=autotune.ALONE)).best == alone
-    assert measured_choice(call._replace(waits=autotune.ALONE * autotune.COMPILED)).best == compiled
+    assert measured_choice(call._replace(host_time_factor=autotune.ALONE)).best == alone
+    assert measured_choice(call._replace(host_time_factor=autotune.ALONE * autotune.COMPILED)).best == compiled
 
 
 def test_the_report_has_what_was_measured(fabricated: list[LayerCall]) -> None:
@@ -400,10 +400,10 @@ def test_the_report_of_a_layer_whose_input_needs_no_gradient(
     fabricated: list[LayerCall], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first layer of a model has measurements without dx, also next to another layer of its shape."""
-    monkeypatch.setattr(fp8_module, "may_gain", lambda _: True)
+    monkeypatch.setattr(fp8_module, "may_have_matrix_units", lambda _: True)
     monkeypatch.setattr(
         autotune,
-        "_measured_products",
+        "_measured_gemms",
         lambda kind, _, *call: measured_choice(LayerCall(torch.device(kind), *call)).best,
     )
     measure = autotune._measure
@@ -443,7 +443,7 @@ def test_measuring_times_every_choice_that_a_recipe_allows(
     call = LayerCall(
         torch.device("cpu"), 4, (8, 16), torch.float32, torch.float32, True, recipe, needs_dx, needs_dw
     )
-    measured = autotune._measure(call._replace(waits=1.0 if needs_dx else 0.0))
+    measured = autotune._measure(call._replace(host_time_factor=1.0 if needs_dx else 0.0))
     assert {choice for choice, _ in measured.seconds} == choices
     assert all(seconds > 0 for _, seconds in measured.seconds)
     assert measured.rows == 4

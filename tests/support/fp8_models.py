@@ -128,5 +128,5 @@ def lossy(seed: int = 0) -> torch.Tensor:
 
 def pretend_measured(monkeypatch: pytest.MonkeyPatch, choice: Callable[..., tuple[str, ...]]) -> None:
     """Make ``auto`` choose these GEMMs, also on a CPU."""
-    monkeypatch.setattr(autotune, "_measured_products", choice)
-    monkeypatch.setattr(fp8_module, "may_gain", lambda _: True)
+    monkeypatch.setattr(autotune, "_measured_gemms", choice)
+    monkeypatch.setattr(fp8_module, "may_have_matrix_units", lambda _: True)
