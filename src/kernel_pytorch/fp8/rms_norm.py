@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd.function import once_differentiable
 
-from kernel_pytorch.fp8.quantize import ScaledTensor
+from kernel_pytorch.fp8.quantize import ScaledTensor, cache_cast, drop_cached_cast
 from kernel_pytorch.fp8.recipe import Recipe
 from kernel_pytorch.hardware_abstraction import dispatch
 from kernel_pytorch.ops.fp8_rms_norm import fp8_rms_norm
@@ -36,7 +36,7 @@ __all__ = [
     "traced_rms_norm",
 ]
 
-_OUTPUT = "_fp8_offer"
+_OUTPUT = "_fp8_norm_output"
 """The attribute of a norm's output with its ``NormOutput``."""
 
 
@@ -150,7 +150,7 @@ class CastingNorm:
         if other is not None and other is not layer:
             self._shared = True
             self._requests.clear()
-            y.__dict__.pop("_fp8_cast", None)  # it was quantized with the other layer's history
+            drop_cached_cast(y)  # it was quantized with the other layer's history
             return
         self._requests[output.recomputed] = CastRequest(weakref.ref(layer), *wanted, self._conditions(layer, y))
 
@@ -240,7 +240,7 @@ def recorded_rms_norm(
     y: torch.Tensor = _Norm.apply(x, weight, eps, request, casts)  # type: ignore[no-untyped-call]
     (cast,) = casts
     if request is not None and cast is not None:
-        y._fp8_cast = (input_key(y, request.recipe, request.transposed), cast)  # type: ignore[attr-defined]
+        cache_cast(y, input_key(y, request.recipe, request.transposed), cast)
     return y
 
 
