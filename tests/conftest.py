@@ -24,7 +24,7 @@ if not HAS_GPU:
 
 
 def _reduced(reduction: Any, inputs: tuple[Any, ...]) -> list[Any]:
-    """What Triton's interpreter computes number by number where it does not know how two are combined: by halves."""
+    """Reduce by halves. Triton's interpreter reduces element by element if it does not know the combine function."""
     values = [numpy.moveaxis(given.handle.data, reduction.axis, 0) for given in inputs]
     while (half := len(values[0]) // 2) > 0:
         halves = [value[part] for part in (slice(half), slice(half, None)) for value in values]
@@ -54,25 +54,25 @@ def _quick_reductions() -> Iterator[None]:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if config.getoption("dist", "no") != "no":  # in the process that hands out the tests
+    if config.getoption("dist", "no") != "no":  # in pytest-xdist's controller
         config.pluginmanager.register(Clock())
 
 
 @pytest.fixture(autouse=True)
 def _own_choice_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No test reads or writes the user's measured choices."""
+    """Use an empty cache of measured choices."""
     monkeypatch.setenv("KERNEL_PYTORCH_CACHE", str(tmp_path / "cache"))
 
 
 @pytest.fixture(autouse=True)
 def _measure_on_a_busy_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tests share the machine with each other, so it is never quiet; test_busy_machine.py scripts the times."""
+    """Allow measuring although tests run in parallel; test_busy_machine.py scripts the times."""
     monkeypatch.setattr("kernel_pytorch.hardware_abstraction.timing.MOST_SPREAD", float("inf"))
 
 
 @pytest.fixture
 def one_thread() -> Iterator[None]:
-    """Small tensors on busy cores: threads that wait for each other take ten times as long."""
+    """Use one thread: several are slow for small tensors on busy cores."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -81,7 +81,7 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture
 def own_monitors() -> None:
-    """Start without the monitors of models that earlier tests left behind."""
+    """Start without monitors of earlier tests."""
     from kernel_pytorch.fp8 import monitor
 
     for model in list(monitor._monitors):
@@ -90,7 +90,7 @@ def own_monitors() -> None:
 
 @pytest.fixture
 def products(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
-    """The shape of every 8-bit product that a layer on its own computes."""
+    """The shape of every FP8 GEMM of an unfused layer."""
     autograd = sys.modules["kernel_pytorch.fp8.autograd"]
     from kernel_pytorch.ops import fp8_matmul as matmul_module
 
@@ -106,7 +106,7 @@ def products(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
 
 @pytest.fixture
 def fused_calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """One entry for each time that the fused SwiGLU has run."""
+    """One entry per run of the fused SwiGLU."""
     from kernel_pytorch.fp8 import fusion as swiglu_module
 
     calls: list[int] = []
@@ -122,7 +122,7 @@ def fused_calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 @pytest.fixture
 def input_casts(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
-    """The shapes of the inputs that layers have to cast themselves."""
+    """The shapes of the inputs that layers quantize themselves."""
     autograd = sys.modules["kernel_pytorch.fp8.autograd"]
 
     seen: list[tuple[int, ...]] = []

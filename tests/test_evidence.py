@@ -1,4 +1,4 @@
-"""Evidence: records read, validate and are written whole; what counts as known follows from them alone."""
+"""Evidence: records are read, validated and written atomically, and determine the test status."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_every_committed_record_is_valid_and_round_trips(path: Path, tmp_path: P
     record = read_record(path)
     write_record(record, tmp_path / path.name)
     assert read_record(tmp_path / path.name) == record
-    # A field that came later is null when an older record is written anew; nothing else may change.
+    # Fields that an older record lacks are null when it is written again; nothing else may change.
     assert _known(json.loads((tmp_path / path.name).read_text())) == _known(json.loads(path.read_text()))
 
 

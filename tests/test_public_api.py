@@ -1,4 +1,4 @@
-"""The public names: frozen, documented with examples that run, and cheap to import."""
+"""The public names: unchanged, documented with examples that run, and cheap to import."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def imported(module: str) -> tuple[set[str], set[str]]:
 
 
 def test_import_is_light_and_touches_no_gpu() -> None:
-    """Few modules instead of little time: how long they take depends on what else the machine does."""
+    """Counts imported modules, because the import time depends on the machine's load."""
     ours, packages = imported("kernel_pytorch")
     assert packages <= {"msgspec", "numpy", "platformdirs"}
     assert {"kernel_pytorch.masks", "kernel_pytorch.ops.attention"} <= ours

@@ -1,4 +1,4 @@
-"""Private APIs of torch: each behaves as we rely on, and what replaces it is taken where it does not."""
+"""Private APIs of torch: each behaves as expected, or its fallback is used."""
 
 import re
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The command line: what each command shows, how it fails, and when it records."""
+"""The command line: output, errors and records of each command."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attention in chunks on one device: the same numbers, the same gradients, and a formula for its memory."""
+"""Attention in chunks on one device: results, gradients, and the memory formula."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_wrong_calls_raise_errors() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", MASKS)
 def test_keys_in_host_memory(name: str, dtype: torch.dtype) -> None:
-    """The keys stay on the host, and so do their gradients; the numbers are those of keys on the device."""
+    """Keys and their gradients stay on the host; results equal those of keys on the device."""
     mask, results = MASKS[name], []
     for on_host in (False, True):
         q, k, v = (x.cuda() for x in drawn(dtype=dtype))

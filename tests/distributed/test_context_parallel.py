@@ -1,4 +1,4 @@
-"""Attention over ranks: every schedule and placement against the definition, traffic, and the tests, tested."""
+"""Attention across ranks: every schedule and placement against the definition, traffic, and planted bugs."""
 
 from __future__ import annotations
 
@@ -53,12 +53,12 @@ def calls(draw: st.DrawFn) -> Case:
         ),
         schedule=draw(st.sampled_from(["ring", "ring", "gather", "heads", "auto"])),
         style=draw(st.sampled_from(["auto", "contiguous", "zigzag", "balanced"])),
-        # A placement for other masks serves as well, as far as it does not cut a table's blocks.
+        # A placement for another mask works too, unless it cuts a table's blocks.
         placed_for=None if tables else draw(st.sampled_from([None, causal(), window(5)])),
     )
 
 
-# No search for a smaller example: each goes to 15 ranks.
+# No shrinking: each example runs on 15 ranks.
 @settings(max_examples=60, deadline=None, derandomize=True, phases=[Phase.generate])
 @given(calls())
 def test_any_call_on_any_ranks(pool: Ranks, case: Case) -> None:
@@ -78,7 +78,7 @@ def test_any_call_on_any_ranks(pool: Ranks, case: Case) -> None:
 
 @pytest.mark.parametrize("name", CASES)
 def test_results_do_not_depend_on_the_number_of_ranks_or_the_run(pool: Ranks, name: str) -> None:
-    """Between 1, 2, 4 and 8 ranks results differ by less than the budget of one; run again, by no bit."""
+    """Results on 1, 2, 4 and 8 ranks differ by less than the budget; repeated runs are bitwise equal."""
     results = {}
     for ranks in SIZES:
         case = CASES[name].on(ranks)
@@ -101,7 +101,7 @@ def test_results_do_not_depend_on_the_number_of_ranks_or_the_run(pool: Ranks, na
 
 @pytest.mark.parametrize("ranks", SIZES)
 def test_a_pinned_kernel_serves_every_stage(pool: Ranks, ranks: int) -> None:
-    """One that knows full and causal alone: in zigzag, causal has no other parts."""
+    """A kernel for full and causal masks only: in zigzag, causal has no other sub-masks."""
     case = Case(small(("causal",), lse_grad=False, length=119), "ring", "zigzag", kernel="cpu-flash")
     assert Run(pool, ranks, case).wrong() == {}
 
@@ -183,11 +183,11 @@ def test_explanations_match_the_sent_bytes(pool: Ranks, name: str) -> None:
             assert text.rstrip().endswith(("native", "tiled", "cpu-flash"))
 
 
-# The tests, tested: ranks that merge, order or send back wrongly.
+# Planted bugs: ranks that merge, order or return wrongly.
 
 
 class _Changed:
-    """torch, but for a few functions."""
+    """torch with a few functions replaced."""
 
     def __init__(self, **functions: Any) -> None:
         self.functions = functions
@@ -239,7 +239,7 @@ def backward_broken(group: Any, upstream: dict[str, Any], how: str) -> dict[str,
 
 @dataclass
 class BrokenRun(Run):
-    """One case on ranks that do something wrong."""
+    """One case on ranks with a planted bug."""
 
     how: str
 

@@ -111,7 +111,7 @@ def transformer(recompute: str | None = None, layers: int = 2) -> Transformer:
 
 
 def text(length: int, seed: int = 0, batch: int = 2) -> torch.Tensor:
-    """Tokens that can be learned: each is the one before plus a step of the sequence's own, sometimes."""
+    """Learnable tokens: most are the previous one plus a step that is constant in a sequence."""
     generator = torch.Generator().manual_seed(seed)
     steps = torch.randint(1, 4, (batch, 1), generator=generator)
     noise = torch.randint(0, 2, (batch, length), generator=generator)
@@ -132,9 +132,9 @@ def averaged(model: nn.Module, group: dist.ProcessGroup) -> list[torch.Tensor]:
 
 
 def excess(spread: list[torch.Tensor], single: list[torch.Tensor], exact: list[torch.Tensor]) -> float:
-    """The largest error of the spread tensors, over what it may be; 1 is just allowed.
+    """Return the largest error of the sharded tensors relative to its bound.
 
-    Four times what one process is off by for that tensor, and at least eight units in the last place of its largest.
+    The bound is four times the error of one process, and at least eight ulps of the tensor's amax.
     """
     worst = 0.0
     for a, b, c in zip(spread, single, exact, strict=True):
@@ -201,7 +201,7 @@ def test_a_plain_transformer_is_the_same(
 
 
 def own_forward(self: Attention, x_BNE: torch.Tensor, positions_BN: torch.Tensor) -> torch.Tensor:
-    """The same attention through kp.attention, without a word about ranks."""
+    """The same attention by kp.attention without a group."""
     qkv = self.qkv(x_BNE).unflatten(-1, (HEADS + 2 * KV_HEADS, HIDDEN // HEADS)).transpose(1, 2)
     q, k, v = qkv.split([HEADS, KV_HEADS, KV_HEADS], dim=1)
     q, k = rotated(q, positions_BN), rotated(k, positions_BN)
@@ -230,12 +230,12 @@ def run_ours(group: dist.ProcessGroup, length: int, compiled: bool) -> float:
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_kp_attention_is_sharded_too(ranks: Ranks, compiled: bool) -> None:
-    """With its own mask: inside a parallelized model no attention may see this rank's tokens alone."""
+    """Inside a parallelized model, kp.attention with its own mask attends across ranks too."""
     assert max(ranks.run(run_ours, 2 if compiled else 4, 37, compiled)) <= 1
 
 
 def run_two_lengths(group: dist.ProcessGroup, lengths: tuple[int, int]) -> float:
-    """Two forwards before one backward: each recomputation must find the context of its own forward."""
+    """Two forwards before one backward: each recomputation must use the context of its forward."""
     batches = [text(length, seed) for seed, length in enumerate(lengths)]
 
     def step(model: nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
@@ -251,7 +251,7 @@ def run_two_lengths(group: dist.ProcessGroup, lengths: tuple[int, int]) -> float
 
 @pytest.mark.parametrize("lengths", [(40, 24), (40, 41)])
 def test_recomputation_finds_the_context_of_its_forward(ranks: Ranks, lengths: tuple[int, int]) -> None:
-    """Also where a rank holds as many tokens of the one as of the other."""
+    """Also if a rank has the same number of tokens in both."""
     assert max(ranks.run(run_two_lengths, 4, lengths)) <= 1
 
 
@@ -616,7 +616,7 @@ def run_compiled(group: dist.ProcessGroup, recompute: str | None, what: str) -> 
 
 @pytest.mark.parametrize(("recompute", "what"), [(None, "model"), (None, "blocks"), ("module", "blocks")])
 def test_a_compiled_model_is_the_same(ranks: Ranks, recompute: str | None, what: str) -> None:
-    """Each attention is a break in the graph; what lies between is compiled, and again for what is run again."""
+    """Each attention is a graph break; the code between is compiled, also in recomputations."""
     for error, graphs in ranks.run(run_compiled, 2, recompute, what):
         assert error <= 1
         assert graphs >= 2

@@ -1,4 +1,4 @@
-"""Attention over ranks: meshes, shards, compiled graphs, refusals, and ranks that disagree, hang or die."""
+"""Attention across ranks: meshes, shards, compiled graphs, refusals, and ranks that disagree, hang or die."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ from ranks import SIZES, Ranks, started
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-# The same through other doors.
+# Groups, meshes and compiled graphs.
 
 
 def doors(group: Any, case: Case) -> None:
-    """A bare group, a mesh dimension and a Context give the same, to the bit."""
+    """A process group, a mesh dimension and a Context are bitwise equal."""
     mask, whole = built(case.shape.expression), case.shape.arguments()
     public = kp.context_parallel
 
@@ -90,7 +90,7 @@ def round_trip(group: Any, mask: Mask, length: int, style: str) -> None:
 
 
 def graphs(group: Any, case: Case) -> None:
-    """Compiled whole and checkpointed: to the bit what eager mode gives."""
+    """Compiled with fullgraph and checkpointed, bitwise equal to eager mode."""
     torch._dynamo.reset()
     cp, mask = case.context(group), built(case.shape.expression)
     own = local(case, cp)
@@ -113,7 +113,7 @@ def graphs(group: Any, case: Case) -> None:
 
 
 def short_lived(group: Any, case: Case) -> None:
-    """A Context that only its call's graph remembers: it lives until the backward, and no longer."""
+    """A Context referenced by its call's graph only lives until the backward."""
     held.clear()
     gc.collect()
     before = len(contexts)
@@ -135,7 +135,7 @@ def short_lived(group: Any, case: Case) -> None:
 def layers(group: Any, length: int) -> list[float]:
     """Errors of a small model whose layers alternate between masks, in one process and on the ranks.
 
-    It carries small differences far: in one process, the larger error of two kernels is the yardstick.
+    It amplifies small differences, so the bound is the larger error of two kernels in one process.
     """
     masks = [causal(), causal() & window(9), causal(), documents([length - 11, 11], causal()), full(), prefix(20)]
     cp = Context(group, length, causal())
@@ -296,7 +296,7 @@ def test_a_refusal_of_one_rank_raises_on_all(pool: Ranks, what: str, ranks: list
 
 
 def with_fault(group: Any, case: Case, fault: str, rank: int, step: str, timeout: float) -> str:
-    """The error of a rank, where one dies or sleeps as it comes to a step."""
+    """Return the error of a rank if another one dies or sleeps at a step."""
     exchange = Transport.exchange
 
     def faulty(self: Transport, name: str, *rest: Any, **named: Any) -> Any:
@@ -362,7 +362,7 @@ def test_a_rank_without_tokens_takes_part(pool: Ranks, grad: bool) -> None:
 
 
 def test_a_rank_that_hangs_or_dies_is_named() -> None:
-    """By everyone, within the timeout: a rank that hangs in the forward of two, then one that dies among four."""
+    """All ranks name it within the timeout: one of two hangs in the forward, then one of four dies."""
     timeout = 3.0
     with started(4) as ranks:
         hung = ranks.outcomes(with_fault, 2, CASES["causal"], "hangs", 1, "ring step 1", timeout)
@@ -379,11 +379,11 @@ def test_a_rank_that_hangs_or_dies_is_named() -> None:
     assert not any(process.is_alive() for process in processes)
 
 
-# What NCCL, gradients of gradients, and a policy need.
+# NCCL's order of messages, second derivatives, and policies.
 
 
 def without_tags(group: Any, length: int) -> list[float]:
-    """NCCL tells messages apart by their order alone: without tags, ranks must post them in the same one."""
+    """NCCL matches messages by order only, so all ranks must post them in the same order."""
     mask = window(60, 60) | sinks(4)
     before = schedules._KEYS, schedules._GRADIENTS
     schedules._KEYS = schedules._GRADIENTS = 0

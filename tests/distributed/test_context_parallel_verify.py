@@ -1,4 +1,4 @@
-"""parallelize compares a sharded model with the unsharded one: what would be silently wrong is an error."""
+"""parallelize(verify=True) compares the sharded with the unsharded model and raises if they differ."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def ranks() -> Iterator[Ranks]:
 
 
 class Mixes(nn.Module):
-    """Attention, and something else that looks at other tokens."""
+    """A model with attention and another operation across tokens."""
 
     def __init__(self, mixing: bool) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The cost model of context parallelism: bytes as they are counted, seconds that rise and fall as they must."""
+"""The cost model of context parallelism: exact bytes, and properties of the predicted seconds."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def predictions(
 
 
 def counted(group: Any, case: str, schedule: Schedule, heads: int, dtype: torch.dtype) -> tuple[int, int]:
-    """What this rank sends forward, and in all."""
+    """Bytes that this rank sends in the forward, and in total."""
     mask, length = CASES[case]
     cp = kp.context_parallel.Context(group, length, mask, schedule=schedule, timeout=60)
     torch.manual_seed(0)
@@ -232,7 +232,7 @@ def test_a_link_that_cannot_be_is_refused(wrong: dict[str, Any]) -> None:
 
 
 def test_the_ring_waits_for_the_slowest_rank_of_each_step() -> None:
-    """Two ranks that need one another: forward is max(compute, link) and then the second stage."""
+    """Two ranks that exchange keys: forward is max(compute, link), then the second stage."""
 
     class Two:
         ranks, length = 2, 2

@@ -1,4 +1,4 @@
-"""Where tokens are placed: every token once, as many on each rank, the same work, whole blocks of tables."""
+"""Placement of tokens: every token once, equal numbers and work per rank, whole blocks of tables."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def placed(draw: st.DrawFn) -> tuple[Mask, int, int, str]:
 @settings(max_examples=200, deadline=None, derandomize=True)
 @given(placed())
 def test_placements(drawn: tuple[Mask, int, int, Any]) -> None:
-    """Every token once; as many on each rank, to the tile; whole blocks; the keys that others need, to the token."""
+    """Every token once; equal numbers up to a tile; whole blocks; exactly the keys that other ranks need."""
     mask, length, ranks, style = drawn
     placement = place(mask, length, ranks, style)
     known = mask.layout(length, length)

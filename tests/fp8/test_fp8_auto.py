@@ -1,4 +1,4 @@
-"""The recipe auto: what it measures, what it chooses, and what it leaves as it was."""
+"""Recipe auto: measurements, the choice of GEMMs, caching, and layers that stay in their dtype."""
 
 from __future__ import annotations
 
@@ -59,17 +59,17 @@ def test_auto_computes_what_was_measured_to_be_faster(
         assert sqnr(found[name], exact[name]) >= 20
         assert (sqnr(found[name], exact[name]) > 60) == (product not in low)
     results(model, random(2, 17, 40))
-    assert len(asked) == 1  # a size that was seen is not asked about again
-    kind, _, rows, shape, dtype, weight_dtype, bias, recipe, needs_dx, needs_dw, waits = asked[0]
+    assert len(asked) == 1  # a known size is not looked up again
+    kind, _, rows, shape, dtype, weight_dtype, bias, recipe, needs_dx, needs_dw, host_time_factor = asked[0]
     assert (kind, rows, shape, bias, needs_dx, needs_dw) == ("cpu", 48, (24, 40), True, True, True)
-    assert waits == autotune.ALONE  # no other layer is there
+    assert host_time_factor == autotune.ALONE  # no other layer is there
     assert (dtype, weight_dtype, recipe) == (torch.float32, torch.float32, RECIPES["delayed"])
 
 
 def test_an_evaluation_does_not_decide_for_training(
     monkeypatch: pytest.MonkeyPatch, products: list[tuple[int, ...]]
 ) -> None:
-    """y alone gains nothing, the three products together do."""
+    """y alone is not faster in FP8, the three GEMMs together are."""
     pretend_measured(monkeypatch, lambda *key: PRODUCTS if key[-2] else ())
     model = kp.fp8.convert(linear())
     with torch.no_grad():
@@ -90,7 +90,7 @@ def test_a_layer_left_in_its_dtype_costs_one_comparison(monkeypatch: pytest.Monk
 
 
 def test_a_choice_for_one_dtype_does_not_hold_for_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Autocast is another one, where the weights are not narrow already."""
+    """Autocast changes the dtype unless the weights are 16-bit already."""
     asked: list[torch.dtype] = []
 
     def choice(*key: Any) -> tuple[str, ...]:
@@ -179,7 +179,7 @@ def test_weights_of_another_dtype_are_measured_again(monkeypatch: pytest.MonkeyP
 
 def test_fake_tensors_are_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
-    monkeypatch.setattr(fp8_module, "may_gain", lambda _: True)
+    monkeypatch.setattr(fp8_module, "may_have_matrix_units", lambda _: True)
     monkeypatch.setattr(autotune, "measured_choice", lambda call: asked.append(call) or Measured(64, (((), 1.0),)))
     with FakeTensorMode():
         fake = kp.fp8.convert(linear())
@@ -278,7 +278,7 @@ CHANGES: dict[str, Callable[[nn.Sequential], object]] = {
 def test_a_layer_left_in_its_dtype_is_measured_again_after_a_change(
     change: Callable[[nn.Sequential], object], monkeypatch: pytest.MonkeyPatch, products: list[tuple[int, ...]]
 ) -> None:
-    """Of the layer's device or format, or of its recipe."""
+    """A change of the layer's device, dtype or recipe."""
     pretend_measured(
         monkeypatch, lambda *key: () if (key[4], key[7].name) == (torch.float32, "delayed") else PRODUCTS
     )
@@ -303,7 +303,7 @@ SECONDS = {(): 10.0, ("y",): 9.0, ("y", "dx"): 8.0, ("dW",): 10.5}
     ("seconds", "best", "speedup"),
     [
         (SECONDS, ("y", "dx"), 1.25),
-        ({(): 10.0, ("y",): 9.9}, (), 1.0),  # not clearly
+        ({(): 10.0, ("y",): 9.9}, (), 1.0),  # within the noise
         ({(): 10.0, ("y",): 9.8}, ("y",), 10 / 9.8),
         ({(): 10.0, PRODUCTS: 12.0}, (), 1.0),
         ({(): 10.0}, (), 1.0),
@@ -318,14 +318,14 @@ def test_the_best_choice(seconds: dict[tuple[str, ...], float], best: tuple[str,
 
 @pytest.fixture
 def fabricated(monkeypatch: pytest.MonkeyPatch) -> list[LayerCall]:
-    """Measurements that are made up: the calls that were asked for."""
+    """Replace measurements by scripted ones; return the measured calls."""
     asked: list[LayerCall] = []
 
     def measure(call: LayerCall) -> Measured:
         asked.append(call)
         return Measured(call.rows, tuple(SECONDS.items()))
 
-    monkeypatch.setattr(autotune, "_kept", {})
+    monkeypatch.setattr(autotune, "_measurements", {})
     monkeypatch.setattr(autotune, "_measure", measure)
     return asked
 
@@ -343,10 +343,10 @@ def test_a_shape_is_measured_once(fabricated: list[LayerCall]) -> None:
 def test_a_later_process_reads_the_measurements(fabricated: list[LayerCall]) -> None:
     call = LayerCall(torch.device("cpu"), 64, (24, 40), torch.float32, torch.bfloat16, True, RECIPES["delayed"])
     first = measured_choice(call)
-    autotune._kept.clear()
+    autotune._measurements.clear()
     assert measured_choice(call) == first
     assert len(fabricated) == 1
-    measured_choice(call._replace(waits=1.3))
+    measured_choice(call._replace(host_time_factor=1.3))
     assert len(fabricated) == 2
 
 
@@ -355,7 +355,7 @@ def test_an_unreadable_measurement_is_repeated(fabricated: list[LayerCall]) -> N
     first = measured_choice(call)
     (kept,) = choice_cache.directory().iterdir()
     kept.write_text("{}")
-    autotune._kept.clear()
+    autotune._measurements.clear()
     with pytest.warns(choice_cache.ChoiceCacheWarning, match="is corrupt"):
         assert measured_choice(call) == first
     assert len(fabricated) == 2
@@ -367,16 +367,18 @@ def test_an_unreadable_measurement_is_repeated(fabricated: list[LayerCall]) -> N
 def test_a_single_layer_must_win_with_its_host_time(
     monkeypatch: pytest.MonkeyPatch, issuing: float, alone: tuple[str, ...], compiled: tuple[str, ...]
 ) -> None:
-    """A choice that is faster by itself is not taken where it would be slower by waiting for the CPU."""
-    monkeypatch.setattr(autotune, "_kept", {})
+    """A faster choice is not taken if the host time would make it slower."""
+    monkeypatch.setattr(autotune, "_measurements", {})
     monkeypatch.setattr(autotune, "_repeats", lambda *_: 1)
-    monkeypatch.setattr(autotune, "_seconds", lambda run, *_: 10.0 - len(run.args[0]))  # the more in 8 bits
+    monkeypatch.setattr(
+        autotune, "_seconds", lambda run, *_: 10.0 - len(run.args[0])
+    )  # faster with more GEMMs in FP8
     monkeypatch.setattr(torch.random, "fork_rng", lambda **_: contextlib.nullcontext())
-    monkeypatch.setattr(autotune, "_issuing", lambda *_: issuing)
+    monkeypatch.setattr(autotune, "_host_seconds", lambda *_: issuing)
     call = LayerCall(torch.device("cpu"), 64, (24, 40), torch.float32, torch.float32, True, RECIPES["tensorwise"])
     assert measured_choice(call).best == PRODUCTS
-    assert measured_choice(call._replace(waits=autotune.ALONE)).best == alone
-    assert measured_choice(call._replace(waits=autotune.ALONE * autotune.COMPILED)).best == compiled
+    assert measured_choice(call._replace(host_time_factor=autotune.ALONE)).best == alone
+    assert measured_choice(call._replace(host_time_factor=autotune.ALONE * autotune.COMPILED)).best == compiled
 
 
 def test_the_report_has_what_was_measured(fabricated: list[LayerCall]) -> None:
@@ -397,11 +399,11 @@ def test_the_report_has_what_was_measured(fabricated: list[LayerCall]) -> None:
 def test_the_report_of_a_layer_whose_input_needs_no_gradient(
     fabricated: list[LayerCall], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As the first layer of a model: what was measured without dx is its own, also beside another of its shape."""
-    monkeypatch.setattr(fp8_module, "may_gain", lambda _: True)
+    """The first layer of a model has measurements without dx, also next to another layer of its shape."""
+    monkeypatch.setattr(fp8_module, "may_have_matrix_units", lambda _: True)
     monkeypatch.setattr(
         autotune,
-        "_measured_products",
+        "_measured_gemms",
         lambda kind, _, *call: measured_choice(LayerCall(torch.device(kind), *call)).best,
     )
     measure = autotune._measure
@@ -432,14 +434,16 @@ def test_the_report_of_a_layer_whose_input_needs_no_gradient(
 def test_measuring_times_every_choice_that_a_recipe_allows(
     needs_dx: bool, needs_dw: bool, choices: set[tuple[str, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a processor, which has nothing to gain: only that each choice runs and is timed."""
-    monkeypatch.setattr(torch.random, "fork_rng", lambda **_: contextlib.nullcontext())  # it takes accelerators
+    """On a CPU, where FP8 is not faster: each choice runs and is timed."""
+    monkeypatch.setattr(
+        torch.random, "fork_rng", lambda **_: contextlib.nullcontext()
+    )  # fork_rng needs an accelerator
     monkeypatch.setattr(autotune, "_SECONDS_A_ROUND", 1e-6)
     recipe = RECIPES["delayed-high-wgrad"]
     call = LayerCall(
         torch.device("cpu"), 4, (8, 16), torch.float32, torch.float32, True, recipe, needs_dx, needs_dw
     )
-    measured = autotune._measure(call._replace(waits=1.0 if needs_dx else 0.0))
+    measured = autotune._measure(call._replace(host_time_factor=1.0 if needs_dx else 0.0))
     assert {choice for choice, _ in measured.seconds} == choices
     assert all(seconds > 0 for _, seconds in measured.seconds)
     assert measured.rows == 4
@@ -459,7 +463,7 @@ def test_rows_are_rounded_up_to_two_significant_bits(rows: int) -> None:
 
 @pytest.mark.parametrize("in_8", [PRODUCTS, ("dx", "dW"), ()])
 def test_what_was_measured_is_compiled(monkeypatch: pytest.MonkeyPatch, in_8: tuple[str, ...]) -> None:
-    """Also a SwiGLU, whose layers must agree."""
+    """Also in a SwiGLU, whose three layers must use the same GEMMs."""
     pretend_measured(monkeypatch, lambda *_: in_8)
     found = []
     for compiled in (False, True):

@@ -1,4 +1,4 @@
-"""fp8_cast: every byte, scale and count against a plain program written here from the format's encode."""
+"""fp8_cast: every byte, scale and count against an independent implementation in numpy."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from kernel_pytorch.ops.fp8_cast import Cast, fp8_cast, refusal, torch_kernel
 from kernel_pytorch.ops.fp8_cast.definition import GRANULARITIES, inverse_shape
 from kernel_pytorch.testing import interpreting, poisoned, pretend, test_device
 
-# Each kernel, and the formats of x: Triton's interpreter computes bfloat16 wrongly. It is slow and gets a share.
+# Each kernel, and the formats of x: Triton's interpreter computes bfloat16 wrongly. It is slow and gets a sample.
 KERNELS = {"torch": (torch.float32, torch.float16, torch.bfloat16)}
 HERE = "cuda" if torch.cuda.is_available() and not interpreting() else "cpu"
-"""Where Triton's kernel runs."""
+"""The device of the Triton kernel."""
 if HERE == "cuda" or interpreting():
     KERNELS["triton"] = (torch.float16, torch.float32) if interpreting() else KERNELS["torch"]
 RUNS = [(kernel, dtype) for kernel, dtypes in KERNELS.items() for dtype in dtypes]
@@ -63,7 +63,7 @@ def share(kernel: str, calls: Sequence[Any], most: int = 2) -> Sequence[Any]:
 
 
 def placed(x: torch.Tensor, kernel: str) -> torch.Tensor:
-    """Where the kernel runs, with the same strides."""
+    """Return x on the kernel's device, with the same strides."""
     if kernel == "torch":
         return x
     storage = x.untyped_storage().to(device=torch.device(HERE))
@@ -93,7 +93,7 @@ def exact_scale(amax: float, form: Format, power_of_two: bool) -> np.float32:
 
 
 def remembered(history: torch.Tensor, form: Format, power_of_two: bool) -> np.float32 | None:
-    """The scale from a history, if it has anything to say."""
+    """The delayed scale of a history, or None."""
     largest = max((entry for entry in history.tolist() if math.isfinite(entry)), default=0.0)
     return exact_scale(largest, form, power_of_two) / np.float32(2) if largest > 0 else None
 
@@ -160,20 +160,20 @@ def check_cast(
         assert (got_inverse.t() if granularity == "block" else got_inverse).is_contiguous()
     if not transposed:
         assert (cast.data_t.shape, cast.inverse_t.numel(), cast.counts[1].tolist()) == ((0, 0), 0, [0] * 4)
-    elif granularity in ("tensor", "square"):  # the scales agree, so the copies are each other's transpose
+    elif granularity in ("tensor", "square"):  # the scales agree, so data_t is the transpose of data
         np.testing.assert_array_equal(codes(cast.data_t), codes(cast.data).T)
     amax = np.abs(matrix[np.isfinite(matrix)]).max(initial=0)
     assert cast.amax.item() == amax
     if history is None:
         assert cast.next_history.shape == (0,)
-    else:  # to the bit, entries that are no numbers included; and the old one is left alone
+    else:  # bitwise, including NaN entries; the given history is not changed
         following = torch.cat([torch.tensor([amax]), kept[:-1]])
         assert torch.equal(cast.next_history.view(torch.int32), following.view(torch.int32))
         assert torch.equal(history.cpu().clone().view(torch.int32), kept.view(torch.int32))
     return cast
 
 
-# The cast itself, with a scale of 1: that of numbers whose largest is the format's, and of half of it remembered
+# The encoding with scale 1: an amax of the format's largest value, or half of it in the history
 
 
 @every_format
@@ -211,7 +211,7 @@ def around_every_value_and_tie(form: Format) -> np.ndarray:
 @every_format
 def test_float32_around_every_value_and_every_tie(kernel: str, form: Format) -> None:
     x = around_every_value_and_tie(form)
-    for scale in share(kernel, (1.0, 2.0**-60), 1):  # the larger numbers are exact as well
+    for scale in share(kernel, (1.0, 2.0**-60), 1):  # larger values are exact as well
         cast = check_cast(torch.from_numpy(x / np.float32(scale)), form, kernel=kernel)
         np.testing.assert_array_equal(codes(cast.data), form.encode(x))
         assert cast.inverse.item() == 1 / scale
@@ -231,7 +231,7 @@ def test_any_float32_bits_with_any_history(
 ) -> None:
     x = np.array(bits, dtype=np.uint32).view(np.float32).reshape(4, 6)
     history = np.array(entries, dtype=np.uint32).view(np.float32)
-    if near is not None or not entries:  # a magnitude that x may just fit or just not
+    if near is not None or not entries:  # an amax at the edge of the delayed scale
         amax = np.abs(x[np.isfinite(x)]).max(initial=0)
         history = np.append(np.minimum(history, amax / 8), np.minimum(amax / 4, 1e37) * np.float32(near or 2))
     remember = torch.from_numpy(history.astype(np.float32))
@@ -257,7 +257,7 @@ def test_odd_shapes(kernel: str, form: Format, granularity: str) -> None:
 @every_granularity
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_single_element(granularity: str, dtype: torch.dtype) -> None:
-    """On a GPU by Triton's kernel, but for squares: there an assembler stored a register that held nothing."""
+    """On a GPU by Triton's kernel, except with 128x128 scaling, which ptxas 12.8 miscompiles."""
     x = torch.tensor([[0.7]], dtype=dtype)
     check_cast(x, E4M3FN, granularity)
     choice = kp.explain(fp8_cast, x, "e4m3fn", granularity, transposed=True, device="nvidia/h200")
@@ -276,7 +276,7 @@ def test_empty_tensors(kernel: str, granularity: str) -> None:
     for shape in [(0, 0), (0, 5), (5, 0), (0, 128), (200, 0)]:
         cast = check_cast(torch.zeros(shape), E4M3FN, granularity, kernel)
         assert cast.inverse.eq(1).all()
-        if granularity == "tensor":  # a scale is defined without any number to use it for
+        if granularity == "tensor":  # the scale of an empty tensor is defined
             cast = check_cast(torch.zeros(shape), E4M3FN, kernel=kernel, history=[7.0, 3.0])
             assert cast.inverse.item() == 2 / 64
 
@@ -320,7 +320,7 @@ def test_zeros_have_scale_one_and_keep_their_sign(kernel: str, form: Format, gra
     cast = check_cast(x, form, granularity, kernel)
     assert cast.inverse.eq(1).all()
     assert cast.counts.tolist() == [[0, 0, 0, x.numel()]] * 2
-    x[3, 4] = 5  # the others of its group must still be zeros, and the other groups keep their scales
+    x[3, 4] = 5  # the rest of its group stays zero, and other groups keep their scales
     cast = check_cast(x, form, granularity, kernel)
     assert cast.data.float().count_nonzero() == 1
     assert cast.inverse.ne(1).sum() == 1
@@ -356,7 +356,7 @@ def outcome(cast: Cast) -> tuple[torch.Tensor, ...]:
 
 @every_form
 def test_one_element_exceeds_the_delayed_scale_and_nothing_is_clipped(kernel: str, form: Format) -> None:
-    x = random(130, 140).clamp(-2, 2)  # with a 2, just what a history of 1 has room for
+    x = random(130, 140).clamp(-2, 2)  # amax 2 is the largest that fits a history of 1
     cast = check_cast(x, form, kernel=kernel, history=[1.0])
     assert cast.saturated.tolist() == [0, 0]
     assert cast.inverse.item() == np.float32(2 / form.largest)
@@ -397,7 +397,7 @@ def test_a_guessed_scale_makes_no_difference(size: float, transposed: bool) -> N
 
 @every_form
 def test_the_edge_is_where_the_rounded_product_exceeds_the_largest(kernel: str, form: Format) -> None:
-    """float32(s * amax) decides: an exact product a little beyond the largest value still fits."""
+    """float32(s * amax) decides: an exact product slightly above the largest value still fits."""
     rounded_down = 0
     for h in share(kernel, random(8).abs().numpy(), 4):
         s = exact_scale(float(h), form, False) / np.float32(2)
@@ -420,7 +420,7 @@ def test_the_edge_is_where_the_rounded_product_exceeds_the_largest(kernel: str, 
 def test_a_history_without_positive_finite_entries_is_ignored(
     kernel: str, form: Format, power_of_two: bool
 ) -> None:
-    """Zeros, as on first use, and entries that are not finite or negative, which are left out of others as well."""
+    """Zeros (first use), non-finite and negative entries, which are also ignored among others."""
     x = random(9, 120).clamp(-2, 2)
     x[3, 4] = 2
     plain = fp8_cast(x, form.name, transposed=True, power_of_two=power_of_two)
@@ -460,14 +460,21 @@ def test_a_step_in_amplitude_is_requantized_in_its_own_call_and_recorded(
         outgrown.append(cast.saturated[0].item())
         inverses.append(cast.inverse.item())
         got = cast.data.double() * cast.inverse.double()
-        beside = cast.inverse.double() * form.smallest_subnormal  # and the rest are right to the format's precision
+        beside = cast.inverse.double() * form.smallest_subnormal  # the others have the format's precision
         assert ((got - x * step).abs() <= (x * step).abs() * 2.0**-form.mantissa_bits / 2 + beside).all()
     small, large = (exact_scale((x * step).abs().max().item(), form, power_of_two) for step in (1, 100))
     hundred = int(((x * 100).abs().numpy() * (small / np.float32(2)) > form.largest).sum())
     assert outgrown == [0, 0, max(hundred, 1000), 0, 0, 0]  # nearly all
     own, remembering, after = (np.float32(n) / s for n, s in ((1, small), (2, small), (2, large)))
     after = own if form.mantissa_bits == 3 else after  # a hundredth of the history is far below it in e4m3
-    assert inverses == [own, remembering, np.float32(1) / large, after, after, remembering]  # forgets after two
+    assert inverses == [
+        own,
+        remembering,
+        np.float32(1) / large,
+        after,
+        after,
+        remembering,
+    ]  # the history has two entries
 
 
 @every_form
@@ -490,7 +497,7 @@ def test_the_lower_edge_is_nine_binades_above_the_smallest_normal_number(kernel:
 
 @every_form
 def test_a_history_far_above_loses_less_than_a_decibel(kernel: str, form: Format) -> None:
-    """However far: the codes are then those of the tensor's own scale, and so are the counts."""
+    """Far below the history, data and counts are those of the tensor's own scale."""
     x = random(150, 140)
     x[0] *= 1e-5
     own, amax = fp8_cast(x, form.name, transposed=True), x.abs().max().item()
@@ -538,19 +545,19 @@ def same_bytes(left: tuple[torch.Tensor, ...], right: tuple[torch.Tensor, ...]) 
 
 @pytest.fixture(scope="module")
 def hard() -> torch.Tensor:
-    """Ordinary numbers, tiny ones, huge ones, zeros and what is not finite."""
+    """Ordinary, tiny, huge, zero and non-finite elements."""
     x = random(130, 140) * torch.logspace(-38, 30, 130)[:, None]
     x[7], x[9, 1], x[11, 2], x[13, 3] = 0, math.inf, -math.inf, -math.nan
     return x
 
 
-HISTORIES = ([1.0, math.nan], [1e31, 0.5], [0.0, 0.0])  # outgrown by `hard`, with room for it, and of first use
+HISTORIES = ([1.0, math.nan], [1e31, 0.5], [0.0, 0.0])  # exceeded by `hard`, with room for it, and empty
 
 
 @every_kernel
 @every_granularity
 def test_compiled_calls_give_the_same_bytes(kernel: str, granularity: str, hard: torch.Tensor) -> None:
-    """As users call it: the op stays whole in the graph that inductor compiles."""
+    """The public function: the op is one node in the graph that Inductor compiles."""
     if granularity not in share(kernel, GRANULARITIES, 1):
         pytest.skip("compiling is slow, and around the op it is the same")
 
@@ -570,13 +577,13 @@ def test_compiled_calls_give_the_same_bytes(kernel: str, granularity: str, hard:
 
 @every_format
 def test_the_kernel_itself_compiled_gives_the_same_bytes(form: Format, hard: torch.Tensor) -> None:
-    """The arithmetic, fused and vectorised by inductor."""
+    """The torch kernel itself, fused and vectorised by Inductor."""
     granularity = "tensor" if form.encoding == "fnuz" else "row"
     torch._dynamo.reset()
     compiled = torch.compile(torch_kernel.forward, fullgraph=True)
     for history in map(torch.tensor, HISTORIES) if granularity == "tensor" else (None,):
         arguments = (hard, form.name, granularity, True, history, False)
-        wanted = outputs(*arguments)  # first: what a format works out once, dynamo does not
+        wanted = outputs(*arguments)  # first, because Dynamo cannot trace the cached properties of a format
         same_bytes(compiled(kp.device("cpu"), *arguments), wanted)
     x = around_every_value_and_tie(form)
     codes_of, codes_t, *_ = compiled(kp.device("cpu"), torch.from_numpy(x), form.name, "tensor", True, None, False)

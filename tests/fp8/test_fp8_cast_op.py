@@ -1,4 +1,4 @@
-"""fp8_cast as an op of the table: results without numbers, gradients, its budget, devices, wrong arguments."""
+"""fp8_cast as an op of the registry: fake and meta tensors, gradients, budget, devices, wrong arguments."""
 
 from __future__ import annotations
 

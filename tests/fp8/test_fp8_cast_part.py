@@ -1,4 +1,4 @@
-"""The casts of the parts of a matrix, wherever they lie, are its cast."""
+"""The casts of a matrix's shards equal the cast of the matrix."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kernel_pytorch.testing import interpreting, pretend
 
 HERE = "cuda" if torch.cuda.is_available() else "cpu"
 KERNELS = [(torch.float32, None), (torch.bfloat16, None)]
-if interpreting():  # it computes bfloat16 wrongly
+if interpreting():  # Triton's interpreter computes bfloat16 wrongly
     KERNELS.append((torch.float32, "nvidia/h200"))
 
 

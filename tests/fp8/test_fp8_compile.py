@@ -1,4 +1,4 @@
-"""Converted models under torch.compile, and the cast of an input that several layers share."""
+"""Converted models under torch.compile, and layers that share the quantized data of their input."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_compiled_training_has_the_same_bits(recipe: str, fuse: bool) -> None:
     assert found[0][0] == found[1][0]
     same(found[0][1], found[1][1])
     if recipe == "delayed":
-        assert found[1][1]["first.counts"][0, 0, 0] > 0  # also where the input outgrew its history
+        assert found[1][1]["first.counts"][0, 0, 0] > 0  # also if the input exceeds the delayed scale
         assert (found[1][1]["mlp.down_proj.fp8_state"][:2, :3] > 0).all()
 
 
@@ -66,7 +66,7 @@ def test_compiled_by_inductor() -> None:
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 @pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "rowwise"])
 def test_several_forwards_before_a_backward(recipe: str, backend: str) -> None:
-    """As losses of pairs have them: the second has not changed what the first keeps, nor has its backward."""
+    """As in pairwise losses: the second forward and its backward do not change what the first has saved."""
     torch._dynamo.reset()
     found = []
     for compiled in (False, True):
@@ -79,14 +79,14 @@ def test_several_forwards_before_a_backward(recipe: str, backend: str) -> None:
         counts = {f"{n}.counts": layer.fp8_counts for n, layer in monitor_module.layers_of(model).items()}
         found.append({**gradients, **{f"x{i}": x.grad for i, x in enumerate(xs)}, **counts})
     for name, value in found[0].items():
-        if name.endswith("counts") and recipe != "delayed":  # whose backwards may come in another order
+        if name.endswith("counts") and recipe != "delayed":  # whose order of backwards does not matter
             assert torch.equal(found[1][name], value), name
         else:
             assert sqnr(found[1][name], value) > 20, name
 
 
 def test_a_compiled_call_follows_every_change_of_its_layer() -> None:
-    """It compares little before each call: what it does compare must be enough."""
+    """Its guards are few, and must be enough."""
     torch._dynamo.reset()
     layer = kp.fp8.convert(nn.Sequential(nn.Linear(16, 16, dtype=torch.bfloat16)), "delayed")[0]
     run = torch.compile(layer, fullgraph=True, backend="aot_eager")
@@ -172,7 +172,7 @@ def test_an_input_written_in_place_is_quantized_again(compiled: bool) -> None:
     assert input_numbers(model) == [6 * 16] * 3
     for y, layer, factor in zip(found, (model.q, model.k, model.v), (2, 6, 18), strict=True):
         assert sqnr(y, functional.linear(x * factor, layer.weight, layer.bias).detach()) > 20
-    # Without a new cast the check above fails: the last layer would see a ninth of its input.
+    # Without requantization the check above fails: the last layer would see a ninth of its input.
     assert sqnr(found[0] / 9, found[0]) < 20
 
 
@@ -180,7 +180,7 @@ def test_an_input_written_in_place_is_quantized_again(compiled: bool) -> None:
 def test_a_cast_is_not_shared_between_recipes_or_modes(compiled: bool) -> None:
     model = kp.fp8.convert(Projections(), "tensorwise")
     model.k.fp8_recipe = RECIPES["rowwise"]
-    model.v.weight.requires_grad_(False)  # needs no transposed copy
+    model.v.weight.requires_grad_(False)  # needs no transposed data
     compiled_if(compiled, model)(random(6, 16).requires_grad_())
     assert input_numbers(model) == [6 * 16] * 3
 
@@ -199,7 +199,7 @@ def _through_data(x: torch.Tensor) -> None:
 def test_an_input_buffer_that_is_refilled_is_quantized_again(
     fill: Callable[[torch.Tensor], None], training: bool, needs_grad: bool
 ) -> None:
-    """A batch in memory that a data loader fills anew."""
+    """An input buffer that a data loader refills."""
     model = kp.fp8.convert(linear(), "tensorwise").train(training)
     x = torch.ones(4, 40, requires_grad=needs_grad)
     with torch.set_grad_enabled(training):

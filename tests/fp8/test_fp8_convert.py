@@ -1,4 +1,4 @@
-"""kp.fp8.convert: whole models in 8 bits, against the models that they were; copies, ranks, the report."""
+"""kp.fp8.convert: whole models in FP8 against the originals; copies, ranks, the report."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_reverting_restores_the_model(recipe: str) -> None:
         kp.fp8.convert(model, recipe)
         assert everything() != before
         in_8_bits = results(model, x)
-        assert torch.equal(in_8_bits["y"], plain["y"]) == (recipe == "auto")  # a processor has no 8-bit units
+        assert torch.equal(in_8_bits["y"], plain["y"]) == (recipe == "auto")  # a CPU has no FP8 matrix units
         assert kp.fp8.revert(model) is model
         assert everything() == before
         assert list(model.state_dict()) == keys
@@ -170,7 +170,7 @@ def test_a_subclass_is_not_converted() -> None:
 
 
 class LoRALinear(nn.Linear):
-    """As many write it: an nn.Linear that does more."""
+    """An nn.Linear subclass with LoRA matrices."""
 
 
 LEFT_ALONE = {
@@ -222,7 +222,7 @@ def test_a_reason_is_given_once_for_all_layers_that_have_it() -> None:
 
 
 def test_selected_layers_that_cannot_be_converted() -> None:
-    """The function is asked about each nn.Linear alone, so the warning has the reasons for all others."""
+    """The function is called for each nn.Linear only, so the warning has the reasons for all other modules."""
     model = nn.Sequential(*(LoRALinear(8, 8) for _ in range(5)), nn.Linear(8, 8))
     text = "nothing was converted, .* an nn.Linear; 0-4 \\(LoRALinear is a subclass of nn.Linear, whose"
     with pytest.warns(UserWarning, match=text):
@@ -251,7 +251,7 @@ def test_tied_weights(recipe: str) -> None:
     assert not torch.equal(model(random(64, 64)), before)
 
 
-# Against the model as it was
+# Against the original model
 
 
 @every_recipe
@@ -265,7 +265,7 @@ def test_a_layer_is_within_20_decibels_of_the_original(recipe: Recipe, shape: tu
         assert sqnr(value, exact[name]) >= 20, (name, sqnr(value, exact[name]))
     for name in ("y", "x", "0.weight"):
         high = "dW" in recipe.high_precision and name == "0.weight"
-        assert (sqnr(found[name], exact[name]) > 60) == high  # it was in 8 bits
+        assert (sqnr(found[name], exact[name]) > 60) == high  # otherwise it was in FP8
 
 
 @every_recipe
@@ -289,7 +289,7 @@ def test_a_model_is_close_to_the_original(recipe: Recipe) -> None:
     exact = results(block(), random(128, 24))
     assert found.keys() == exact.keys()
     for name, value in found.items():
-        assert sqnr(value, exact[name]) > 12, (name, sqnr(value, exact[name]))  # noise adds up over the layers
+        assert sqnr(value, exact[name]) > 12, (name, sqnr(value, exact[name]))  # noise accumulates over the layers
 
 
 @every_recipe
@@ -518,7 +518,7 @@ def test_a_report_names_gemms_without_matrix_units(
         ("delayed-high-wgrad", (3, 32, 5), True, "N = 5"),
         ("delayed", (1000, 32, 48), True, "M = 1000"),
         ("delayed", (32, 32, 48), False, ""),
-        ("blockwise", (3, 17, 5), True, ""),  # multiplied in float32
+        ("blockwise", (3, 17, 5), True, ""),  # computed in float32
     ],
 )
 def test_a_report_names_padded_sizes(recipe: str, sizes: tuple[int, int, int], needs_dx: bool, filled: str) -> None:

@@ -39,14 +39,14 @@ def test_a_jump_is_requantized_in_its_own_step() -> None:
         assert sqnr(value, exact[name]) >= 20, name
     assert model[0].fp8_state[0, 0] == x.abs().max()
     results(model, x.clone(), dy.clone())
-    assert torch.equal(model[0].fp8_counts[:, :, 0], counts[:, :, 0])  # remembered
+    assert torch.equal(model[0].fp8_counts[:, :, 0], counts[:, :, 0])  # no further saturation
 
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("recipe", ["delayed", "delayed-e4m3"])
 @pytest.mark.parametrize("place", ["input", "gradient"])
 def test_one_outlier_costs_its_own_step_alone(recipe: str, place: str, compiled: bool) -> None:
-    """The amax history holds it for 16 steps; each of them is as with scales from the current amax."""
+    """The amax history contains it for 16 steps; each of them equals scaling by the current amax."""
     current = dataclasses.replace(RECIPES[recipe], name="current", delayed=False)
     found: dict[str, list[list[float]]] = {}
     for how in (recipe, current):
@@ -63,7 +63,7 @@ def test_one_outlier_costs_its_own_step_alone(recipe: str, place: str, compiled:
             found.setdefault(str(how), []).append(decibels)
     for number, (delayed, wanted) in enumerate(zip(*found.values(), strict=True)):
         assert number == 2 or min(wanted) > 20
-        budget = 2 if number == 2 else 1  # the outlier's row is nearly all of that step's result
+        budget = 2 if number == 2 else 1  # the outlier's row dominates that step's result
         lost = [other - one for one, other in zip(delayed, wanted, strict=True)]
         assert max(lost) < budget, (number, lost)
 
@@ -224,7 +224,7 @@ def test_evaluation_changes_no_history(fuse: bool) -> None:
     model.train()
     with torch.no_grad():
         model(random(8, 24))
-    assert not torch.equal(histories(model)["first"], before["first"])  # in training mode every cast counts
+    assert not torch.equal(histories(model)["first"], before["first"])  # training updates the histories
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
@@ -240,10 +240,10 @@ def test_activation_checkpointing_updates_state_once_per_forward(reentrant: bool
         layers = monitor_module.layers_of(model)
         found.append({name: (layer.fp8_state, layer.fp8_counts) for name, layer in layers.items()})
     for name, (state, counts) in found[0].items():
-        if name == "mlp.up_proj":  # shares the cast of another, where a gradient is recorded
+        if name == "mlp.up_proj":  # shares the quantized input of another layer if gradients are recorded
             continue
         assert torch.equal(found[1][name][0][0], state[0]), name
-        # Of inputs, as they are: weights may be cast again, and a forward without gradients turns nothing.
+        # Compare data of inputs only: weights may be quantized again, and without gradients there is no data_t.
         assert torch.equal(found[1][name][1][0, 0], counts[0, 0]), name
 
 

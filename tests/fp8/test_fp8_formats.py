@@ -1,4 +1,4 @@
-"""The 8-bit formats: every code, every tie and every edge, against definitions written out here in fractions."""
+"""FP8 formats: every code, tie and edge against the specifications, in exact fractions."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from kernel_pytorch.hardware_abstraction.formats import (
 
 every_format = pytest.mark.parametrize("form", FORMATS.values(), ids=str)
 
-# Bits of exponent and mantissa, bias, and the codes that are not numbers, as the specifications list them.
+# Bits of exponent and mantissa, bias, and the codes of NaN and infinity, from the specifications.
 SPECIFIED = {
     "e4m3fn": (4, 3, 7, {0x7F, 0xFF}, set()),
     "e5m2": (5, 2, 15, {0x7D, 0x7E, 0x7F, 0xFD, 0xFE, 0xFF}, {0x7C, 0xFC}),
@@ -57,7 +57,7 @@ POSITIVE = {
 
 
 def exact_code(form: Format, number: float) -> int:
-    """Nearest of all values by comparing distances, ties to the even code; the slow definition."""
+    """Nearest of all values by comparing distances, ties to the even code."""
     fnuz = form.name.endswith("fnuz")
     if not math.isfinite(number):
         return 0x80 if fnuz else 0x7F
@@ -133,7 +133,7 @@ def test_every_value_encodes_to_its_code(form: Format) -> None:
     codes = form.encode(form.values)
     assert codes.dtype == np.uint8
     np.testing.assert_array_equal(codes[numbers], np.flatnonzero(numbers))
-    assert (codes[~numbers] == form.nan_code).all()  # infinities too, where the format has them
+    assert (codes[~numbers] == form.nan_code).all()  # including infinities, if the format has them
 
 
 @every_format
@@ -146,7 +146,7 @@ def test_between_neighbours_the_middle_goes_to_the_even_code_and_the_rest_to_the
         assert (exact == middle).all()
         for sign in (1, -1):
             bit = 0x80 if sign < 0 else 0
-            zero = 0 if form.name.endswith("fnuz") else bit  # what a negative number that underflows becomes
+            zero = 0 if form.name.endswith("fnuz") else bit  # the code of a negative underflow
             expected = [
                 (exact, low + low % 2),
                 (np.nextafter(exact, kind(0)), low),

@@ -1,4 +1,4 @@
-"""fp8_linear: its three products against float64 of the dequantised operands, and against float32."""
+"""fp8_linear: its three GEMMs against float64 of the dequantized operands, and against float32."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ every_recipe = pytest.mark.parametrize("recipe", RECIPES.values(), ids=str)
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 SHAPES = [(7, 37, 11), (130, 257, 129), (1, 1, 1), (5, 128, 1), (3, 1, 200), (64, 256, 128)]
 LONG = [(3, 32768, 4), (3, 4, 32768), (32768, 3, 4)]
-"""One product of each has a long sum: y, dx, dW."""
+"""Shapes with a long reduction in y, dx or dW."""
 
 
 @every_recipe
@@ -85,7 +85,7 @@ def test_long_reductions(name: str) -> None:
     for number, (m, k, n) in enumerate(LONG):
         x, weight, _ = leaves(m, k, n)
         dy = random(m, n, seed=3)
-        product = ("y", "dx", "dweight")[number]  # the one with the long sum
+        product = ("y", "dx", "dweight")[number]  # the one with the long reduction
         within_budget(step(recipe, x, weight, None, dy)[number], casts(recipe, x, weight, dy)[product])
 
 
@@ -159,12 +159,12 @@ def test_strides_do_not_matter(recipe: Recipe) -> None:
         x.requires_grad_(False), weight.requires_grad_(False)
 
 
-# What is computed, kept and counted
+# Computed GEMMs, saved tensors and counts
 
 
 @pytest.fixture
 def products(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
-    """The shape and the sums of every 8-bit product that is computed."""
+    """The shape and accumulation of every FP8 GEMM."""
     seen: list[tuple[Any, ...]] = []
 
     def watched(a: torch.Tensor, b: torch.Tensor, *rest: Any) -> torch.Tensor:
@@ -254,7 +254,7 @@ def test_a_non_finite_element_makes_exactly_the_dependent_elements_nan(recipe: R
         values[where][1, 2] = bad
         x, weight, bias, dy = values.values()
         found = step(recipe, x.requires_grad_(), weight.requires_grad_(), bias, dy)
-        # What is finite is what comes out where the bad number is zero instead.
+        # Finite elements equal the result with zero in place of the bad element.
         for value in found:
             assert (value.isfinite() | value.isnan()).all() or "dW" in recipe.high_precision
         return [(~value.isfinite()).nonzero().tolist() for value in found]
@@ -273,7 +273,7 @@ def test_runs_are_bitwise_repeatable(recipe: Recipe) -> None:
         assert torch.equal(one, two)
 
 
-# Modes of torch
+# torch.compile, checkpointing, autocast
 
 
 @every_recipe
@@ -292,7 +292,7 @@ def test_compiled_whole_with_the_same_bits_and_counts(recipe: Recipe) -> None:
     for function in (run, torch.compile(run, fullgraph=True, backend="aot_eager")):
         counts, state = torch.zeros(COUNTS_SHAPE, dtype=torch.int64), torch.zeros(STATE_SHAPE)
         found = []
-        for size in (1.0, 1.5, 30.0):  # the last outgrows the history of a delayed recipe
+        for size in (1.0, 1.5, 30.0):  # the last exceeds the delayed scale
             given = x.detach().mul(size).requires_grad_()
             y = function(given, weight, bias, counts, state)
             found += [y, *torch.autograd.grad(y, (given, weight, bias), dy)]
@@ -437,7 +437,7 @@ def test_a_recipe_without_a_matching_gemm_is_refused() -> None:
 def test_every_set_of_gemms_in_high_precision(
     name: str, high: tuple[str, ...], products: list[tuple[Any, ...]]
 ) -> None:
-    """A product named is that of the matrices as they are, to the bit; the others that of the 8-bit operands."""
+    """The named GEMMs take the unquantized matrices, bit for bit; the others the quantized operands."""
     recipe = dataclasses.replace(RECIPES[name], high_precision=high)
     assert recipe.low_precision == tuple(product for product in ("y", "dx", "dW") if product not in high)
     x, weight, _ = leaves(9, 150, 20)
@@ -477,7 +477,7 @@ def test_state_has_the_amax_of_the_last_16_steps(name: str) -> None:
 
 
 def test_scales_come_from_the_state() -> None:
-    """With a history of 4, x is rounded with the scale of amax 8: other numbers than with a scale of its own."""
+    """With a history of 4, x is quantized with the scale of amax 8 and not with its own."""
     x, weight, _ = leaves(6, 40, 8)
     state = torch.zeros(STATE_SHAPE)
     state[:, 3] = 4.0

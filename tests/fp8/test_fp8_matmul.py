@@ -1,4 +1,4 @@
-"""fp8_matmul: against float64 of the dequantised operands, with the error bound of sums in float32."""
+"""fp8_matmul: against float64 of the dequantized operands, with the error bound of float32 accumulation."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def random(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 def spread(inverse: torch.Tensor, granularity: str, rows: int, columns: int) -> torch.Tensor:
-    """The inverse scale of every number, one after another."""
+    """The inverse scale of every element, in a loop."""
     exact = torch.empty(rows, columns, dtype=torch.float64)
     height, width = {"tensor": (0, 0), "row": (1, 0), "block": (1, 128), "square": (128, 128)}[granularity]
     for i in range(rows):
@@ -48,7 +48,7 @@ def spread(inverse: torch.Tensor, granularity: str, rows: int, columns: int) -> 
 def operands(
     m: int, k: int, n: int, pair: tuple[str, str], formats: tuple[str, str] = ("e4m3fn", "e4m3fn"), seed: int = 0
 ) -> tuple[torch.Tensor, ...]:
-    """Cast matrices whose rows and columns differ in size, which scales of the wrong number would show."""
+    """Quantize matrices whose rows and columns differ in size, so that wrong scales are found."""
     drawn = []
     for number, (rows, granularity, name) in enumerate(zip((m, n), pair, formats, strict=True)):
         x = random(rows, k, seed=seed + number) * torch.logspace(-2, 1, k) * torch.logspace(-3, 0, rows)[:, None]
@@ -65,7 +65,7 @@ def check_product(
     pair: tuple[str, str],
     **options: Any,
 ) -> None:
-    """Every number within the bound of its own sum: rounding of K additions, of the scales and of the result."""
+    """Check every element against its bound: rounding of K additions, of the scales and of the result."""
     exact_a = a.double() * spread(inverse_a, pair[0], *a.shape)
     exact_b = b.double() * spread(inverse_b, pair[1], *b.shape)
     exact, sizes = exact_a @ exact_b.t(), exact_a.abs() @ exact_b.abs().t()
@@ -124,7 +124,7 @@ def test_a_cpu_accumulates_in_float32_whatever_is_allowed(pair: tuple[str, str])
 
 @every_pair
 def test_the_budget_grows_with_the_loss_of_accumulation(pair: tuple[str, str]) -> None:
-    """Fewer bits in the accumulators, or for more of the sum: a larger budget, and one that is not boundless."""
+    """Fewer accumulator bits, or for more of the reduction: a larger, but bounded budget."""
     a, b, inverse_a, inverse_b = operands(3, 2048, 5, pair, seed=3)
     arguments = {"a": a, "b": b, "inverse_a": inverse_a, "inverse_b": inverse_b, "dtype": "float32"}
     budgets = {}
@@ -133,7 +133,7 @@ def test_the_budget_grows_with_the_loss_of_accumulation(pair: tuple[str, str]) -
         assert not exceeded(found), exceeded(found)
         budgets[sums] = found[0].budget
     assert 10 * budgets["float32"] < budgets["promoted"] <= budgets["fast"] < 0.05
-    if pair[0] in ("tensor", "row"):  # the scales of blocks are added up in float32 whatever is allowed
+    if pair[0] in ("tensor", "row"):  # block scaling is always promoted
         assert budgets["promoted"] < budgets["fast"]
 
 
@@ -229,7 +229,7 @@ def test_nan_affects_its_row_or_column_only(pair: tuple[str, str]) -> None:
     "exponents", [(100, -100), (-100, 120), (-100, -3), (-3, -100), (125, -100), (-60, -66)], ids=str
 )
 def test_extreme_scales_lose_no_accuracy(pair: tuple[str, str], exponents: tuple[int, int]) -> None:
-    """Where float32 holds the result, scales whose product or partial product it cannot hold do not spoil it."""
+    """If the result fits float32, intermediate products of scales that do not fit must not spoil it."""
     near = operands(5, 200, 9, pair)
     wanted = fp8_matmul(*near, "float32").double() * 2.0 ** sum(exponents)
     far = [inverse * 2.0**exponent for inverse, exponent in zip(near[2:], exponents, strict=True)]
@@ -237,7 +237,7 @@ def test_extreme_scales_lose_no_accuracy(pair: tuple[str, str], exponents: tuple
     assert inside.any()
     assert all(scale.isfinite().all() and (scale > 1e-37).all() for scale in far)
     out = fp8_matmul(*near[:2], *far, "float32").double()
-    # Small blocks of a sum may underflow: beside the result they are below float32's rounding of it.
+    # Small blocks may underflow: they are below the rounding of the result.
     torch.testing.assert_close(out[inside], wanted[inside], rtol=1e-6, atol=0)
 
 
@@ -270,7 +270,7 @@ def test_autocast_does_not_round_the_accumulation(pair: tuple[str, str]) -> None
         assert torch.equal(fp8_matmul(*values, "float32"), plain)
 
 
-# Choice, modes of torch and wrong arguments
+# Selection, torch.compile and wrong arguments
 
 
 def test_a_pair_of_granularities_follows_from_the_shapes() -> None:
@@ -306,7 +306,7 @@ def test_scaled_mm_gives_the_reason_for_a_refusal() -> None:
         "takes scales of squares for K in multiples of 512, and K is 768"
     )
     assert refusal(0, 32, 48, tensor, "nvidia/h200") == "has nothing to multiply"
-    assert refusal(3, 7, 5, tensor, "nvidia/h200") is None  # filled up
+    assert refusal(3, 7, 5, tensor, "nvidia/h200") is None  # padded
     assert refusal(3, 7, 5, row, "nvidia/h200", sums="fast") is None
     assert refusal(3, 32, 48, tensor, "nvidia/h200", sums="float32") == (
         "adds up in the accumulators of sm_90, and the call asks for float32; use sums='promoted'"

@@ -1,4 +1,4 @@
-"""The monitor of converted models: layers that fall back, and numbers that are not finite."""
+"""The monitor of converted models: layers that fall back, and non-finite elements."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_a_layer_that_keeps_underflowing_falls_back(recipe: str, tmp_path: Path)
     kp.fp8.convert(model, recipe, monitor=2)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        steps(model, 6)  # three intervals, and the last is looked at a step later
+        steps(model, 6)  # three intervals; the last is evaluated a step later
     assert model[0][0].fp8_fallback is None
     with pytest.warns(UserWarning, match=r"layer '0\.0' falls back to float32: input: 9\d% of the elements"):
         steps(model, 1)
@@ -52,7 +52,7 @@ def test_a_layer_that_keeps_underflowing_falls_back(recipe: str, tmp_path: Path)
     assert rows["0.0"].products == dict.fromkeys(PRODUCTS, "fp32")
     assert rows["1"].products == dict.fromkeys(PRODUCTS, "fp8")
     assert "fell back: input" in str(kp.fp8.report(model))
-    # It travels.
+    # The state dict has it.
     torch.save({"model": model.state_dict(), "fp8": kp.fp8.state_dict(model)}, tmp_path / "model.pt")
     other = kp.fp8.convert(nn.Sequential(linear(24, 16, seed=1), nn.Linear(16, 4)), recipe)
     saved = torch.load(tmp_path / "model.pt")
@@ -62,7 +62,7 @@ def test_a_layer_that_keeps_underflowing_falls_back(recipe: str, tmp_path: Path)
     assert other[1].fp8_fallback is None
     assert torch.equal(other[0](x), first)
     assert "fell back" in str(kp.fp8.report(other))
-    # And a checkpoint without it takes it back.
+    # Loading a checkpoint without it resets it.
     other.load_state_dict(saved["model"])
     assert other[0][0].fp8_fallback is None
 
@@ -86,7 +86,7 @@ def test_reports_do_not_count_as_intervals(reports: str) -> None:
                 steps(model, 1)
                 kp.fp8.report(model)
             assert model[0].fp8_fallback is None
-        else:  # what the second finds is empty, and is taken for a good interval
+        else:  # the second report finds no counts, which is a good interval
             for _ in range(5):
                 steps(model, 4)
                 kp.fp8.report(model), kp.fp8.report(model)
@@ -132,7 +132,7 @@ def test_a_non_finite_tensor_is_named(tensor: str) -> None:
             with torch.no_grad():
                 model[0][0].weight[3, 3] = math.inf if tensor == "weight" and number == 1 else 0.1
             model(x).backward(dy)
-            optimizer.zero_grad()  # a gradient that is not finite must not reach the weight
+            optimizer.zero_grad()  # a non-finite gradient must not reach the weight
             optimizer.step()
             assert bool(caught) == (number >= 3)
     (warning,) = caught
@@ -216,7 +216,7 @@ def test_no_monitor_no_action() -> None:
         warnings.simplefilter("error")
         steps(model, 12)
     assert model[0].fp8_fallback is None
-    assert kp.fp8.report(model).layers[0].stats["input"].failed is not None  # it was counted all the same
+    assert kp.fp8.report(model).layers[0].stats["input"].failed is not None  # it was counted
 
 
 @pytest.mark.parametrize("make", [linear, block])

@@ -1,4 +1,4 @@
-"""RMSNorm before 8-bit layers: which modules are fused, and that fusing changes no number."""
+"""RMSNorm before FP8 layers: which modules are fused, and that fusion changes no result."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from kernel_pytorch.testing.devices import interpreting, pretend
 pytestmark = pytest.mark.usefixtures("one_thread", "own_monitors")
 
 
-# Which modules they are
+# Matching
 
 
 class OnePlus(Llama):
@@ -99,7 +99,7 @@ def test_hugging_faces_norm() -> None:
     net = kp.fp8.convert(pair(norm=modeling.LlamaRMSNorm(40, eps=1e-5)), "tensorwise")
     assert caster_of(net[0]).eps == "variance_epsilon"
     for eps in (1e-5, 0.25):
-        net[0].variance_epsilon = eps  # it is the module's own as before
+        net[0].variance_epsilon = eps  # the module's eps applies
         x = random(9, 40).requires_grad_()
         y = net[0](x)
         assert type(y.grad_fn).__name__ == "_NormBackward"
@@ -118,7 +118,7 @@ def test_the_eps_that_torch_takes_for_none(dtype: torch.dtype) -> None:
         kp.fp8.revert(net)
 
 
-# That fusing changes no number
+# Fusion changes no result
 
 
 @both_recipes
@@ -126,7 +126,7 @@ def test_the_eps_that_torch_takes_for_none(dtype: torch.dtype) -> None:
 def test_training_has_the_same_bits_with_the_cast_and_without(
     recipe: str, norm: Callable[[int], nn.Module], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Gradients, counts and histories too, also in the step where everything is a hundred times as large."""
+    """Including gradients, counts and histories, and a step in which everything is a hundred times larger."""
     found = []
     for cast in (True, False):
         net = kp.fp8.convert(model(norm=norm), recipe)
@@ -242,10 +242,10 @@ def test_an_outdated_request_is_dropped() -> None:
     for _ in range(3):
         net[1](net[0](random(9, 40).requires_grad_()).mul_(3))
     assert caster_of(net[0]).layer() is None
-    assert net[1].fp8_counts[0, 0, 3] == (3 + 1 + 3) * 360  # one for nobody
+    assert net[1].fp8_counts[0, 0, 3] == (3 + 1 + 3) * 360  # one was not used
 
 
-# What is left to torch
+# Calls left to torch
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -294,12 +294,12 @@ def test_meta_tensors() -> None:
         assert net(torch.empty(3, 40)).shape == (3, 24)
 
 
-# The path of a GPU
+# The prepared kernels of a GPU
 
 
 @both_recipes
 def test_triton_writes_counts_and_histories_in_place(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU, where no tensor is added or copied: here in the interpreter."""
+    """As on a GPU, without adding or copying tensors; here in the interpreter."""
     if not interpreting():
         pytest.skip("needs TRITON_INTERPRET=1")
     found = []

@@ -1,4 +1,4 @@
-"""RMSNorm before 8-bit layers: whose cast a norm makes, that nobody's is made, and the report."""
+"""RMSNorm before FP8 layers: which layer's cast a norm serves, unused casts, and the report."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from kernel_pytorch.fp8.rms_norm import _OUTPUT, CastingNorm
 pytestmark = pytest.mark.usefixtures("one_thread", "own_monitors")
 
 
-# Whose cast is made, and when not
+# Which casts are served
 
 
 @both_recipes
@@ -199,7 +199,7 @@ def test_auto_fuses_between_steps(
 
 
 def test_auto_does_not_fuse_a_norm_that_the_op_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 16 bits under autocast, which may give 32."""
+    """A 16-bit input under autocast, where the norm may return float32."""
     pretend_measured(monkeypatch, lambda *_: PRODUCTS)
     net = kp.fp8.convert(pair())
     optimizer = torch.optim.SGD(net.parameters(), lr=0.0)

@@ -1,4 +1,4 @@
-"""RMSNorm before 8-bit layers inside torch.compile: layers cast what the norm is made of."""
+"""RMSNorm before FP8 layers under torch.compile: layers quantize from the norm's inputs."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.usefixtures("one_thread", "own_monitors")
 
 
 def compiled(net: Any) -> tuple[Any, list[Any]]:
-    """A compiled function, and what its operators in 8 bits are given as the reciprocals of root mean squares."""
+    """Return a compiled function, and the rstd arguments of its FP8 operators."""
     torch._dynamo.reset()
     given: list[Any] = []
 
@@ -65,7 +65,7 @@ NORMS: dict[str, Callable[[int], nn.Module]] = {
 
 @pytest.mark.parametrize("norm", NORMS.values(), ids=NORMS)
 def test_training_is_as_without_fusing(norm: Callable[[int], nn.Module]) -> None:
-    """But for the last bits of a norm's gradients; also when the norm's output does not fit its history."""
+    """Except for the last bits of a norm's gradients; also if the norm's output exceeds the delayed scale."""
     found = []
     for fuse in (True, False):
         net = kp.fp8.convert(model(norm=norm), "delayed", fuse_norm=fuse)
@@ -126,7 +126,7 @@ def test_a_norm_before_fp8_layers_refuses_transforms() -> None:
 
 
 class Meddling(nn.Module):
-    """Something happens between a norm and the layer behind it."""
+    """A norm, an operation on its output, and a layer."""
 
     def __init__(self, between: Callable[[torch.Tensor, torch.Tensor], Any]) -> None:
         super().__init__()

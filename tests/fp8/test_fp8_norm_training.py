@@ -1,4 +1,4 @@
-"""RMSNorm before 8-bit layers: activation checkpointing, copies, state dicts, ranks."""
+"""RMSNorm before FP8 layers: activation checkpointing, copies, state dicts, ranks."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.usefixtures("one_thread", "own_monitors")
 @both_recipes
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_activation_checkpointing(recipe: str, reentrant: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The layer behind the last norm lies outside of what is repeated."""
+    """The layer after the last norm is outside of the recomputed region."""
     found = []
     for cast in (True, False):
         net = kp.fp8.convert(model(checkpointing=reentrant), recipe)

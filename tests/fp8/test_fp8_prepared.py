@@ -1,4 +1,4 @@
-"""Prepared kernels: what ``dispatch.prepared`` serves, and that it computes what the registry's kernels do."""
+"""Prepared kernels: the calls that ``dispatch.prepared`` serves, with the results of the registry's kernels."""
 
 from __future__ import annotations
 

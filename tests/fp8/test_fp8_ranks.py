@@ -1,4 +1,4 @@
-"""What converted layers remember on several ranks: made the same, saved, and gone on with bit for bit."""
+"""FP8 state on several ranks: synchronized, saved, and resumed bit for bit."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ RANKS = 2
 
 
 def of_rank(group: Any, number: int) -> torch.Tensor:
-    """Data that is larger by rank, so that histories differ."""
+    """Data scaled by rank, so that histories differ."""
     return batch(group, number) * (1 + 3 * dist.get_rank(group))
 
 
 def trained(group: Any, model: nn.Module, numbers: range) -> list[torch.Tensor]:
-    """With batches of each rank's own; outputs, and the parameters at the end."""
+    """Train with each rank's own batches; return outputs and the final parameters."""
     optimizer, found = torch.optim.SGD(model.parameters(), lr=0.05), []
     for number in numbers:
         y = model(of_rank(group, number))
@@ -36,7 +36,7 @@ def trained(group: Any, model: nn.Module, numbers: range) -> list[torch.Tensor]:
 
 
 def histories(group: Any, model: nn.Module) -> list[torch.Tensor]:
-    """Of all layers, by rank."""
+    """The histories of all layers, by rank."""
     mine = torch.stack([layer.fp8_state for layer in layers_of(model)])
     found = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
     dist.all_gather(found, mine, group=group)
@@ -44,7 +44,7 @@ def histories(group: Any, model: nn.Module) -> list[torch.Tensor]:
 
 
 def resumes(group: Any, how: str, folder: str) -> None:
-    """A run that is resumed goes on as the one that saved, which has not stopped."""
+    """A resumed run equals the run that saved and continued."""
 
     def model_of(case: Case) -> tuple[Any, Any]:
         if how != "ddp":
@@ -58,7 +58,7 @@ def resumes(group: Any, how: str, folder: str) -> None:
     trained(group, model, range(5))
     before = histories(group, inner)
     assert not torch.equal(before[0], before[1])
-    falls_back = how != "gathered"  # there ranks follow each other by themselves, a forward later
+    falls_back = how != "gathered"  # gathered weights synchronize the fallback themselves, a forward later
     if falls_back and dist.get_rank(group) == 1:
         layers_of(inner)[-1].fp8_fallback = "this rank's own"
     assert kp.fp8.synchronize(inner, group) is inner

@@ -1,4 +1,4 @@
-"""fp8_rms_norm: y against float64, its copies against fp8_cast of that y to the byte, counts and histories."""
+"""fp8_rms_norm: y against float64, its data byte for byte against fp8_cast of y, counts and histories."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def codes(data: torch.Tensor) -> torch.Tensor:
 
 
 def check_cast(found: Normal, number_format: str, **how: Any) -> None:
-    """What was made of y beside it is what fp8_cast makes of y, to the byte."""
+    """Compare the quantized outputs with fp8_cast of y, byte for byte."""
     wanted = fp8_cast(found.y, number_format, kernel="torch", **how)
     for name in ("data", "data_t", "inverse", "amax", "counts", "next_history"):
         mine, other = getattr(found, name), getattr(wanted, name)
@@ -37,7 +37,7 @@ def check_cast(found: Normal, number_format: str, **how: Any) -> None:
         assert torch.equal(codes(mine.flatten()), codes(other.flatten())), name
 
 
-# The copies of y.
+# The quantized data of y.
 
 HISTORIES = {
     "no history": None,
@@ -73,13 +73,13 @@ def test_formats(kernel: str, form: Any, dtype: torch.dtype) -> None:
 
 
 def test_y_is_rounded_before_it_is_cast(kernel: str) -> None:
-    """In bfloat16 by the torch kernel, for Triton's interpreter rounds it wrongly; in float16 by both."""
+    """The torch kernel in bfloat16, which Triton's interpreter rounds wrongly; both in float16."""
     for dtype in (torch.float16, *((torch.bfloat16,) if kernel == "torch" or HERE == "cuda" else ())):
         x = random(90, 200, dtype=dtype)
         found = fp8_rms_norm(x, kernel=kernel)
         check_cast(found, "e4m3fn")
         wide = fp8_rms_norm(x.float(), kernel=kernel)
-        assert not torch.equal(codes(found.data), codes(wide.data))  # rounded once alone, some codes are others
+        assert not torch.equal(codes(found.data), codes(wide.data))  # without the rounding of y, some codes differ
 
 
 @pytest.mark.parametrize("history", [None, [8.0], [0.5]], ids=str)
@@ -90,7 +90,7 @@ def test_non_finite_elements(kernel: str, history: list[float] | None) -> None:
     how: dict[str, Any] = {"transposed": True, "history": None if history is None else numbers(*history)}
     found = fp8_rms_norm(x, weight, kernel=kernel, **how)
     check_cast(found, "e4m3fn", **how)
-    # Of a row with an infinity that number and the weight's; of one with a NaN, all; of the others the weight's.
+    # NaN: in a row with an infinity that element and the weight's; in a row with a NaN all; in others the weight's.
     assert found.counts[0, 2] == 2 + 2 + 70 + 37
     assert torch.equal(found.counts[0, 1:], found.counts[1, 1:])
     assert torch.equal(found.data.float().isnan(), ~found.y.isfinite())
@@ -119,7 +119,7 @@ def test_a_hundredfold_amax_is_requantized_in_the_same_call(kernel: str) -> None
     again = fp8_rms_norm(x, 100 * weight, history=found.next_history, transposed=True, kernel=kernel)
     check_cast(again, "e4m3fn", history=found.next_history, transposed=True)
     assert again.counts[0, 0] == 0
-    assert history.tolist()[0] == first.amax.item()  # what is given stays as it is
+    assert history.tolist()[0] == first.amax.item()  # the given history is not changed
 
 
 def test_strides_and_leading_dimensions(kernel: str) -> None:
@@ -127,7 +127,7 @@ def test_strides_and_leading_dimensions(kernel: str) -> None:
     for x in (random(40, 33).t(), random(66, 120)[::2, ::3], random(1, 40).expand(9, 40)):
         found, copied = (fp8_rms_norm(each, weight, transposed=True, kernel=kernel) for each in (x, x.contiguous()))
         check_cast(found, "e4m3fn", transposed=True)
-        torch.testing.assert_close(found.y, copied.y, rtol=1e-6, atol=0)  # torch adds up in another order
+        torch.testing.assert_close(found.y, copied.y, rtol=1e-6, atol=0)  # torch accumulates in another order
     deep = fp8_rms_norm(random(3, 5, 40), weight, kernel=kernel)
     assert deep.data.shape == deep.y.shape == (15, 40)
     assert deep.rstd.shape == (15,)

@@ -1,4 +1,4 @@
-"""Converted layers under FSDP2: as without it, and with weights that are gathered in 8 bits, bit for bit."""
+"""Converted layers under FSDP2, with and without FP8 all-gather, bit for bit."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ RANKS = 4
 
 
 def train_the_same(group: Any, case: Case) -> tuple[Any, Any]:
-    """A model whose weights are gathered in 8 bits, and one with plain FSDP2: no bit differs in any step."""
+    """Compare FP8 all-gather with plain FSDP2, bit for bit in every step."""
     model, plain = (sharded(group, case, gathered=gathered) for gathered in (True, False))
     optimizers = [optimizer_of(each) for each in (model, plain)]
     for number in range(3):
@@ -91,12 +91,12 @@ def test_training_is_bitwise_the_same(pool: Ranks, case: Case, sizes: tuple[int,
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("case", [Case("delayed", mixed=True, batches=2), Case(dtype=torch.bfloat16)], ids=str)
 def test_training_on_a_gpu(pool: Ranks, case: Case) -> None:
-    """One rank: nothing is sent, but parts are cast on streams of their own."""
+    """One rank: nothing is sent, but shards are quantized on other streams."""
     pool.run(in_8_bits, 1, replace(case, device="cuda"))
 
 
 def nothing_kept(group: Any) -> None:
-    """After a forward, FSDP2 has freed whatever layers keep of their weights for the backward."""
+    """After a forward, FSDP2 has freed everything that layers save of their weights."""
     model, kept = sharded(group, Case(fuse=False)), []
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
@@ -133,7 +133,7 @@ def compiled(group: Any, case: Case) -> None:
 
 
 class Traffic(TorchDispatchMode):
-    """The bytes that this rank gives to each collective."""
+    """The bytes that this rank passes to each collective."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -177,7 +177,7 @@ def test_a_gathered_element_is_a_byte(pool: Ranks, ranks: int, mixed: bool, resh
         assert plain[1] == []
 
 
-# Weights that change in any way
+# Changes of weights
 
 FACTORS = (1.3, 0.6, 1.7)
 
@@ -237,7 +237,7 @@ WAYS = (
 
 
 def changes(group: Any, way: int) -> None:
-    """The optimizer does not follow what replaces parameters: after that, forwards and backwards alone."""
+    """Replaced parameters are not the optimizer's, so only forwards and backwards follow."""
     model, plain = (sharded(group, Case(), gathered=gathered) for gathered in (True, False))
     for number in range(3):
         found = []
@@ -257,7 +257,7 @@ def test_every_change_of_a_weight_is_seen(pool: Ranks, way: int) -> None:
 
 
 def parts_alone(group: Any) -> None:
-    """Blocks are called without the model around them, and their weights are written past the version."""
+    """Blocks are called directly, and their weights written without a version bump."""
     found: list[list[torch.Tensor]] = []
     for gathered in (True, False):
         model = sharded(group, Case(), gathered=gathered)
@@ -293,7 +293,7 @@ def test_several_graphs_at_once(pool: Ranks) -> None:
 
 
 def step_before_the_backward(group: Any) -> None:
-    """FSDP2 gathers for the backward what weights are by then, also where the step leaves no trace in versions."""
+    """FSDP2 gathers the current weights for the backward, even if a step did not bump their version."""
     found = []
     for trace in (True, False):
         model = sharded(group, Case(each_layer=True))
@@ -311,7 +311,7 @@ def test_a_step_between_forward_and_backward(pool: Ranks) -> None:
     pool.run(step_before_the_backward, 2)
 
 
-# What others see
+# The view of other code
 
 
 def optimizer_state(model: nn.Module) -> list[Any]:
@@ -412,7 +412,7 @@ def test_reverting_after_sharding_is_an_error_with_a_remedy(pool: Ranks) -> None
         assert "use kp.fp8.revert(model) before fully_shard" in message
 
 
-# Layers that stay as they are
+# Layers that are gathered in their dtype
 
 
 def notes(model: nn.Module) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""fp8_swiglu and fp8_swiglu_grad: what the codes mean against float64, the copies, the counts and the histories."""
+"""fp8_swiglu and fp8_swiglu_grad: dequantized results against float64, data_t, counts and histories."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def numbers(*values: float) -> torch.Tensor:
     return torch.tensor(values, device=HERE)
 
 
-# What the codes mean.
+# Dequantized results.
 
 
 @pytest.mark.parametrize(
@@ -56,7 +56,7 @@ def numbers(*values: float) -> torch.Tensor:
     ids=str,
 )
 def test_the_dequantized_data_is_close_to_float64(kernel: str, form: Any, dtype: torch.dtype) -> None:
-    """The error is that of one rounding to the format: as of a cast of float64's own numbers."""
+    """The error is that of one rounding to the format, as of a cast of the float64 result."""
     dh, gate, up = three(60, 120, dtype)
     wanted = exact(dh, gate, up)
     h = fp8_swiglu(gate, up, form.name, kernel=kernel)
@@ -77,7 +77,7 @@ def test_the_dequantized_data_is_close_to_float64(kernel: str, form: Any, dtype:
 
 
 def test_float32_results_are_rounded_once(kernel: str) -> None:
-    """h is never rounded to the 16 bits of gate and up on the way."""
+    """h is not rounded to the 16-bit dtype of gate and up."""
     _, gate, up = three(64, 64, torch.float16)
     h = fp8_swiglu(gate, up, kernel=kernel)
     wide = fp8_swiglu(gate.float(), up.float(), kernel=kernel)
@@ -96,14 +96,14 @@ def test_large_gates_neither_overflow_nor_cancel(kernel: str, value: float) -> N
     assert torch.equal(found.counts[:, 2], torch.zeros_like(found.counts[:, 2]))
     left = (found.dgate.float() * found.dgate_inverse)[0].tolist()
     assert left == pytest.approx([1.0, 0.0], abs=1e-4)
-    # The smaller of two gates alone has the whole range to itself: its silu, not zero, where float32 has it.
+    # With only small gates the scale fits them: silu is nonzero where float32 can represent it.
     alone = fp8_swiglu(-gate[:, :1], one[:, :1], kernel=kernel)
     true = -value / (1 + math.exp(value))
-    if value < 87.5:  # beyond, exp(-value) is a subnormal number, which not every device keeps
+    if value < 87.5:  # above, exp(-value) is subnormal, which some devices flush
         assert (alone.data.float() * alone.inverse).item() == pytest.approx(true, rel=1e-4)
 
 
-# The copies.
+# The transposed data.
 
 
 def test_copies_are_transposes_to_the_byte(kernel: str) -> None:
@@ -124,7 +124,7 @@ def test_h_is_quantized_to_the_same_bytes_again(kernel: str, form: Any, history:
     h = fp8_swiglu(gate, up, form.name, history=remembered, power_of_two=True, kernel=kernel)
     found = fp8_swiglu_grad(dh, gate, up, h_format=form.name, h_inverse=h.inverse, kernel=kernel)
     assert torch.equal(codes(found.h_t), codes(h.data).t())
-    # Any other scale is the same or the float32 beside it, and codes differ in numbers between two of them alone.
+    # Other scales may differ by one ulp, so codes differ only for elements between two of them.
     h = fp8_swiglu(gate, up, form.name, history=remembered, kernel=kernel)
     found = fp8_swiglu_grad(dh, gate, up, h_format=form.name, h_inverse=h.inverse, kernel=kernel)
     steps = (codes(found.h_t).int() - codes(h.data).t().int()).abs()
@@ -184,7 +184,7 @@ def test_numbers_that_are_not_finite_are_left_out(kernel: str) -> None:
     dh, gate, up = three(5, 9)
     dh[0, 0], gate[1, 1], up[2, 2] = math.inf, math.nan, -math.inf
     found = fp8_swiglu_grad(dh, gate, up, h_inverse=numbers(0.25)[0], kernel=kernel)
-    assert found.counts[:, 2].tolist() == [3, 2]  # up has no part in dup
+    assert found.counts[:, 2].tolist() == [3, 2]  # dup does not depend on up
     assert int(found.h_t.float().isnan().sum()) == 2
     wanted = exact(dh, gate, up)
     for name, data, inverse in (
@@ -235,7 +235,7 @@ def test_a_history_of_nothing_is_not_used(kernel: str) -> None:
 @pytest.mark.parametrize("of_gate", [0.0, 7.0, 112.0])
 @pytest.mark.parametrize("of_up", [0.0, 7.0, 112.0])
 def test_each_gradient_has_its_own_history(kernel: str, of_gate: float, of_up: float) -> None:
-    """dgate is up and dup is gate here: what one has outgrown says nothing about the other."""
+    """dgate is up and dup is gate here: the histories are independent."""
     gate, up = torch.full((66, 70), 28.0, device=HERE), torch.full((66, 70), 14.0, device=HERE)
     up[65, 3:5], gate[1, 1] = 56.0, 112.0
     up[7, 7] = 1e-9
@@ -262,7 +262,7 @@ def test_each_gradient_has_its_own_history(kernel: str, of_gate: float, of_up: f
 
 @pytest.mark.parametrize("form", FORMATS.values(), ids=str)
 def test_a_history_far_above_is_not_used(kernel: str, form: Any) -> None:
-    """One outlier in the history flushes nothing: h and the gradients are as with scales of their own."""
+    """With one outlier in the history, h and the gradients are as with their own scales."""
     dh, gate, up = three(40, 70)
     outlier = numbers(1e13, 1.0)
     h, own = (fp8_swiglu(gate, up, form.name, history=each, kernel=kernel) for each in (outlier, None))
@@ -286,7 +286,7 @@ def test_a_history_far_above_is_not_used(kernel: str, form: Any) -> None:
 
 
 def test_it_is_the_cast_of_fp8_cast() -> None:
-    """The torch kernel computes h as written here, so that every byte is known."""
+    """The torch kernel computes h by the same operations as this test, so every byte is known."""
     _, gate, up = three(30, 50)
     sigmoid = 1 / (1 + (-gate.abs()).exp())
     sigmoid = torch.where(gate >= 0, sigmoid, (-gate.abs()).exp() * sigmoid)
@@ -297,11 +297,11 @@ def test_it_is_the_cast_of_fp8_cast() -> None:
     assert torch.equal(h.counts, wanted.counts[0, :3])
 
 
-# The table.
+# The op registry.
 
 
 def test_the_comparison_finds_what_is_wrong() -> None:
-    """Against the meaning of the codes: a wrong inverse, a copy that is not turned, a number too few."""
+    """Wrong results are found: a wrong inverse, data_t not transposed, a wrong count."""
     arguments = FP8_SWIGLU.case("odd").arguments(torch.float32, torch.device("cpu"))
     found = function_of(FP8_SWIGLU)(*arguments.values())
     assert not exceeded(compare(FP8_SWIGLU, lambda *_: found, arguments))

@@ -1,4 +1,4 @@
-"""kp.fp8.convert and SwiGLU: which modules are fused, and that they compute what they did."""
+"""kp.fp8.convert and SwiGLU: which modules are fused, and that fusion changes no result."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Llama(nn.Module):
 
 
 class Swapped(SwiGLU):
-    """The activation on the one called up."""
+    """The activation applied to the layer named up."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.down_proj(self.gate_proj(x) * self.act_fn(self.up_proj(x)))
@@ -131,7 +131,7 @@ def test_a_module_that_computes_something_else_is_not_fused(make: Callable[[], n
 
 @pytest.mark.parametrize("make", [lambda: FunctionalDropout().eval(), Clamped], ids=["functional dropout", "clamp"])
 def test_a_module_that_sometimes_computes_something_else_is_not_fused(make: Callable[[], nn.Module]) -> None:
-    """In training it drops, or at large numbers it clamps: fusing it would change what the model is."""
+    """Dropout in training, or clamping of large elements: fusion would change the model."""
     model = make()
     kp.fp8.convert(model, "tensorwise")
     assert not is_fused(model)

@@ -1,4 +1,4 @@
-"""The gradients of a SwiGLU whose dh is made for some rows after others: what is as at once, and what is not."""
+"""The backward of a SwiGLU in row chunks of dh, against the backward without chunks."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from kernel_pytorch.testing import interpreting, poisoned, pretend
 pytestmark = pytest.mark.usefixtures("one_thread", "own_monitors")
 
 HERE = "cuda" if torch.cuda.is_available() else "cpu"
-PART = 512 if HERE == "cuda" else 64  # the interpreter needs a second for a few tiles
+PART = 512 if HERE == "cuda" else 64  # the interpreter takes about a second for a few tiles
 ROWS, COLUMNS = 2 * PART + 37, 72
 needs_triton = pytest.mark.skipif(HERE == "cpu" and not interpreting(), reason="needs a GPU, or TRITON_INTERPRET=1")
 
 
 @pytest.fixture
 def on_gpu() -> Iterator[None]:
-    """On the GPU that is here, or in the interpreter as if on one."""
+    """The GPU, or a pretended one in the interpreter."""
     with pretend("nvidia/h200") if HERE == "cpu" else contextlib.nullcontext():
         yield
 
@@ -46,7 +46,7 @@ def codes(data: torch.Tensor) -> torch.Tensor:
 
 
 class Found:
-    """What the parts of dh, gate and up give together, with the counts and histories that they left."""
+    """Run all row chunks; return the results, counts and histories."""
 
     def __init__(
         self,
@@ -103,7 +103,7 @@ def at_once(
 def check_rounded_twice(
     found: Found, whole: HiddenGradients, matrices: tuple[torch.Tensor, ...], form: str
 ) -> None:
-    """Against float64: what was cast by another scale is rounded once more, and no more than that is lost."""
+    """Against float64: chunks that are rescaled are rounded once more, and lose no more than that."""
     dh, *others = (matrix.double() for matrix in matrices)
     gates, ups = (matrix.requires_grad_() for matrix in others)
     exact = torch.autograd.grad(torch.nn.functional.silu(gates) * ups, (gates, ups), dh)
@@ -145,10 +145,10 @@ def test_chunks_that_fit_their_history_equal_one_cast(form: str, dtype: torch.dt
 @pytest.mark.usefixtures("on_gpu")
 @pytest.mark.parametrize(("form", "before"), [*((form, 0.25) for form in FORMATS), ("e4m3fn", 0.0)])
 def test_a_chunk_beyond_its_history_rescales_all_chunks(form: str, before: float) -> None:
-    """Nothing is clipped; what was cast by another scale is rounded once more, and no more than that is lost."""
+    """Nothing is clipped; chunks that are rescaled are rounded once more, and lose no more than that."""
     dh, gate, up = three()
     dh[PART + 5] *= 100
-    histories = (history(before, 0.0), history(30.0, before))  # dup has not outgrown much, or is new
+    histories = (history(before, 0.0), history(30.0, before))  # dup exceeds its history slightly, or has none
     found, whole = Found(dh, gate, up, histories, form), at_once((dh, gate, up), histories, form)
     assert torch.equal(found.histories[0], whole.gate_next_history)
     assert torch.equal(found.histories[1], whole.up_next_history)
@@ -161,7 +161,7 @@ def test_a_chunk_beyond_its_history_rescales_all_chunks(form: str, before: float
 @pytest.mark.usefixtures("on_gpu")
 @pytest.mark.parametrize(("form", "size"), [("e5m2", 1.0), ("e4m3fn", 1e-3)], ids=["all", "one_of_them"])
 def test_chunks_far_below_their_history_do_not_underflow(form: str, size: float) -> None:
-    """All of them after an outlier, or one of them, whose elements get the scale of the others in the end."""
+    """All chunks after an outlier, or one chunk, which is rescaled to the scale of the others."""
     dh, gate, up = three()
     dh[:PART] *= size
     histories = (history(1e13, 1.0), history(1e13, 1.0)) if size == 1.0 else (history(12.0), history(12.0))
@@ -178,7 +178,7 @@ def test_chunks_far_below_their_history_do_not_underflow(form: str, size: float)
 @needs_triton
 @pytest.mark.usefixtures("on_gpu")
 def test_a_chunk_of_zeros_does_not_set_the_scale() -> None:
-    """Without a history its scale is 1, and gradients far below would all be lost."""
+    """Without a history its scale is 1, under which small gradients would underflow."""
     dh, gate, up = three()
     dh *= 1e-6
     dh[:PART] = 0
@@ -221,14 +221,14 @@ def test_the_transpose_is_exact(shape: tuple[int, int]) -> None:
 
 @pytest.fixture
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    """What is small enough for a test counts as large."""
+    """Lower the size above which dh is chunked."""
     monkeypatch.setattr(swiglu_ops, "_LARGE", 1)
     monkeypatch.setattr(swiglu_ops, "_CHUNK_ROWS", PART)
     return monkeypatch
 
 
 def trained(recipe: str, compiled: bool, rows: int = ROWS) -> list[torch.Tensor]:
-    """Outputs, gradients, counts and histories of three steps."""
+    """Return outputs, gradients, counts and histories of three steps."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     dtype = torch.bfloat16 if HERE == "cuda" else torch.float32
@@ -245,7 +245,7 @@ def trained(recipe: str, compiled: bool, rows: int = ROWS) -> list[torch.Tensor]
 
 @pytest.mark.parametrize("recipe", ["delayed", "delayed-e4m3"])
 def test_a_module_in_chunks_trains_like_one_without(recipe: str, small_parts: pytest.MonkeyPatch) -> None:
-    """On a GPU the first step is rounded once more: there is no history yet."""
+    """On a GPU the first step, without a history, is rounded once more."""
     served = []
     original = swiglu_ops._hidden_gradients_in_chunks
 
@@ -293,7 +293,7 @@ def test_any_number_of_rows_is_compiled_once() -> None:
 
 @pytest.mark.usefixtures("small_parts")
 def test_rows_known_at_run_time_are_compiled() -> None:
-    """As a mixture of experts has them."""
+    """Rows selected by data, as in a mixture of experts."""
     torch._dynamo.reset()
     model = kp.fp8.convert(SwiGLU(64, 96).to(HERE), "delayed")
 

@@ -1,4 +1,4 @@
-"""Transforms of FP8 layers are refused: an error with the remedy, before anything has changed."""
+"""Transforms of FP8 layers raise an error with the remedy, before any state changes."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_a_transform_of_a_model_is_refused_by_name(
 ) -> None:
     model = kp.fp8.convert(block(), recipe, fuse_swiglu=fuse)
     assert is_fused(model) == fuse
-    for _ in range(3 * called):  # what is known of calls, and the casts that are kept, change nothing
+    for _ in range(3 * called):  # cached calls and cached quantized data must not matter
         model(X).sum().backward()
     before = everything(model)
     with pytest.raises(NotImplementedError, match=f"^{re.escape(text)}.*{re.escape(REMEDY)}"):
@@ -144,7 +144,7 @@ def test_an_unconverted_layer_supports_transforms(how: str) -> None:
 @pytest.mark.parametrize("fullgraph", [True, False])
 @pytest.mark.parametrize("of", ["layer", "swiglu", "function", "layer in its own precision"])
 def test_a_transform_inside_what_is_compiled(of: str, fullgraph: bool) -> None:
-    """torch would make zeros of such gradients."""
+    """torch would return zeros for such gradients."""
     whole = kp.fp8.convert(block(), "auto" if "own" in of else "tensorwise")
     weight = whole.mlp.gate_proj.weight.detach()
     calls: dict[str, Call] = {"swiglu": whole.mlp, "function": lambda x: kp.fp8.linear(x, weight)}
@@ -174,7 +174,7 @@ def test_scripting_is_refused_by_name(how: str) -> None:
 
 
 def gradients(y: torch.Tensor, x: torch.Tensor, dys: torch.Tensor, way: str) -> torch.Tensor:
-    """Of x, for each dy."""
+    """Gradients of x for a batch of dy."""
 
     def one(dy: torch.Tensor) -> torch.Tensor:
         return torch.autograd.grad(y, x, dy, retain_graph=True)[0]

@@ -181,7 +181,7 @@ def test_weights_made_in_inference_mode() -> None:
 
 
 def test_graphs_name_the_code_behind_what_is_in_them() -> None:
-    """Torch's cache knows the functions in a graph by their names alone, inside activation checkpointing."""
+    """Inside activation checkpointing, torch's cache identifies functions in a graph by name only."""
     torch._dynamo.reset()
     graphs: list[torch.fx.GraphModule] = []
 
@@ -222,7 +222,7 @@ def test_activation_checkpointing_changes_no_bit(recipe: str, fuse: bool) -> Non
 
 
 def test_activation_checkpointing_of_delayed_layers_stays_near() -> None:
-    """The second forward has one more entry in its histories: another scale than the first at times."""
+    """The recomputed forward has one more entry in its histories, so its scale may differ."""
     model, exact = kp.fp8.convert(Checkpointing(block()), "delayed"), results(block(), random(64, 24))
     for _ in range(3):
         found = results(model, random(64, 24))

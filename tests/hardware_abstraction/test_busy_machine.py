@@ -1,4 +1,4 @@
-"""On a machine that does other work nothing is recorded or decided; the times are scripted here."""
+"""On a busy machine nothing is recorded or decided; the times are scripted."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CPU = kp.device("cpu")
 
 @pytest.fixture
 def scripted(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[int]]:
-    """Makes repeated runs take these times, one list after another and the last one from then on."""
+    """Script the times of repeated runs, one list per call; the last one repeats."""
 
     def script(*attempts: list[float]) -> list[int]:
         asked = [0]

@@ -1,4 +1,4 @@
-"""Facts about architectures and named devices: consistent with each other, and with the rules they follow."""
+"""Facts about architectures and catalogue devices are complete and consistent."""
 
 from __future__ import annotations
 
@@ -344,7 +344,7 @@ def test_rates_are_a_data_sheets(device: Device) -> None:
         return
     assert device.rates is not None
     assert device.rates.source == "datasheet"
-    # Coarse, but a slip in a power of ten, or bits for bytes, does not pass.
+    # Coarse bounds that find a wrong power of ten, or bits in place of bytes.
     assert 0.1e12 < device.rates.bandwidth < 20e12
     for number_format, rate in device.rates.matmul.items():
         assert 1e12 < rate < 20e15, number_format

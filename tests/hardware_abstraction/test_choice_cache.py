@@ -1,4 +1,4 @@
-"""Measured choices on disk: kept, found again, and never in the way when the file or the disk is bad."""
+"""The cache of measured choices: written, read back, and robust against bad files and disks."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ X = torch.randn(4, 64)
 
 
 class Slow:
-    """A second kernel on the CPU that counts its calls and takes its time; the backend lists it first."""
+    """A slow second kernel on the CPU that counts its calls; the backend lists it first."""
 
     def __init__(self) -> None:
         self.calls = 0

@@ -225,7 +225,7 @@ def test_changing_x_before_the_backward_is_an_error(function: Callable[..., torc
 def test_a_second_derivative_raises(
     function: Callable[..., torch.Tensor], head: Callable[[torch.Tensor], torch.Tensor]
 ) -> None:
-    """Also in a sum with a part that has one: a gradient penalty must not be dropped in silence."""
+    """Also in a sum with a term that has one: a gradient penalty must not be dropped silently."""
     x, weight = leaves()
     loss = head(function(x, weight))
     (dx,) = torch.autograd.grad(loss, x, create_graph=True)
@@ -452,7 +452,7 @@ def test_forward_mode_is_refused() -> None:
     assert torch.equal(tangent, 3 * X)
 
 
-# Choices: which kernel runs, how often, where.
+# Selection: which kernel runs, how often, and where.
 
 
 def test_the_backward_keeps_the_policy_of_its_forward(ran: list[str]) -> None:
@@ -531,7 +531,7 @@ def test_a_kernel_runs_with_its_tensors_device_current(monkeypatch: pytest.Monke
 
 
 def test_autocast_does_not_reach_into_kernels() -> None:
-    """What a kernel multiplies and adds up in float32 must not be rounded because its caller is in autocast."""
+    """Autocast of the caller must not round a kernel's float32 arithmetic."""
     x = [torch.randn(1, 2, 50, 32, generator=torch.Generator().manual_seed(n)) for n in range(3)]
 
     def run(dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:

@@ -1,4 +1,4 @@
-"""Probes on faked drivers: the facts come from what the driver reports, and a broken driver is no device."""
+"""Probes on fake drivers: facts are those that the driver reports, and a broken driver gives no device."""
 
 from __future__ import annotations
 

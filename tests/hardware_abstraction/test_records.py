@@ -1,4 +1,4 @@
-"""Recorded times order the kernels that fit, near the calls that were measured and nowhere else."""
+"""Recorded times order the kernels for calls near the recorded ones, and for no others."""
 
 from __future__ import annotations
 

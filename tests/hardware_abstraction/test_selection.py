@@ -57,7 +57,7 @@ def kernel(
 
 @pytest.fixture
 def install(monkeypatch: pytest.MonkeyPatch) -> Iterator[Install]:
-    """Gives a backend other kernels for the length of a test."""
+    """Replace a backend's kernels during a test."""
 
     def put(*kernels: Kernel, backend: str = "nvidia") -> None:
         record = dataclasses.replace(registry.backend(backend), kernels=kernels)
@@ -72,7 +72,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Iterator[Install]:
 def test_the_same_arguments_give_the_same_choice() -> None:
     forget_choices()
     first = select(call(), H200, Policy())
-    forget_choices()  # so that the second is computed, not remembered
+    forget_choices()  # so that the second is not from the cache
     second = select(call(), H200, Policy())
     assert second == first
     assert second is not first

@@ -1,4 +1,4 @@
-"""Parts of masks: what a rank or a chunk sees of any mask, against rows and columns of the dense matrix."""
+"""Sub-masks for ranks and chunks, against rows and columns of the dense matrix."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Ranges = list[tuple[int, int]]
 
 
 def blocks_of(expression: Expression) -> int:
-    """What ranges must be multiples of."""
+    """The number that ranges must be multiples of."""
     if expression[0] == "blocks":
         return int(expression[2])
     return int(np.lcm.reduce([blocks_of(side) for side in expression[1:] if isinstance(side, tuple)] or [1]))
@@ -32,7 +32,7 @@ def chosen(ranges: Ranges) -> list[int]:
 
 @st.composite
 def ranges_of(draw: st.DrawFn, length: int, unit: int) -> Ranges:
-    """Rising ranges, some of them empty or side by side, cut where tables allow."""
+    """Ascending ranges, some empty or adjacent, at block boundaries of tables."""
     cut = st.integers(0, -(-length // unit)).map(lambda n: min(n * unit, length))
     ends = sorted(draw(st.lists(cut, min_size=2, max_size=8)))
     every = list(zip(ends[::2], ends[1::2], strict=False))
@@ -51,7 +51,7 @@ def parts(draw: st.DrawFn) -> tuple[tuple[Expression, int, int, int, int], Range
 @settings(max_examples=400, deadline=None, derandomize=True)
 @given(parts())
 def test_parts(drawn: Any) -> None:
-    """The pairs, the walks that kernels follow, and the code of any part of any mask."""
+    """The pairs, walks and code of any sub-mask of any mask."""
     (expression, _, _, q_len, kv_len), queries, keys, heads = drawn
     mask = built(expression)
     part = mask.part(q_len, kv_len, queries, keys, heads=heads)
@@ -92,7 +92,7 @@ def test_parts(drawn: Any) -> None:
 def test_full_and_causal_sub_masks_are_recognised(
     mask: Mask, queries: Ranges, keys: Ranges, expected: Mask
 ) -> None:
-    """So that kernels which know only these can serve it."""
+    """So that kernels which support only these can serve it."""
     assert mask.part(16, 16, queries, keys) == expected
 
 
@@ -133,7 +133,7 @@ def test_a_sub_mask_cannot_be_composed() -> None:
 
 
 def test_a_sub_mask_of_a_million_tokens_takes_linear_memory() -> None:
-    """Intervals alone: a rank of a long sequence sees its part in a moment."""
+    """A sub-mask of a long sequence is computed from intervals only."""
     n = 1 << 20
     mask = causal() & (window(4096) | sinks(64))
     part = mask.part(n, n, [(n // 2, n // 2 + n // 8)], [(0, 64), (n // 2 - 4096, n // 2 + n // 8)])

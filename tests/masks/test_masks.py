@@ -1,4 +1,4 @@
-"""Masks: every constructor against its definition in words, walks against the dense matrix, memory, bad input."""
+"""Masks: constructors against their definitions, walks against the dense matrix, memory, bad input."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_documents_take_lengths_in_any_form() -> None:
 @given(cases())
 @example((("|", ("&", ("causal",), ("window", 3)), ("sinks", 2)), 1, 1, 50, 50))
 def test_expressions(case: tuple[Expression, int, int, int, int]) -> None:
-    """Dense, walks, density and intervals of any expression agree with the definition in words."""
+    """Dense matrix, walks, density and intervals of any expression agree with the definition."""
     expression, batch, heads, q_len, kv_len = case
     mask = built(expression)
     dense = mask.dense(q_len, kv_len)
@@ -131,7 +131,7 @@ def test_codes(case: tuple[Expression, int, int, int, int]) -> None:
         assert (other, hash(other), repr(other)) == (mask, hash(mask), repr(mask))
     leaves, tree = pytree.tree_flatten((mask, 1))
     assert pytree.tree_unflatten(leaves, tree)[0] == mask
-    # A code that is cut anywhere is an error, never another mask.
+    # A truncated code raises an error.
     for cut in range(1, len(mask.code), max(1, len(mask.code) // 8)):
         with pytest.raises(ValueError, match=r"make masks with kp\.masks|lengths"):
             Mask(mask.code[cut:]).node  # noqa: B018
@@ -363,7 +363,7 @@ def test_show() -> None:
     assert blocks(EYE, 16).show(32, size=4) == "██\n██\n  ██\n  ██"
     assert causal().show(2, 4) == "███\n████"
     assert sinks(0).show(2) == "\n"
-    # A cell that holds any pair at all is not blank.
+    # A cell with any kept pair is not blank.
     assert full().show(1000, size=2) == "██\n██"
     assert sinks(1).show(1000, size=3) == "░\n░\n░"
 

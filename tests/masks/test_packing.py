@@ -78,7 +78,7 @@ def test_documents_of_queries_and_keys():
 
 
 def test_a_cache_with_unequal_lengths():
-    """Keys are padded on the right, and two new queries stand at the end of each entry's own keys."""
+    """Keys are padded on the right, and two new queries are at the end of each entry's keys."""
     lengths, most = [5, 9, 2], 9
     mask = documents([[n, most - n] for n in lengths], causal(), query_lengths=[[2, 0]] * 3)
     for entry, n in enumerate(lengths):
@@ -113,11 +113,11 @@ def test_cu_seqlens():
 
 
 def test_cu_seqlens_are_copied_to_the_host_once_and_read_there():
-    """Each further read of a tensor on a GPU would wait for the GPU."""
+    """Each further read of a GPU tensor would synchronize."""
     ends, copied = torch.tensor([0, 3, 8]), []
 
     class OnDevice(torch.Tensor):
-        """A tensor that may be copied, and refuses every other read."""
+        """A tensor that may be copied to the host; every other read raises."""
 
         @classmethod
         def __torch_function__(cls, func, types, args=(), kwargs=None):

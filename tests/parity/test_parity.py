@@ -1,4 +1,4 @@
-"""kernel-pytorch parity: the runs are paired, the statistics are right, nothing is lost or hidden."""
+"""kernel-pytorch parity: paired runs, statistics, resumption, and the report."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def poisoned(after: int) -> parity.Convert:
 def _tiny(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setitem(SIZES, "tiny", TINY)
     before = torch.get_num_threads()
-    torch.set_num_threads(1)  # small tensors on busy cores: threads that wait for each other take ten times as long
+    torch.set_num_threads(1)  # several threads on small tensors are slow on busy cores
     yield
     torch.set_num_threads(before)
 
@@ -154,7 +154,7 @@ def test_unknown_size_is_refused(size: str) -> None:
 
 
 def test_arms_are_paired_bit_for_bit(tmp_path: Path) -> None:
-    """A converter that changes no number changes no loss: parameters, batches and everything else are the same."""
+    """A converter that changes nothing changes no loss: parameters, batches and all else are the same."""
     results = Results(tmp_path, settings())
     first, second = run_arm(results, "bf16"), run_arm(results, "same", convert=unchanged)
     assert results.losses["bf16", 0] == results.losses["same", 0]
@@ -228,7 +228,7 @@ def test_an_interrupted_run_is_repeated_and_finished_ones_are_kept(tmp_path: Pat
     with pytest.raises(KeyboardInterrupt):
         run_arm(results, "rowwise", on_steps=interrupt)
     with results.path.open("ab") as file:
-        file.write(b'{"kind":"steps","arm":"rowwi')  # a write that did not end
+        file.write(b'{"kind":"steps","arm":"rowwi')  # an incomplete write
     again = Results(tmp_path, settings())
     assert again.losses["bf16", 0] == kept
     assert set(again.finished) == {("bf16", 0)}
@@ -408,7 +408,7 @@ def test_command_converts_with_the_default_recipe(
 
 
 def test_layers_that_fell_back_do_not_pass(command: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They learn as bf16 does, which says nothing of 8 bits."""
+    """They train as bf16 does, which says nothing about FP8."""
 
     def convert(module: nn.Module, recipe: str) -> nn.Module:
         kp.fp8.convert(module, recipe)
@@ -474,7 +474,7 @@ def test_command_refuses_before_it_trains(
 
 @pytest.fixture
 def recording(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder that records go to, and a checkout that is clean at commit aaa."""
+    """A folder for records, and a clean checkout at commit aaa."""
     folder = tmp_path / "evidence"
     rates = Rates(bandwidth=1e11, matmul={})
     monkeypatch.setattr(parity_command, "evidence_directory", lambda: folder)

@@ -1,4 +1,4 @@
-"""Calls of kp.attention for the tests: every kernel in its formats, tensors, and all that a call gives."""
+"""Calls of kp.attention for tests: kernels with their dtypes, tensors, and all results."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ EVERY = [
     for dtype in dtypes
 ]
 every_kernel = pytest.mark.parametrize(("kernel", "dtype"), EVERY)
-# Those that take every mask.
+# Kernels that support every mask.
 any_mask = pytest.mark.parametrize(("kernel", "dtype"), [each for each in EVERY if each.values[0] != "cpu-flash"])
 in_float32 = pytest.mark.parametrize("kernel", ["native", "tiled", pytest.param("triton", marks=needs_interpreter)])
 
 
 @contextlib.contextmanager
 def on(kernel: str) -> Iterator[None]:
-    """Where the kernel runs, with poisoned memory."""
+    """Run on the kernel's device, with poisoned memory."""
     with pretend(H200) if kernel == "triton" else contextlib.nullcontext(), poisoned():
         yield
 

@@ -142,7 +142,7 @@ class Run:
         return {comparison.tensor: comparison for comparison in found}
 
     def wrong(self) -> dict[str, str]:
-        """What is out of its budget, with its error."""
+        """Return the results that exceed their budget, with their errors."""
         slack = math.inf if one_key_mostly(self.case.shape) else 4.0  # as for the kernels of one process
         return {
             name: str(comparison)

@@ -47,7 +47,7 @@ class Environment:
         return done.stdout
 
     def json(self, code: str) -> object:
-        """What the code leaves in ``result``, run by the environment's interpreter."""
+        """Run the code in the environment and return the value of ``result``."""
         # Torch's backward thread for a device made in Python now and then aborts a process that is exiting: the
         # result is out by then, so the process ends without an exit.
         end = "print(json.dumps(result), flush=True)\nimport os\nos._exit(0)"

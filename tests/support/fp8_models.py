@@ -24,7 +24,7 @@ def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> to
 
 
 def sqnr(found: torch.Tensor, exact: torch.Tensor) -> float:
-    """How many decibels the truth is above the error."""
+    """Signal-to-quantization-noise ratio in dB."""
     error = (found.double() - exact.double()).square().sum()
     return 10 * math.log10(float(exact.double().square().sum() / error)) if error > 0 else math.inf
 
@@ -45,7 +45,7 @@ def prepared_on_cpu(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 class SwiGLU(nn.Module):
-    """As Hugging Face's models have it."""
+    """RMSNorm as in Hugging Face's models."""
 
     def __init__(self, width: int = 32, hidden: int = 48, bias: bool = False) -> None:
         super().__init__()
@@ -120,13 +120,13 @@ def is_fused(module: nn.Module) -> bool:
 
 
 def lossy(seed: int = 0) -> torch.Tensor:
-    """One large number: the others are zero beside it in 8 bits."""
+    """One large element: with its scale, the others underflow in FP8."""
     x = 1e-8 * random(8, 24, seed=seed)
     x[0, 0] = 1e3
     return x
 
 
 def pretend_measured(monkeypatch: pytest.MonkeyPatch, choice: Callable[..., tuple[str, ...]]) -> None:
-    """Let ``auto`` choose these products, on a processor too."""
-    monkeypatch.setattr(autotune, "_measured_products", choice)
-    monkeypatch.setattr(fp8_module, "may_gain", lambda _: True)
+    """Make ``auto`` choose these GEMMs, also on a CPU."""
+    monkeypatch.setattr(autotune, "_measured_gemms", choice)
+    monkeypatch.setattr(fp8_module, "may_have_matrix_units", lambda _: True)

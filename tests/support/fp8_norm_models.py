@@ -1,4 +1,4 @@
-"""Models with RMSNorm before 8-bit layers, for the tests of fused norms."""
+"""Models with RMSNorm before FP8 layers, for the tests of fused norms."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Model(nn.Module):
 
 
 class Llama(nn.Module):
-    """As Hugging Face's models have it."""
+    """RMSNorm as in Hugging Face's models."""
 
     def __init__(self, width: int, eps: float = 1e-5) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ def model(seed: int = 0, **how: Any) -> Model:
 
 
 def pair(width: int = 40, norm: nn.Module | None = None) -> nn.Sequential:
-    """A norm and a layer behind it."""
+    """A norm followed by a layer."""
     torch.manual_seed(0)
     return nn.Sequential(nn.RMSNorm(width) if norm is None else norm, nn.Linear(width, 24))
 
@@ -108,7 +108,7 @@ def caster_of(module: nn.Module) -> CastingNorm:
 
 
 def is_cast(net: nn.Sequential, x: torch.Tensor, take: bool = True) -> bool:
-    """Whether the norm, called now, casts; its result is given to the layer behind."""
+    """Return whether a call of the norm serves a cast; its result is passed to the layer."""
     y = net[0](x.requires_grad_())
     found = hasattr(y, "_fp8_cast")
     if take:

@@ -1,4 +1,4 @@
-"""What tests of FP8 linears share: random operands, a step, the casts that its products multiply, their budget."""
+"""Helpers for tests of FP8 linears: random operands, a step, quantized operands of its GEMMs, their budget."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ def leaves(m: int, k: int, n: int, dtype: torch.dtype = torch.float32) -> tuple[
 
 
 def fresh(recipe: Recipe | str, device: torch.device | str = "cpu") -> dict[str, torch.Tensor]:
-    """What a first call by a recipe needs besides its tensors."""
+    """The keyword arguments of a first call with a recipe."""
     return {"state": torch.zeros(STATE_SHAPE, device=device)} if recipe_named(recipe).delayed else {}
 
 
 def y_sums(recipe: Recipe) -> str:
-    """How the forward may add up: as a GPU's matrix units do it for such scales."""
+    """The accumulation of the output GEMM on a GPU's matrix units, by granularity."""
     return "promoted" if recipe.input == "block" else "fast"
 
 
@@ -39,14 +39,14 @@ def step(
     dy: torch.Tensor,
     **more: Any,
 ) -> tuple[torch.Tensor, ...]:
-    """Output and gradients; of a delayed recipe with no history, which has the scales of the tensors themselves."""
+    """Return output and gradients; a delayed recipe has no history, so it uses the current amax."""
     y = fp8_linear(x, weight, bias, recipe, **{**fresh(recipe, x.device), **more})
     inputs = [value for value in (x, weight, bias) if value is not None and value.requires_grad]
     return (y.detach(), *torch.autograd.grad(y, inputs, dy))
 
 
 def casts(recipe: Recipe, x: torch.Tensor, weight: torch.Tensor, dy: torch.Tensor) -> dict[str, tuple[Cast, Cast]]:
-    """The operands of each product, every transposed one cast on its own."""
+    """The quantized operands of each GEMM, with transposed ones quantized separately."""
     gradient = {"e4m3": "e4m3fn", "e5m2": "e5m2"}[recipe.gradient_format]
 
     def cast(t: torch.Tensor, granularity: str, name: str = "e4m3fn", of_weight: bool = False) -> Cast:
@@ -61,9 +61,9 @@ def casts(recipe: Recipe, x: torch.Tensor, weight: torch.Tensor, dy: torch.Tenso
 
 
 def within_budget(found: torch.Tensor, pair: tuple[Cast, Cast], sums: str = "float32") -> None:
-    """Held to the budget of the op: float64 of these 8-bit operands, and what such sums may err.
+    """Compare the GEMMs with float64 of the quantized operands, within the op's budget.
 
-    A processor adds up in float32 whatever the call allows; the sums that each product allows are others' matter.
+    A CPU accumulates in float32 whatever is allowed; other tests check the allowed accumulation.
     """
     a, b = pair
     arguments = {

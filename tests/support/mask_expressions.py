@@ -1,4 +1,4 @@
-"""Mask expressions for tests: what each attends to in words, Hypothesis strategies, and a check of layouts."""
+"""Mask expressions for tests: their definitions, Hypothesis strategies, and a check of layouts."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def in_words(expression: Expression, batch: int, heads: int, q_len: int, kv_len:
 
 
 def from_walk(known: Layout, tq: int, tk: int, by_key: bool) -> torch.Tensor:
-    """The matrix that a kernel which follows the walk computes; every pair at most once, full tiles inside."""
+    """Return the matrix that a kernel computes from a walk; every pair at most once, full tiles inside."""
     walk = known.walk(tq, tk, by_key=by_key)
     tiles = -(-known.kv_len // tk) if by_key else -(-known.q_len // tq)
     pairs = torch.zeros(known.batch, known.heads, known.q_len, known.kv_len, dtype=torch.bool)

@@ -1,4 +1,4 @@
-"""Ranks for tests: processes that stay up, with a Gloo group for each size, and run functions of test modules."""
+"""Ranks for tests: persistent processes with Gloo groups of several sizes that run functions of test modules."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SIZES = (1, 2, 4, 8)
 
 
 class RankFailedError(AssertionError):
-    """What a rank raised, with its traceback."""
+    """An exception of a rank, with its traceback."""
 
 
 def _serve(rank: int, ranks: int, store: str, pipe: Connection) -> None:

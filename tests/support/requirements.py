@@ -1,4 +1,4 @@
-"""Skips test files that need ExecuTorch and the C++ runtime where either cannot be had, with the reason."""
+"""Skip test files that need ExecuTorch and the C++ runtime if one is missing, with the reason."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""In which order the workers of pytest-xdist get the tests: what takes long begins first.
+"""The order in which pytest-xdist's workers get tests: long ones first.
 
 ``--dist loadscope`` hands out whole files and pages, those with the most tests first. A file with a few long tests
 would come last and keep one worker busy while the others wait, so the long ones are named here.
@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-# Seconds of one worker, roughly, with nothing compiled before: they decide the order and nothing else. What is not
-# named comes after, as loadscope has it; the end of a run says what ought to be named.
+# Approximate seconds in one worker, without compilation caches. They only decide the order. Scopes that are unlisted
+# come later, in loadscope's order; the end of a run names those that should be listed.
 SECONDS = {
     "tests/testing/test_cross_compile.py[attention]": 30,
-    "tests/backends/test_backends.py::TestNvidia": 190,
+    "tests/backends/test_backends.py::TestNvidia": 165,
     "tests/documentation/test_backend_kit.py": 140,
     "tests/lowering/test_text_generator.py": 70,
     "docs/tutorials/generate-text.md": 60,
@@ -27,8 +27,8 @@ SECONDS = {
     "tests/fp8/test_fp8_swiglu_parts.py": 100,
     "tests/lowering/test_lowering_bad_payloads.py": 75,
     "tests/lowering/test_native.py": 45,
-    "tests/backends/test_backends.py::TestAmd": 70,
-    "tests/backends/test_backends.py::TestIntel": 70,
+    "tests/backends/test_backends.py::TestAmd": 50,
+    "tests/backends/test_backends.py::TestIntel": 50,
     "tests/distributed/test_context_parallel_models.py": 70,
     "tests/lowering/test_lowering_models.py": 65,
     "tests/testing/test_cross_compile.py[fp8_cast]": 20,
@@ -62,13 +62,13 @@ SECONDS = {
     "tests/fp8/test_fp8_delayed.py": 5,
     "tests/fp8/test_fp8_norm_casts.py": 5,
 }
-# Files whose tests share nothing but what belongs to their last parameter: each parameter is a scope of its own.
+# Files whose tests only share fixtures of their last parameter: each parameter is a scope.
 BY_PARAMETER = {"tests/testing/test_cross_compile.py"}
 LONG = 60
 
 
 def scope_of(nodeid: str) -> str:
-    """What is run by one worker in one go: a file, a class, a page of documentation, or a file's parameter."""
+    """Return the unit that one worker runs: a file, a class, a page of documentation, or a file's parameter."""
     name, bracket, parameter = nodeid.partition("[")  # which may have colons of its own
     scope = name.rpartition("::")[0]
     return f"{scope}{bracket}{parameter}" if scope in BY_PARAMETER else scope
@@ -93,7 +93,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 class Clock:
-    """Adds up how long each scope took, and names the long ones that are not in the table."""
+    """Sum the time of each scope, and report long ones that are not listed."""
 
     def __init__(self) -> None:
         self.seconds: Counter[str] = Counter()

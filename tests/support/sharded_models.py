@@ -1,4 +1,4 @@
-"""Small models under FSDP2 for tests that run on ranks, with or without weights gathered in 8 bits."""
+"""Small models under FSDP2 for tests on ranks, with or without FP8 all-gather."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """A SwiGLU and two layers; 5 rows lie unevenly on 2 and on 4 ranks, the last of which has none of them."""
+    """A SwiGLU and two layers; 5 rows are sharded unevenly on 2 and 4 ranks, and the last of 4 has none."""
 
     def __init__(self, checkpointed: bool) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class Case:
     each_layer: bool = False
     reshard: bool = True
     batches: int = 1
-    """So many are accumulated in a step."""
+    """Number of micro-batches per step."""
     sync: bool = True
     """Whether gradients are reduced after each of them, or after the last."""
     mixed: bool = False
@@ -61,7 +61,7 @@ class Case:
     dtype: torch.dtype = torch.float32
     frozen: bool = False
     columns: bool = False
-    """Whether weights are split by columns where that can be."""
+    """Whether weights are sharded by columns if possible."""
     replicas: int = 1
     compiled: bool = False
     device: str = "cpu"

@@ -1,4 +1,4 @@
-"""The recorded contract run: it lists what passed, and ends where a kernel exceeds its budget."""
+"""The recorded contract run: it lists passed cases, and ends if a kernel exceeds its budget."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Kernels built for hardware that is not here, and the committed record of it, made anew in part and compared."""
+"""Kernels cross-compiled for absent hardware, compared with the committed record."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from kernel_pytorch.testing.cross_compile import cross_compile
 from kernel_pytorch.testing.devices import test_device
 
 ARCHITECTURES = {"sm_80", "sm_90", "sm_100", "sm_120", "gfx90a", "gfx942", "gfx950", "gfx1100"}
-# Built anew, one of each vendor; the record, which is about the same sources, has them all.
+# Compiled again for one architecture of each vendor; the record has all.
 REBUILT = ("sm_90", "gfx942")
 EVIDENCE = Path(__file__).parents[2] / "benchmarks" / "evidence"
-# Attention holds a tile of scores beside its sums; where that is too much, the record says how much was spilled.
+# Attention kernels may spill: a tile of scores and the accumulators are in registers.
 _FP8 = {"fp8_cast", "fp8_rms_norm", "fp8_swiglu", "fp8_swiglu_grad"}
 MAY_SPILL = {"attention", "score_mod_attention", "paged_attention"} | _FP8
 
@@ -68,7 +68,7 @@ class _Nvidia(BackendContract):
 
 
 class _Contract:
-    """Takes what the contract would give to pytest."""
+    """Collect the parameters that the contract passes to pytest."""
 
     fixturenames = ("kernel", "case", "number_format")
 
@@ -81,7 +81,7 @@ class _Contract:
 
 
 def interpreted(op: Op, kernel: Kernel, checks: Checks) -> list[Interpretation]:
-    """What passes in the interpreter: by the new record, or what the contract holds to the same budget.
+    """The cases that pass in the interpreter: from the new record, or from the contract with the same budget.
 
     Both run a kernel on the first device that it is compiled for, on poisoned memory, and compare outputs and
     gradients with float64. Once is enough; that it is done, and skipped for no case, is seen here.
@@ -291,13 +291,13 @@ for kind in GRANULARITIES:
 
 
 def test_casts_of_the_smallest_matrices_store_what_was_computed(tmp_path: Path) -> None:
-    """Sizes of 1 are constants of a kernel, and let an assembler go wrong that is right for all others."""
+    """Sizes of 1 are specialised to constants, which ptxas 12.8 miscompiles in one case."""
     (tmp_path / "compile_it.py").write_text(SMALL_CASTS)
     compiled_elsewhere(tmp_path)
 
 
 def compiled_elsewhere(folder: Path, error: str = "") -> None:
-    """In a process of its own, for here kernels may be interpreted."""
+    """In a new process, because kernels may be interpreted in this one."""
     done = subprocess.run(
         [sys.executable, str(folder / "compile_it.py")],
         env={**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(folder / "triton")},
@@ -316,7 +316,7 @@ def compiled_elsewhere(folder: Path, error: str = "") -> None:
     ids=["right", "shapes-differ", "no-such-function"],
 )
 def test_a_kernel_that_does_not_compile_raises(tmp_path: Path, device: str, change: str, error: str) -> None:
-    """The right kernel shows that the others can fail."""
+    """The correct kernel shows that the test can pass."""
     (tmp_path / "own_kernel.py").write_text(BROKEN_KERNEL.replace("BROKEN", change))
     (tmp_path / "compile_it.py").write_text(COMPILE_IT.replace("DEVICE", device))
     compiled_elsewhere(tmp_path, error)

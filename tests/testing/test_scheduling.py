@@ -1,4 +1,4 @@
-"""The order in which workers get the tests."""
+"""The order in which pytest-xdist's workers get tests."""
 
 import re
 import subprocess

@@ -1,4 +1,4 @@
-"""Tests of the tests: wrong kernels are caught, right ones pass, and the helpers leave no trace."""
+"""kernel_pytorch.testing: wrong kernels are caught, correct ones pass, and helpers restore all state."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_a_gradient_one_percent_too_large_is_caught_in_float32() -> None:
 @pytest.mark.parametrize("number_format", FORMATS)
 @pytest.mark.parametrize("case", ["odd-hidden", "many-short-rows", "float32-weight"])
 def test_a_last_row_that_dweight_misses_is_caught(case: str, number_format: str) -> None:
-    """The classic mistake of a loop over tiles: the last row's share is not added."""
+    """A common bug in loops over tiles: the last row is not accumulated."""
 
     def backward(
         device: Any, dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor | None, rstd: torch.Tensor
@@ -137,7 +137,7 @@ def test_an_unwritten_gradient_is_caught_in_poisoned_memory() -> None:
 
 
 def test_accumulation_in_bfloat16_is_caught() -> None:
-    """bfloat16 tensors do not excuse bfloat16 arithmetic: sums are kept in float32."""
+    """With bfloat16 tensors, accumulation must still be in float32."""
 
     def forward(device: Any, x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> Any:
         total = torch.zeros_like(x[..., 0])
@@ -178,7 +178,7 @@ def test_nan_in_place_of_a_finite_element_is_caught(wrong: float) -> None:
 
 
 def test_a_finite_element_in_place_of_nan_is_caught() -> None:
-    """What is NaN in the definition must be NaN in the kernel: hiding it hides a user's mistake."""
+    """NaN in the definition must be NaN in the kernel: hiding it hides a user's bug."""
     arguments = dict(OP.case("odd-hidden").arguments(torch.float32, CPU))
     arguments["x"][2, 5] = float("nan")
     assert all(result.ok for result in compare(OP, right, arguments))
@@ -272,7 +272,7 @@ def test_pretend_nests_and_restores() -> None:
 
 
 def test_pretend_drops_earlier_choices() -> None:
-    """A call's kernel is remembered; it must not be remembered across pretended devices."""
+    """Cached selections must not leak across pretended devices."""
     x = torch.ones(2, 8)
     kp.rms_norm(x)
     float64_only = x.double()

@@ -22,7 +22,7 @@ from torch import nn
 from kernel_pytorch import benchmarking
 from kernel_pytorch.cli.bench import present_device
 from kernel_pytorch.evidence import EvidenceError, Measurement, clean_commit, evidence_directory, write_record
-from kernel_pytorch.fp8.autotune import may_gain
+from kernel_pytorch.fp8.autotune import may_have_matrix_units
 from kernel_pytorch.hardware_abstraction.device import Device
 from kernel_pytorch.hardware_abstraction.registry import backend
 from kernel_pytorch.parity import report as parity_report
@@ -103,7 +103,7 @@ def _checked(recipes: tuple[str, ...], settings: Settings, convert: Convert) -> 
     for recipe in recipes:
         if recipe == BASELINE:
             raise ValueError(f"recipe={recipe!r}: that arm is always there; name what to compare with it")
-        if recipe == "auto" and not may_gain(torch.device(settings.device).type):
+        if recipe == "auto" and not may_have_matrix_units(torch.device(settings.device).type):
             raise ValueError(
                 f"recipe='auto': on {settings.device} it leaves all layers as they are, so nothing is compared; "
                 f"use delayed, whose arithmetic is the same on every device"

@@ -16,7 +16,15 @@ from kernel_pytorch.distributed.context import Context, bits_of, context_named, 
 from kernel_pytorch.distributed.cost import Link, ScheduleChoice, Shape, choose, predict
 from kernel_pytorch.distributed.parts import NO_SECOND_DERIVATIVE, Terms
 from kernel_pytorch.distributed.placement import Placement
-from kernel_pytorch.distributed.schedules import Schedule, head_mask, run_backward, run_forward, stages
+from kernel_pytorch.distributed.schedules import (
+    BackwardCall,
+    ForwardCall,
+    Schedule,
+    head_mask,
+    run_backward,
+    run_forward,
+    stages,
+)
 from kernel_pytorch.hardware_abstraction.device import Device
 from kernel_pytorch.hardware_abstraction.dispatch import TORCH_VERSION, function_of
 from kernel_pytorch.hardware_abstraction.explanation import asked_device, explained, explaining
@@ -269,7 +277,7 @@ def _forward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     where, terms, decoded = context_named(context), Terms(scale, policy, lse_flows), from_code(mask)
     schedule = _checked(where, q, k, v, decoded, terms, trains)
-    return run_forward(schedule, where.transport, where.placement, q, k, v, decoded, terms)
+    return run_forward(schedule, ForwardCall(where.transport, where.placement, q, k, v, decoded, terms))
 
 
 def _backward(
@@ -288,20 +296,8 @@ def _backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     where, terms, decoded = context_named(context), Terms(scale, policy, lse_flows), from_code(mask)
     schedule = _schedule(where, q, k, v, decoded)
-    return run_backward(
-        schedule,
-        where.transport,
-        where.placement,
-        dout,
-        dlse if lse_flows else None,
-        q,
-        k,
-        v,
-        out,
-        lse,
-        decoded,
-        terms,
-    )
+    forward = ForwardCall(where.transport, where.placement, q, k, v, decoded, terms)
+    return run_backward(schedule, BackwardCall(forward, dout, dlse if lse_flows else None, out, lse))
 
 
 _LIBRARY.impl("spread_attention", _forward, "CompositeExplicitAutograd")

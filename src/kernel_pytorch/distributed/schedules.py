@@ -23,7 +23,18 @@ from kernel_pytorch.masks import Mask
 from kernel_pytorch.masks.part import Ranges, checked_ranges, size
 from kernel_pytorch.ops.attention.definition import lse_dtype
 
-__all__ = ["SCHEDULES", "Schedule", "Stage", "head_mask", "heads_refusal", "run_backward", "run_forward", "stages"]
+__all__ = [
+    "SCHEDULES",
+    "BackwardCall",
+    "ForwardCall",
+    "Schedule",
+    "Stage",
+    "head_mask",
+    "heads_refusal",
+    "run_backward",
+    "run_forward",
+    "stages",
+]
 
 Schedule = Literal["ring", "gather", "heads"]
 SCHEDULES: tuple[Schedule, ...] = ("ring", "gather", "heads")
@@ -196,50 +207,57 @@ class _Gradients:
                 add_to_ranges(total, ranges, part)
 
 
-def run_forward(
-    schedule: Schedule,
-    transport: Transport,
-    placement: Placement,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    mask: Mask,
-    terms: Terms,
-) -> tuple[torch.Tensor, torch.Tensor]:
+@dataclass(frozen=True)
+class ForwardCall:
+    """This rank's tensors of a call, the full mask, and the ranks."""
+
+    transport: Transport
+    placement: Placement
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    mask: Mask
+    terms: Terms
+
+
+@dataclass(frozen=True)
+class BackwardCall:
+    """The gradients of a forward's results, and its results."""
+
+    forward: ForwardCall
+    dout: torch.Tensor
+    dlse: torch.Tensor | None
+    out: torch.Tensor
+    lse: torch.Tensor
+
+
+def run_forward(schedule: Schedule, call: ForwardCall) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (out, lse) of this rank's queries over the keys of all ranks."""
     if schedule == "heads":
-        return _heads_forward(transport, placement, q, k, v, mask, terms)
-    plan = stages(mask, placement, transport.rank, schedule)
+        return _heads_forward(call)
+    transport, placement, kv = call.transport, call.placement, (call.k, call.v)
+    plan = stages(call.mask, placement, transport.rank, schedule)
 
     def parts() -> Iterator[Part]:
-        coming: _Keys | None = _Keys(plan[0], transport, (k, v))
+        coming: _Keys | None = _Keys(plan[0], transport, kv)
         for following in [*plan[1:], None]:
             assert coming is not None
             part = coming.part(placement)
-            coming = _Keys(following, transport, (k, v)) if following else None
+            coming = _Keys(following, transport, kv) if following else None
             if part is not None:
                 yield part
 
     merged = sum(stage.mask is not None for stage in plan) > 1
-    return attend(q, parts(), v.shape[3], terms, merged=merged)
+    return attend(call.q, parts(), call.v.shape[3], call.terms, merged=merged)
 
 
-def run_backward(
-    schedule: Schedule,
-    transport: Transport,
-    placement: Placement,
-    dout: torch.Tensor,
-    dlse: torch.Tensor | None,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    mask: Mask,
-    terms: Terms,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def run_backward(schedule: Schedule, call: BackwardCall) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return dq, dk and dv of this rank's tokens."""
     if schedule == "heads":
-        return _heads_backward(transport, placement, dout, dlse, q, k, v, out, lse, mask, terms)
-    plan = stages(mask, placement, transport.rank, schedule)
+        return _heads_backward(call)
+    given = call.forward
+    transport, placement, q, k, v = given.transport, given.placement, given.q, given.k, given.v
+    plan = stages(given.mask, placement, transport.rank, schedule)
     wide = lse_dtype(q.dtype)
     totals = (torch.zeros(k.shape, dtype=wide, device=k.device), torch.zeros(v.shape, dtype=wide, device=v.device))
     result: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -260,7 +278,17 @@ def run_backward(
             going.finish()
 
     dq = torch.zeros(q.shape, dtype=wide, device=q.device)
-    attend_backward(dout, dlse, q, out, lse, parts(), dq, lambda dk, dv: result.append((dk, dv)), terms)
+    attend_backward(
+        call.dout,
+        call.dlse,
+        q,
+        call.out,
+        call.lse,
+        parts(),
+        dq,
+        lambda dk, dv: result.append((dk, dv)),
+        given.terms,
+    )
     return dq.to(q.dtype), totals[0].to(k.dtype), totals[1].to(v.dtype)
 
 
@@ -317,7 +345,7 @@ class _ByHeads:
                 at += last - first
         return found
 
-    def spread(self, step: str, tensors: list[torch.Tensor], heads: list[int]) -> list[torch.Tensor]:
+    def by_tokens(self, step: str, tensors: list[torch.Tensor], heads: list[int]) -> list[torch.Tensor]:
         """Return this rank's tokens of all heads; results of several ranks for one head are summed."""
         rank, ranks, sizes = self.transport.rank, self.transport.ranks, self.placement.sizes
         shares = [_head_ranges(count, ranks) for count in heads]
@@ -358,43 +386,34 @@ def head_mask(mask: Mask, transport: Transport, length: int, heads: int) -> Mask
     return mask.part(length, length, [(0, length)], [(0, length)], heads=(own.start, own.stop))
 
 
-def _heads_forward(
-    transport: Transport,
-    placement: Placement,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    mask: Mask,
-    terms: Terms,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _whole_part(call: ForwardCall, k: torch.Tensor, v: torch.Tensor) -> Part:
+    """Return all keys of this rank's heads, with the mask of these heads."""
+    length = call.placement.length
+    return Part(k, v, head_mask(call.mask, call.transport, length, call.q.shape[1]), slice(0, length))
+
+
+def _heads_forward(call: ForwardCall) -> tuple[torch.Tensor, torch.Tensor]:
+    transport, placement, q, k, v = call.transport, call.placement, call.q, call.k, call.v
     by_heads = _ByHeads(transport, placement)
     all_q, all_k, all_v = by_heads.whole("head exchange", (q, k, v))
-    part = Part(all_k, all_v, head_mask(mask, transport, placement.length, q.shape[1]), slice(0, placement.length))
-    out, lse = attend(all_q, [part], v.shape[3], terms, merged=False)
-    (own_out,) = by_heads.spread("head exchange, results", [out], [q.shape[1]])
-    (own_lse,) = by_heads.spread("head exchange, log-sum-exp", [lse], [q.shape[1]])
+    part = _whole_part(call, all_k, all_v)
+    out, lse = attend(all_q, [part], v.shape[3], call.terms, merged=False)
+    (own_out,) = by_heads.by_tokens("head exchange, results", [out], [q.shape[1]])
+    (own_lse,) = by_heads.by_tokens("head exchange, log-sum-exp", [lse], [q.shape[1]])
     return own_out, own_lse
 
 
-def _heads_backward(
-    transport: Transport,
-    placement: Placement,
-    dout: torch.Tensor,
-    dlse: torch.Tensor | None,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    mask: Mask,
-    terms: Terms,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _heads_backward(call: BackwardCall) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    given = call.forward
+    transport, placement, q, k, v = given.transport, given.placement, given.q, given.k, given.v
     by_heads = _ByHeads(transport, placement)
-    all_q, all_k, all_v, all_out, all_dout = by_heads.whole("head exchange, backward", (q, k, v, out, dout))
-    sums = (lse, dlse) if dlse is not None else (lse,)
+    all_q, all_k, all_v, all_out, all_dout = by_heads.whole(
+        "head exchange, backward", (q, k, v, call.out, call.dout)
+    )
+    sums = (call.lse, call.dlse) if call.dlse is not None else (call.lse,)
     all_lse, *all_dlse = by_heads.whole("head exchange, log-sum-exp backward", sums)
-    part = Part(all_k, all_v, head_mask(mask, transport, placement.length, q.shape[1]), slice(0, placement.length))
-    given: list[torch.Tensor] = []
+    part = _whole_part(given, all_k, all_v)
+    found: list[torch.Tensor] = []
     dq = torch.zeros(all_q.shape, dtype=lse_dtype(q.dtype), device=q.device)
     attend_backward(
         all_dout,
@@ -404,11 +423,11 @@ def _heads_backward(
         all_lse,
         [part],
         dq,
-        lambda dk, dv: given.extend((dk, dv)),
-        terms,
+        lambda dk, dv: found.extend((dk, dv)),
+        given.terms,
     )
     # Without shared heads nothing is summed after the exchange, so the tensors' dtype is enough.
-    narrow = [dq.to(q.dtype), *given] if k.shape[1] < transport.ranks else [x.to(q.dtype) for x in (dq, *given)]
-    (own_dq,) = by_heads.spread("head exchange, dq", narrow[:1], [q.shape[1]])
-    own_dk, own_dv = by_heads.spread("head exchange, dk and dv", narrow[1:], [k.shape[1], v.shape[1]])
+    narrow = [dq.to(q.dtype), *found] if k.shape[1] < transport.ranks else [x.to(q.dtype) for x in (dq, *found)]
+    (own_dq,) = by_heads.by_tokens("head exchange, dq", narrow[:1], [q.shape[1]])
+    own_dk, own_dv = by_heads.by_tokens("head exchange, dk and dv", narrow[1:], [k.shape[1], v.shape[1]])
     return own_dq, own_dk.to(k.dtype), own_dv.to(v.dtype)

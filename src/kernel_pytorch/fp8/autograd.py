@@ -24,6 +24,8 @@ from kernel_pytorch.fp8.quantize import (
     WEIGHT,
     QuantizeSpec,
     ScaledTensor,
+    cache_cast,
+    cached_cast,
     output_accumulation,
     quantize,
     scaled_matmul,
@@ -312,15 +314,14 @@ def quantize_input(
     key = None
     if shareable(x):
         key = input_key(x, recipe, transposed)
-        kept = getattr(x, "_fp8_cast", None)
-        if kept is not None and kept[0] == key:
-            shared: ScaledTensor = kept[1]
+        shared = cached_cast(x, key)
+        if shared is not None:
             return shared
     x_MK = x if x.ndim == 2 else x.detach().reshape(math.prod(x.shape[:-1]), x.shape[-1])
     spec = QuantizeSpec(number_format, recipe.input, transposed, recipe.power_of_two)
     cast = quantize(x_MK, spec, buffers.counts, INPUT, buffers.history)
     if key:
-        x._fp8_cast = (key, cast)  # type: ignore[attr-defined]  # lives as long as the tensor does
+        cache_cast(x, key, cast)
     return cast
 
 
@@ -489,8 +490,7 @@ def traced_linear(
 ) -> torch.Tensor:
     """The linear function without a bias while torch.compile traces it."""
     key = (x._version, gemms.x_spec, buffers.history is None)
-    kept_key, kept = getattr(x, "_fp8_cast", (None, None))
-    shared: ScaledTensor | None = kept if kept_key == key else None
+    shared = cached_cast(x, key)
     x_MK = x if x.ndim == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
     y: torch.Tensor
     if gemms.all_fp8 and gathered is None:
@@ -510,7 +510,7 @@ def traced_linear(
             gathered = traced_quantize(weight.detach(), gemms.weight_spec, buffers.counts, WEIGHT)
         y = _Linear.apply(x_MK, weight, None, gemms, buffers, cast, gathered, True)  # type: ignore[no-untyped-call]
     if x.grad_fn is not None and cast is not None:  # not on graph inputs, which the caller may write to
-        x._fp8_cast = (key, cast)  # type: ignore[attr-defined]
+        cache_cast(x, key, cast)
     return y if x.ndim == 2 else y.view(*x.shape[:-1], weight.shape[0])
 
 

@@ -42,7 +42,7 @@ __all__ = [
     "Measured",
     "call_of",
     "can_measure",
-    "may_gain",
+    "may_have_matrix_units",
     "measured_choice",
     "measured_for",
     "rounded",
@@ -112,9 +112,9 @@ def call_of(
     """
     recipe = recipe_of(text)
     if rows:
-        waits = ALONE * (COMPILED if compiled else 1) if alone else 0.0
-        low = _measured_products(
-            kind, index, rows, weight_shape, dtype, weight_dtype, bias, recipe, needs_dx, needs_dw, waits
+        host_time_factor = ALONE * (COMPILED if compiled else 1) if alone else 0.0
+        low = _measured_gemms(
+            kind, index, rows, weight_shape, dtype, weight_dtype, bias, recipe, needs_dx, needs_dw, host_time_factor
         )
         recipe = replace(recipe, high_precision=tuple(product for product in PRODUCTS if product not in low))
     if len(recipe.high_precision) == len(PRODUCTS):
@@ -137,7 +137,7 @@ def rounded(rows: int) -> int:
     return size
 
 
-def may_gain(kind: str) -> bool:
+def may_have_matrix_units(kind: str) -> bool:
     """Return whether this kind of device may have FP8 matrix units; without them FP8 GEMMs run in float32."""
     return kind in ("cuda", "xpu")
 
@@ -149,7 +149,7 @@ def can_measure(kind: str) -> bool:
     return not fake_mode_active()
 
 
-def _measured_products(kind: str, index: int | None, *call: Any) -> tuple[str, ...]:
+def _measured_gemms(kind: str, index: int | None, *call: Any) -> tuple[str, ...]:
     """Return those of ``PRODUCTS`` that are faster in FP8."""
     if not can_measure(kind):
         return ()
@@ -169,11 +169,11 @@ class LayerCall(NamedTuple):
     recipe: Recipe
     needs_dx: bool = True
     needs_dw: bool = True
-    waits: float = 0.0
+    host_time_factor: float = 0.0
     """Multiple of an FP8 call's host time that must be shorter than the call in the layer's dtype."""
 
 
-_kept: dict[LayerCall, Measured] = {}
+_measurements: dict[LayerCall, Measured] = {}
 
 
 def measured_for(weight: torch.Tensor, bias: bool, recipe: Recipe, needs_dx: bool) -> tuple[Measured, ...]:
@@ -181,7 +181,7 @@ def measured_for(weight: torch.Tensor, bias: bool, recipe: Recipe, needs_dx: boo
     same = (weight.device, tuple(weight.shape), weight.dtype, bias, recipe, needs_dx, True)
     found = [
         kept
-        for of, kept in _kept.items()
+        for of, kept in _measurements.items()
         if (of.device, of.weight_shape, of.weight_dtype, of.bias, of.recipe, of.needs_dx, of.needs_dw) == same
     ]
     return tuple(sorted(found, key=lambda measured: measured.rows))
@@ -192,7 +192,7 @@ def measured_choice(call: LayerCall) -> Measured:
 
     The cache makes a resumed run choose the same GEMMs.
     """
-    found = _kept.get(call)
+    found = _measurements.get(call)
     if found is None:
         name = _name_of(call)
         before = choice_cache.load(name)
@@ -205,7 +205,7 @@ def measured_choice(call: LayerCall) -> Measured:
             found = Measured(
                 call.rows, tuple((() if of == _OWN else tuple(of.split()), took) for of, took in timed)
             )
-        _kept[call] = found
+        _measurements[call] = found
     return found
 
 
@@ -217,7 +217,7 @@ def _name_of(call: LayerCall) -> str:
 
 def _measure(call: LayerCall) -> Measured:
     """Time every set of GEMMs for one kind of call in alternating rounds, and return the medians."""
-    device, rows, weight_shape, dtype, weight_dtype, bias, recipe, needs_dx, needs_dw, waits = call
+    device, rows, weight_shape, dtype, weight_dtype, bias, recipe, needs_dx, needs_dw, host_time_factor = call
     refuse_transforms()
     n, k = weight_shape
     with (
@@ -262,8 +262,8 @@ def _measure(call: LayerCall) -> Measured:
         for _ in range(_ROUNDS):
             for choice in choices:
                 taken = _seconds(partial(step, choice), repeats[choice], device)
-                if waits and choice:
-                    taken = max(taken, waits * _issuing(partial(step, choice), device))
+                if host_time_factor and choice:
+                    taken = max(taken, host_time_factor * _host_seconds(partial(step, choice), device))
                 times[choice].append(taken)
     return Measured(rows, tuple((choice, statistics.median(found)) for choice, found in times.items()))
 
@@ -284,7 +284,7 @@ def _seconds(run: Callable[[], None], repeats: int, device: torch.device) -> flo
     return (time.perf_counter() - started) / repeats
 
 
-def _issuing(run: Callable[[], None], device: torch.device) -> float:
+def _host_seconds(run: Callable[[], None], device: torch.device) -> float:
     """Return the host time of a call: 10 calls fit into the device's queue, so the host never waits."""
     module = torch.get_device_module(device.type)
     module.synchronize(device)

@@ -288,7 +288,7 @@ def _run_norm(module: Any, *others: Any, **named: Any) -> Any:
     if torch.compiler.is_compiling():
         return _traced_norm(module, *others, **named)
     caster: CastingNorm = getattr(module, _CASTER)
-    again = backward_running()  # recomputed for activation checkpointing
+    recomputed = backward_running()  # recomputed for activation checkpointing
     given = (*others, *named.values())
     x = given[0] if len(given) == 1 else None
     weight = module.weight
@@ -298,9 +298,9 @@ def _run_norm(module: Any, *others: Any, **named: Any) -> Any:
         y: torch.Tensor = type(module).forward(module, *others, **named)
         if type(y) is torch.Tensor and y.requires_grad:
             if caster.declined and not _takes(caster, x, weight):
-                caster.forget()
+                caster.drop_requests()
             else:
-                caster.mark(y, again, None)
+                caster.tag(y, recomputed, None)
         return y
     if x is None or not _takes(caster, x, weight):
         caster.declined = True
@@ -310,9 +310,9 @@ def _run_norm(module: Any, *others: Any, **named: Any) -> Any:
     eps = _default_eps(x.dtype) if eps is None else float(eps)
     if not recording:
         return rms_norm(x, weight, eps)
-    request = caster.request(x, again)
+    request = caster.request(x, recomputed)
     y = recorded_rms_norm(x, weight, eps, request)
-    caster.mark(y, again, request)
+    caster.tag(y, recomputed, request)
     return y
 
 

@@ -32,7 +32,7 @@ from kernel_pytorch.fp8.autograd import (
     compute_dtype,
     quantize_layer_weight,
 )
-from kernel_pytorch.fp8.autotune import Measured, call_of, can_measure, may_gain, measured_for, rounded
+from kernel_pytorch.fp8.autotune import Measured, call_of, can_measure, may_have_matrix_units, measured_for, rounded
 from kernel_pytorch.fp8.checkpoint import reset_layer_state
 from kernel_pytorch.fp8.fsdp import GatheredWeight, plain_weight, restore
 from kernel_pytorch.fp8.quantize import ScaledTensor
@@ -266,7 +266,7 @@ class Float8Linear(nn.Linear):
 
     def _new_call_for(self, x: torch.Tensor, own: bool) -> tuple[Recipe, GemmSpec] | None:
         weight, recording = self.matrix(), is_grad_enabled()
-        if self.fp8_auto and not may_gain(x.device.type):
+        if self.fp8_auto and not may_have_matrix_units(x.device.type):
             return None
         rows = rounded(math.prod(x.shape[:-1])) if self.fp8_auto else 0
         call = call_of(

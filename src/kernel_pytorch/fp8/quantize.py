@@ -7,6 +7,7 @@ where a kernel has prepared such calls, the op's function elsewhere.
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import NamedTuple
 
 import torch
@@ -28,6 +29,9 @@ __all__ = [
     "WEIGHT",
     "QuantizeSpec",
     "ScaledTensor",
+    "cache_cast",
+    "cached_cast",
+    "drop_cached_cast",
     "output_accumulation",
     "quantize",
     "quantize_norm",
@@ -56,6 +60,28 @@ class ScaledTensor(NamedTuple):
     """The same for ``data_t``; ``inverse`` itself with tensorwise scaling."""
     direct: bool = False
     """Whether a prepared kernel quantized it: no mode or transform is active, so its GEMMs may use one too."""
+
+
+_CACHED = "_fp8_cast"
+
+
+def cached_cast(x: torch.Tensor, key: Hashable) -> ScaledTensor | None:
+    """Return the quantized data that was cached on a tensor with this key, or None."""
+    cached: tuple[Hashable, ScaledTensor] | None = getattr(x, _CACHED, None)
+    if cached is None:
+        return None
+    cached_key, cast = cached
+    return cast if cached_key == key else None
+
+
+def cache_cast(x: torch.Tensor, key: Hashable, cast: ScaledTensor) -> None:
+    """Cache quantized data on a tensor, for other layers with the same input; it lives as long as the tensor."""
+    setattr(x, _CACHED, (key, cast))
+
+
+def drop_cached_cast(x: torch.Tensor) -> None:
+    """Drop the quantized data that is cached on a tensor."""
+    x.__dict__.pop(_CACHED, None)
 
 
 class QuantizeSpec(NamedTuple):

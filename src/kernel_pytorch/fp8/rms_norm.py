@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd.function import once_differentiable
 
-from kernel_pytorch.fp8.quantize import ScaledTensor
+from kernel_pytorch.fp8.quantize import ScaledTensor, cache_cast, drop_cached_cast
 from kernel_pytorch.fp8.recipe import Recipe
 from kernel_pytorch.hardware_abstraction import dispatch, policy_scope
 from kernel_pytorch.ops.fp8_rms_norm import fp8_rms_norm
@@ -36,7 +36,7 @@ __all__ = [
     "traced_rms_norm",
 ]
 
-_OUTPUT = "_fp8_offer"
+_OUTPUT = "_fp8_norm_output"
 """The attribute of a norm's output with its ``NormOutput``."""
 
 
@@ -59,11 +59,11 @@ class CastRequest(NamedTuple):
 class NormOutput:
     """The tag of a norm's output."""
 
-    __slots__ = ("again", "caster", "met", "request", "version")
+    __slots__ = ("caster", "recomputed", "request", "requested", "version")
 
-    def __init__(self, caster: CastingNorm, again: bool, request: CastRequest | None, version: int) -> None:
-        self.caster, self.again, self.request, self.version = caster, again, request, version
-        self.met = False
+    def __init__(self, caster: CastingNorm, recomputed: bool, request: CastRequest | None, version: int) -> None:
+        self.caster, self.recomputed, self.request, self.version = caster, recomputed, request, version
+        self.requested = False
         """Whether a layer has requested the cast of this tensor."""
 
 
@@ -86,7 +86,7 @@ class CastingNorm:
         self._last: dict[bool, NormOutput] = {}
         self._shared = False
         """Whether the first layer differs between calls. No cast is served then."""
-        self._met, self._used = False, not auto
+        self._was_requested, self._used = False, not auto
         self._consumer: weakref.ref[Any] | None = None
         self._weight_version = 0
         """The version of the consumer's weight when ``_used`` was last decided."""
@@ -108,32 +108,32 @@ class CastingNorm:
         if self.auto and consumer is not None:
             version = _version_of(consumer.weight)
             if version != self._weight_version:
-                self._weight_version, self._used, self._met = version, self._met, False
+                self._weight_version, self._used, self._was_requested = version, self._was_requested, False
         return self._used
 
-    def request(self, x: torch.Tensor, again: bool) -> CastRequest | None:
+    def request(self, x: torch.Tensor, recomputed: bool) -> CastRequest | None:
         """Return the request to serve with the result for x, or None."""
-        request, last = self._requests.get(again), self._last.get(again)
+        request, last = self._requests.get(recomputed), self._last.get(recomputed)
         if request is None:
             return None
-        if last is not None and last.request is not None and not last.met:
-            del self._requests[again]
+        if last is not None and last.request is not None and not last.requested:
+            del self._requests[recomputed]
             return None
         layer = request.layer()
         if layer is None or request.conditions != self._conditions(layer, x):
             return None
         return request
 
-    def mark(self, y: torch.Tensor, again: bool, request: CastRequest | None) -> None:
+    def tag(self, y: torch.Tensor, recomputed: bool, request: CastRequest | None) -> None:
         """Tag y, so that the layer that follows can request its cast."""
-        output = self._last[again] = NormOutput(self, again, request, y._version)
+        output = self._last[recomputed] = NormOutput(self, recomputed, request, y._version)
         setattr(y, _OUTPUT, output)
 
     def request_cast(
         self, output: NormOutput, y: torch.Tensor, layer: Any, recipe: Recipe, number_format: str, transposed: bool
     ) -> None:
         """Record the request of the first layer that quantizes y."""
-        self._met = True
+        self._was_requested = True
         if self.auto and (self._consumer is None or self._consumer() is None):
             self._consumer, self._weight_version = weakref.ref(layer), _version_of(layer.weight)
         request, unchanged = output.request, y._version == output.version
@@ -143,18 +143,18 @@ class CastingNorm:
             return
         if recipe.input != "tensor" or not unchanged:
             # The norm quantizes with tensorwise scaling only, and y must not have been written to since.
-            self._requests.pop(output.again, None)
+            self._requests.pop(output.recomputed, None)
             return
-        known = request or self._requests.get(output.again)
+        known = request or self._requests.get(output.recomputed)
         other = None if known is None else known.layer()
         if other is not None and other is not layer:
             self._shared = True
             self._requests.clear()
-            y.__dict__.pop("_fp8_cast", None)  # it was quantized with the other layer's history
+            drop_cached_cast(y)  # it was quantized with the other layer's history
             return
-        self._requests[output.again] = CastRequest(weakref.ref(layer), *wanted, self._conditions(layer, y))
+        self._requests[output.recomputed] = CastRequest(weakref.ref(layer), *wanted, self._conditions(layer, y))
 
-    def forget(self) -> None:
+    def drop_requests(self) -> None:
         """Drop all requests: the op cannot take this norm's calls."""
         self._requests.clear()
 
@@ -182,8 +182,8 @@ def _version_of(weight: torch.Tensor) -> int:
 def request_cast(x: torch.Tensor, layer: Any, recipe: Recipe, number_format: str, transposed: bool) -> None:
     """Request the cast of x from the norm that computed it, if one did."""
     output: NormOutput | None = getattr(x, _OUTPUT, None)
-    if output is not None and not output.met:
-        output.met = True
+    if output is not None and not output.requested:
+        output.requested = True
         output.caster.request_cast(output, x, layer, recipe, number_format, transposed)
 
 
@@ -240,7 +240,7 @@ def recorded_rms_norm(
     y: torch.Tensor = _Norm.apply(x, weight, eps, request, casts)  # type: ignore[no-untyped-call]
     (cast,) = casts
     if request is not None and cast is not None:
-        y._fp8_cast = (input_key(y, request.recipe, request.transposed), cast)  # type: ignore[attr-defined]
+        cache_cast(y, input_key(y, request.recipe, request.transposed), cast)
     return y
 
 

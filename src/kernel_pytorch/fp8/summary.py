@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from kernel_pytorch.fp8.autograd import COUNTS_SHAPE
-from kernel_pytorch.fp8.autotune import Measured, may_gain
+from kernel_pytorch.fp8.autotune import Measured, may_have_matrix_units
 from kernel_pytorch.fp8.conversion import by_reason, check_module, group_names, uncovered
 from kernel_pytorch.fp8.fusion import fused_in, norms_in
 from kernel_pytorch.fp8.module import Float8Linear
@@ -321,7 +321,7 @@ def _layer_report(name: str, layer: Float8Linear, fused: str | None, norm: str |
     if layer.fp8_fallback is not None:
         products = dict.fromkeys(PRODUCTS, dtype)
     elif layer.fp8_auto and not measured:
-        unknown = may_gain(layer.weight.device.type)
+        unknown = may_have_matrix_units(layer.weight.device.type)
         products = dict.fromkeys(PRODUCTS, UNDECIDED if unknown else dtype)
         if not unknown:
             notes.append(f"no FP8 matrix units on {layer.weight.device.type}")
