@@ -51,9 +51,18 @@ DECODERS: dict[str, dict[str, Any]] = {
     "Olmo3": {"sliding_window": 6},
     "Cohere2": {"sliding_window": 6},
     "DeepseekV3": {
-        **{"num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8},
-        **{"qk_rope_head_dim": 8, "v_head_dim": 12, "n_routed_experts": 2, "num_experts_per_tok": 1},
-        **{"n_group": 1, "topk_group": 1, "moe_intermediate_size": 16, "experts_implementation": "eager"},
+        "num_key_value_heads": 4,
+        "q_lora_rank": 16,
+        "kv_lora_rank": 16,
+        "qk_nope_head_dim": 8,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 12,
+        "n_routed_experts": 2,
+        "num_experts_per_tok": 1,
+        "n_group": 1,
+        "topk_group": 1,
+        "moe_intermediate_size": 16,
+        "experts_implementation": "eager",
     },
 }
 
