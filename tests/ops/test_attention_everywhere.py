@@ -205,12 +205,46 @@ def test_what_multi_head_attention_leaves_to_torch():
         assert reason in reasons
 
 
+def operators(graph: torch.fx.GraphModule) -> list[str]:
+    return [str(node.target) for node in graph.graph.nodes if "attention" in str(node.target)]
+
+
 def test_compiled():
-    tensors = drawn()
+    """In one graph, with our operators in it: is_causal, masks as tensors, and torch's layers."""
+    graphs: list[list[str]] = []
 
-    @torch.compile(backend="eager")
-    def attend(q, k, v):
-        return sdpa(q, k, v, is_causal=True) + 1
+    def backend(graph: torch.fx.GraphModule, _inputs):
+        graphs.append(operators(graph))
+        return graph.forward
 
+    tensors, keep = drawn(), torch.rand(2, 1, 9, 9) < 0.7
+    layer = torch.nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True, dtype=torch.float64)
+    x = torch.randn(2, 7, 16, dtype=torch.float64)
+
+    def attend(q, k, v, keep, x):
+        dropped = sdpa(q, k, v, dropout_p=0.5) * 0
+        return sdpa(q, k, v, is_causal=True) + sdpa(q, k, v, attn_mask=keep) + dropped, layer(x)
+
+    expected = attend(*tensors, keep, x)
     with kp.attention_everywhere():
-        torch.testing.assert_close(attend(*tensors), sdpa(*tensors, is_causal=True) + 1)
+        found = torch.compile(attend, backend=backend, fullgraph=True)(*tensors, keep, x)
+    torch.testing.assert_close(found, expected)
+    ours = [name for name in graphs[0] if "kernel_pytorch" in name]
+    assert (len(graphs), len(ours), len(graphs[0])) == (1, 3, 4)
+    torch.testing.assert_close(
+        torch.autograd.grad(found[0].sum(), tensors), torch.autograd.grad(expected[0].sum(), tensors)
+    )
+
+
+def test_exported():
+    """An exported program has torch's own operator, whatever is active."""
+
+    class Block(torch.nn.Module):
+        def forward(self, q):
+            return sdpa(q, q, q, is_causal=True)
+
+    q = drawn()[0].detach()
+    with kp.attention_everywhere():
+        program = torch.export.export(Block(), (q,))
+    assert operators(program.graph_module) == ["aten.scaled_dot_product_attention.default"]
+    torch.testing.assert_close(program.module()(q), Block()(q))

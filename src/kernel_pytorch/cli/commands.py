@@ -221,7 +221,7 @@ def lower_command(
     ] = None,
     sinks: SinksOption = 0,
 ) -> None:
-    """Lower a model to a .pte or a .pt2, report which delegate runs each node, and compare the results with eager PyTorch."""
+    """Lower a model to a .pte or a .pt2, report what runs each node, and compare the results with eager PyTorch."""
     from kernel_pytorch.cli.lower import lower, lower_folder
 
     if (source is None) == (folder is None):

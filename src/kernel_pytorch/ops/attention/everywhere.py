@@ -26,7 +26,10 @@ _FORMATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 @dataclass
 class ReplacedCalls:
-    """Counts of the SDPA calls in a block: those served, by mask, and those left to torch, by reason."""
+    """Counts of the SDPA calls in a block: those served, by mask, and those left to torch, by reason.
+
+    Calls inside compiled functions are not counted.
+    """
 
     masks: Counter[str] = field(default_factory=Counter)
     """Calls served by ``kp.attention``, by mask."""
@@ -83,16 +86,20 @@ class _Mode(TorchFunctionMode):
         if func is functional.multi_head_attention_forward:
             return self.attend_with_projections(func, args, kwargs or {})
         if func is torch._native_multi_head_attention:
-            self.calls.left_to_torch["nn.MultiheadAttention in torch's fast path"] += 1
+            self._left("nn.MultiheadAttention in torch's fast path")
         if func is not functional.scaled_dot_product_attention:
             return func(*args, **(kwargs or {}))
         return self.attend(*args, **(kwargs or {}))
+
+    def _left(self, reason: str) -> None:
+        if not torch.compiler.is_compiling():
+            self.calls.left_to_torch[reason] += 1
 
     def attend_with_projections(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """``multi_head_attention_forward``, whose own attention this mode does not see."""
         call = MultiHeadCall(args, kwargs)
         if call.refusal is not None:
-            self.calls.left_to_torch[call.refusal] += 1
+            self._left(call.refusal)
             return func(*args, **kwargs)
         return call.run(self.attend, self._mask_of(call))
 
@@ -127,11 +134,12 @@ class _Mode(TorchFunctionMode):
                 mask, bias = _mask(q, k, attn_mask, is_causal, three=query.ndim == 3)
                 out = attention(q, k, v, mask, scale=scale, bias=bias, kernel=self.kernel)
                 assert isinstance(out, torch.Tensor)
-                self.calls.masks[str(mask) if bias is None else f"{mask} with a bias"] += 1
+                if not torch.compiler.is_compiling():  # a compiled mask has no expression to show
+                    self.calls.masks[str(mask) if bias is None else f"{mask} with a bias"] += 1
                 return out.squeeze(0) if query.ndim == 3 else out
             except UnsupportedCallError as error:
                 reason = str(error)
-        self.calls.left_to_torch[reason] += 1
+        self._left(reason)
         return functional.scaled_dot_product_attention(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
@@ -152,7 +160,7 @@ def _refusal(
         return f"a tensor of type {next((type(x).__name__ for x in given if type(x) not in _PLAIN), 'nested')}"
     if dropout_p:
         return f"dropout_p={dropout_p}, and kp.attention has no dropout"
-    if transform_active():
+    if not torch.compiler.is_compiling() and transform_active():
         return "inside a transform of torch.func"
     if not query.ndim == key.ndim == value.ndim or query.ndim not in (3, 4):
         return (
@@ -170,11 +178,9 @@ def _refusal(
     if attn_mask is not None:
         if is_causal:
             return "attn_mask and is_causal together"
-        scores = torch.Size((*query.shape[:-1], key.shape[-2]))
-        try:
-            fits = torch.broadcast_shapes(attn_mask.shape, scores) == scores
-        except RuntimeError:
-            fits = False
+        scores = (*query.shape[:-1], key.shape[-2])
+        own = (1,) * (len(scores) - attn_mask.ndim) + attn_mask.shape
+        fits = len(own) == len(scores) and all(a in (1, b) for a, b in zip(own, scores, strict=True))
         if not fits or (attn_mask.dtype != torch.bool and attn_mask.dtype not in _FORMATS):
             return f"attn_mask is {attn_mask.dtype} {list(attn_mask.shape)}"
     return None

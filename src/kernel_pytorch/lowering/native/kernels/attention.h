@@ -29,15 +29,14 @@ inline size_t attention_scratch_bytes(int64_t dim, int64_t value_dim) {
   return (static_cast<size_t>(floats) > few ? static_cast<size_t>(floats) : few) * sizeof(float);
 }
 
-// into[m][row] (+)= sum over n of left[m * left_m + n * left_n] * right[n][row], for Tall rows of m.
+// into[m][row] = sum over n of left[m * left_m + n * left_n] * right[n][row], for Tall rows of m. With `rescale`, into
+// times it is added at last, so that rounding grows with the blocks of keys and not with the keys.
 template <int Vectors, int Tall>
 inline void multiply(float* into, const float* left, int64_t left_m, int64_t left_n, const float* right, int64_t count,
                      const Vec* rescale) {
   Vec acc[Tall][Vectors];
   for (int m = 0; m < Tall; ++m) {
-    for (int x = 0; x < Vectors; ++x) {
-      acc[m][x] = rescale ? load(into + (m * Vectors + x) * kLanes) * rescale[x] : Vec{};
-    }
+    for (int x = 0; x < Vectors; ++x) acc[m][x] = Vec{};
   }
   for (int64_t n = 0; n < count; ++n) {
     Vec own[Vectors];
@@ -48,7 +47,10 @@ inline void multiply(float* into, const float* left, int64_t left_m, int64_t lef
     }
   }
   for (int m = 0; m < Tall; ++m) {
-    for (int x = 0; x < Vectors; ++x) store(into + (m * Vectors + x) * kLanes, acc[m][x]);
+    for (int x = 0; x < Vectors; ++x) {
+      float* const p = into + (m * Vectors + x) * kLanes;
+      store(p, rescale ? load(p) * rescale[x] + acc[m][x] : acc[m][x]);
+    }
   }
 }
 
@@ -170,16 +172,17 @@ void attention_tile(const AttentionTile& tile, float* scratch) {
         safe[x] = select(block_max[x] == -__builtin_inff(), Vec{}, block_max[x]);
         rescale[x] = exp(max[x] - safe[x]);
         max[x] = block_max[x];
-        total[x] *= rescale[x];
       }
+      Vec block_total[Vectors] = {};
       for (int64_t n = 0; n < count; ++n) {
         for (int x = 0; x < Vectors; ++x) {
           float* p = scores + (n * Vectors + x) * kLanes;
           const Vec e = exp(load(p) - safe[x]);
-          total[x] += e;
+          block_total[x] += e;
           store(p, e);
         }
       }
+      for (int x = 0; x < Vectors; ++x) total[x] = total[x] * rescale[x] + block_total[x];
       multiply_all<Vectors>(acc, value_dim, v_at, 1, v_row, scores, count, rescale);
     }
   }

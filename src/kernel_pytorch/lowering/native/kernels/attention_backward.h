@@ -31,7 +31,7 @@ inline void add_products(float* into, int64_t into_row, const float* left, int64
                          int64_t right_row, int64_t count) {
   Vec acc[Tall][Wide];
   for (int m = 0; m < Tall; ++m) {
-    for (int x = 0; x < Wide; ++x) acc[m][x] = load(into + m * into_row + x * kLanes);
+    for (int x = 0; x < Wide; ++x) acc[m][x] = Vec{};
   }
   for (int64_t n = 0; n < count; ++n) {
     Vec own[Wide];
@@ -42,7 +42,10 @@ inline void add_products(float* into, int64_t into_row, const float* left, int64
     }
   }
   for (int m = 0; m < Tall; ++m) {
-    for (int x = 0; x < Wide; ++x) store(into + m * into_row + x * kLanes, acc[m][x]);
+    for (int x = 0; x < Wide; ++x) {
+      float* const p = into + m * into_row + x * kLanes;
+      store(p, load(p) + acc[m][x]);
+    }
   }
 }
 
