@@ -199,6 +199,10 @@ def lower_command(
         int | None, typer.Option(help="With --hf: attend this far back, in constant memory.", min=1)
     ] = None,
     sinks: Annotated[int, typer.Option(help="With --window: first tokens that are always attended to.", min=0)] = 0,
+    cache_dtype: Annotated[str, typer.Option(help="With --hf: float32, float16 or int8.")] = "float32",
+    length: Annotated[
+        int | None, typer.Option("--context", help="With --hf: the most tokens without a window; 4096.", min=2)
+    ] = None,
 ) -> None:
     """Lower a model to a .pte, say who runs what, and compare it with eager PyTorch."""
     from kernel_pytorch.cli.lower import lower, lower_folder
@@ -206,7 +210,8 @@ def lower_command(
     if (source is None) == (folder is None):
         raise ValueError("give package.module:function or --hf FOLDER, one of them")
     if folder is not None:
-        lower_folder(folder, out, recipe, window, sinks, debug=context.obj.debug)
+        how = {"recipe": recipe, "window": window, "sinks": sinks, "cache_dtype": cache_dtype, "context": length}
+        lower_folder(folder, out, how, debug=context.obj.debug)
     else:
         lower(str(source), out, backend, recipe, debug=context.obj.debug)
 
@@ -233,6 +238,12 @@ def generate_command(
     window: Annotated[int | None, typer.Option(help="Attend this far back, in constant memory.", min=1)] = None,
     sinks: Annotated[int, typer.Option(help="With --window: first tokens that are always attended to.", min=0)] = 0,
     cache_dtype: Annotated[str, typer.Option(help="Of keys and values: float32, float16 or int8.")] = "float32",
+    length: Annotated[
+        int | None, typer.Option("--context", help="The most tokens without a window; 4096.", min=2)
+    ] = None,
+    session: Annotated[
+        Path | None, typer.Option(help="Go on from this file if it is there, and write it at the end.")
+    ] = None,
 ) -> None:
     """Generate text with a Hugging Face checkpoint: lowered once, then loaded from the cache."""
     from kernel_pytorch.cli.generate import generate
@@ -243,7 +254,14 @@ def generate_command(
         chat=chat,
         max_tokens=max_tokens,
         sampling=(temperature, top_p, seed),
-        program={"recipe": recipe, "window": window, "sinks": sinks, "cache_dtype": cache_dtype},
+        program={
+            "recipe": recipe,
+            "window": window,
+            "sinks": sinks,
+            "cache_dtype": cache_dtype,
+            "context": length,
+        },
+        session=session,
         debug=context.obj.debug,
     )
 

@@ -61,6 +61,17 @@ def executorch_root() -> Path:
     return Path(str(files.locate_file("executorch")))
 
 
+def _tokenizers() -> str:
+    """The folder with the sources of pytorch/tokenizers, with which the runner takes and gives text; often none."""
+    folder = os.environ.get("KERNEL_PYTORCH_TOKENIZERS", "")
+    if folder and not (Path(folder) / "CMakeLists.txt").is_file():
+        raise BuildError(
+            f"KERNEL_PYTORCH_TOKENIZERS={folder!r} has no CMakeLists.txt: name the unpacked source package of "
+            "pytorch-tokenizers (pip download --no-deps --no-binary :all: pytorch-tokenizers)"
+        )
+    return folder and str(Path(folder).resolve())
+
+
 @cache
 def runtime_prefix(sources: Path = SOURCES) -> Path:
     """The folder for the runtime that belongs to these sources, this ExecuTorch and this machine."""
@@ -71,6 +82,7 @@ def runtime_prefix(sources: Path = SOURCES) -> Path:
             digest.update(str(source.relative_to(sources)).encode() + b"\0" + source.read_bytes())
     digest.update(importlib.metadata.version("executorch").encode())
     digest.update(str(installed).encode() + sysconfig.get_platform().encode())
+    digest.update(_tokenizers().encode())
     root = os.environ.get("KERNEL_PYTORCH_RUNTIME") or platformdirs.user_cache_path("kernel_pytorch") / "runtime"
     return Path(root) / digest.hexdigest()[:16]
 
@@ -110,6 +122,7 @@ def build(
                 f"-DCMAKE_INSTALL_PREFIX={installed}",
                 "-DCMAKE_INSTALL_LIBDIR=lib",
                 "-DCMAKE_BUILD_TYPE=Release",
+                f"-DKERNEL_PYTORCH_TOKENIZERS={_tokenizers()}",
             ]
         )
         tell("compiling the runtime (about half a minute, once)")
