@@ -39,6 +39,15 @@ def bart() -> tuple[torch.nn.Module, torch.Tensor]:
     return transformers.BartForConditionalGeneration(config), torch.randint(3, 64, (1, 11))
 
 
+def moonshine() -> tuple[torch.nn.Module, torch.Tensor]:
+    config = transformers.MoonshineConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=64, encoder_num_hidden_layers=2, decoder_num_hidden_layers=2,
+        encoder_num_attention_heads=4, decoder_num_attention_heads=4, max_position_embeddings=64, bos_token_id=1,
+        eos_token_id=2, decoder_start_token_id=1, initializer_range=0.4,
+    )  # fmt: skip
+    return transformers.MoonshineForConditionalGeneration(config), torch.randn(1, 16000)
+
+
 def wanted(model: torch.nn.Module, x: torch.Tensor, count: int) -> list[int]:
     found = model.generate(x, max_new_tokens=count, do_sample=False)[0].tolist()
     found = found[1:] if found[0] == model.generation_config.decoder_start_token_id else found
@@ -46,7 +55,7 @@ def wanted(model: torch.nn.Module, x: torch.Tensor, count: int) -> list[int]:
     return found if len(found) == count or found[-1] == end else [*found, end]  # Whisper's leaves the end out
 
 
-@pytest.mark.parametrize("make", [t5, whisper, bart], ids=lambda make: make.__name__)
+@pytest.mark.parametrize("make", [t5, whisper, bart, moonshine], ids=lambda make: make.__name__)
 def test_tokens_are_those_of_transformers(make: Callable[[], tuple[torch.nn.Module, torch.Tensor]]) -> None:
     torch.manual_seed(0)
     model, x = make()
@@ -76,6 +85,18 @@ def test_a_checkpoint_folder_is_lowered_from_the_shell(tmp_path: Path) -> None:
     assert not done.value.code
     loaded = kp.load(tmp_path / "t5.pte")
     assert len(list(decoded(loaded, x, max_tokens=5))) == 5
+
+
+@pytest.mark.parametrize("make", [whisper, moonshine], ids=lambda make: make.__name__)
+def test_speech_is_lowered_from_a_folder(
+    make: Callable[[], tuple[torch.nn.Module, torch.Tensor]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kp.lowering.checkpoint, "_SECONDS", 1)
+    torch.manual_seed(0)
+    model, x = make()
+    model.eval().save_pretrained(tmp_path)
+    loaded = kp.lowering.lower_checkpoint(tmp_path, kp.lowering.TextProgram()).load()
+    assert list(decoded(loaded, x, max_tokens=12)) == wanted(model, x, 12)
 
 
 def test_what_an_encoder_decoder_cannot_have_is_refused(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """The runtime cross-compiled for 64-bit Arm, run under qemu. ``make cross`` downloads what it needs."""
 
+import os
 import shutil
 import subprocess
 import sys
@@ -9,9 +10,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoTokenizer
 
 import kernel_pytorch as kp
 from kernel_pytorch.lowering.build import SOURCES, _run, _tool
+from kernel_pytorch.lowering.checkpoint import TextProgram, lower_checkpoint
+from kernel_pytorch.testing.checkpoints import tiny_checkpoint
 from lowering_models import Block
 
 WHEELS = sorted((Path(sys.prefix) / "aarch64").glob("executorch-*aarch64.whl"))
@@ -35,6 +39,7 @@ def emulated(tmp_path_factory) -> Callable[[str], list[str]]:
         "-DCMAKE_COMPILE_WARNING_AS_ERROR=ON",
         f"-DKERNEL_PYTORCH_TESTS={Path(__file__).parent / 'native'}",
     ]
+    configure += [f"-DKERNEL_PYTORCH_TOKENIZERS={os.environ.get('KERNEL_PYTORCH_TOKENIZERS', '')}"]
     _run(configure)
     _run([_tool("cmake"), "--build", str(made), "--parallel", "2"])
     libraries = f"LD_LIBRARY_PATH={executorch / 'lib'}:{made}"
@@ -75,3 +80,20 @@ def test_arm_computes_what_this_processor_does(
     subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, timeout=120)
     found = torch.frombuffer(bytearray((tmp_path / "y.bin").read_bytes()), dtype=dtype).view(x.shape)
     torch.testing.assert_close(found, program(x), rtol=4 * torch.finfo(dtype).eps, atol=4 * torch.finfo(dtype).eps)
+
+
+def test_arm_generates_the_tokens_of_this_processor(emulated: Callable[[str], list[str]], tmp_path: Path) -> None:
+    folder = tiny_checkpoint(tmp_path / "llama")
+    program = lower_checkpoint(folder, TextProgram(chunk=16))
+    program.save(tmp_path / "text.pte")
+    shutil.copy(folder / "tokenizer.json", tmp_path)
+    generator = kp.TextGenerator(program.load(), AutoTokenizer.from_pretrained(folder))
+    prompt = "once upon a time there was a lazy dog that kept the memory"
+    found = generator.generate(prompt, max_tokens=12)
+    command = [*emulated("kernel_pytorch_runner"), str(tmp_path / "text.pte"), "--generate", "12"]
+    ids = " ".join(map(str, generator.tokenizer(prompt)["input_ids"]))
+    done = subprocess.run(command, input=ids, capture_output=True, text=True, timeout=120, check=False)
+    assert tuple(map(int, done.stdout.split())) == found.tokens, done.stderr
+    if os.environ.get("KERNEL_PYTORCH_TOKENIZERS"):
+        done = subprocess.run([*command, "--prompt", prompt], capture_output=True, timeout=120, check=False)
+        assert done.stdout.decode() == found.text + "\n", done.stderr

@@ -61,7 +61,7 @@ def test_a_program_is_lowered_once_for_each_content(llama: Path) -> None:
     steps: list[str] = []
     kp.TextGenerator.from_pretrained(llama)
     kp.TextGenerator.from_pretrained(llama, tell=steps.append)
-    assert steps == ["looking for a lowered program"]
+    assert steps == ["looking for a lowered program", "loading the program"]
     plain = checkpoint.TextProgram()
     digest = checkpoint.content_digest(llama, plain, PROGRAMS)
     assert digest == checkpoint.content_digest(llama, plain, PROGRAMS)
@@ -228,6 +228,78 @@ def test_the_runner_generates_from_token_ids_without_python(llama: Path) -> None
     assert sampled[0] == sampled[1] != sampled[2]
     assert "the prompt has 600 tokens and the context 512" in run_ids(program, [5] * 600, "3").stderr
     assert "no token ids" in run_ids(program, [], "3").stderr
+
+
+@pytest.mark.skipif(
+    not os.environ.get("KERNEL_PYTORCH_TOKENIZERS"),
+    reason="KERNEL_PYTORCH_TOKENIZERS names no sources of pytorch-tokenizers",
+)
+def test_the_runner_takes_and_gives_text(llama: Path, tmp_path: Path) -> None:
+    program = tmp_path / "text.pte"
+    shutil.copy(checkpoint.cached_program(llama, checkpoint.TextProgram()), program)
+    shutil.copy(llama / "tokenizer.json", tmp_path)
+    generator = kp.TextGenerator.from_pretrained(llama)
+    command = [build().runner, str(program), "--generate", "20"]
+    for prompt in (PROMPT, "the  quick brown fox, and the dog", "a window keeps"):
+        done = subprocess.run([*command, "--prompt", prompt], capture_output=True, text=True)
+        assert done.stdout == generator.generate(prompt, max_tokens=20).text + "\n", done.stderr
+    sampled = [
+        subprocess.run([*command, "--prompt", PROMPT, "--temperature", "2", "--top-p", top], capture_output=True)
+        for top in ("0.9", "0.9", "0.000001")
+    ]
+    assert sampled[0].stdout == sampled[1].stdout
+    assert sampled[2].stdout.decode() == generator.generate(PROMPT, max_tokens=20).text + "\n"
+    unknown = subprocess.run([*command, "--prompt", "12!"], capture_output=True, text=True)
+    assert "the tokenizer cannot encode the prompt" in unknown.stderr  # it has no token for a digit
+    (tmp_path / "tokenizer.json").unlink()
+    missing = subprocess.run([*command, "--prompt", PROMPT], capture_output=True, text=True)
+    assert "tokenizer.json is no tokenizer.json that can be read" in missing.stderr
+
+
+@pytest.mark.skipif(bool(os.environ.get("KERNEL_PYTORCH_TOKENIZERS")), reason="the runner has a tokenizer")
+def test_a_runner_without_a_tokenizer_says_how_to_get_one(llama: Path) -> None:
+    program = checkpoint.cached_program(llama, checkpoint.TextProgram())
+    command = [build().runner, str(program), "--generate", "2", "--prompt", "hello"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert "set KERNEL_PYTORCH_TOKENIZERS" in done.stderr
+
+
+def test_a_prefix_of_the_tokenizer_is_in_the_program(llama: Path, tmp_path: Path) -> None:
+    from tokenizers import processors
+
+    folder = tmp_path / "prefixed"
+    shutil.copytree(llama, folder)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    begin = ("<|begin|>", tokenizer.bos_token_id)
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<|begin|> $A", special_tokens=[begin]
+    )
+    tokenizer.save_pretrained(folder)
+    assert checkpoint._prompt_prefix(folder) == [tokenizer.bos_token_id]
+    assert checkpoint._prompt_prefix(llama) == []
+
+
+def test_a_context_of_its_own(llama: Path) -> None:
+    assert kp.TextGenerator.from_pretrained(llama, context=64).context == 64
+    with pytest.raises(ValueError, match="context=600: the model has 512 positions; give a window instead"):
+        kp.TextGenerator.from_pretrained(llama, context=600)
+    with pytest.raises(ValueError, match="context=64, window=8: give one of them"):
+        checkpoint.TextProgram(context=64, window=8)
+
+
+def test_a_session_of_a_chat_is_kept_on_the_command_line(
+    llama: Path, tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def said(text: str, *options: str) -> str:
+        monkeypatch.setattr("sys.stdin", io.StringIO(text))
+        with pytest.raises(SystemExit) as done:
+            main(["generate", str(llama), "--chat", "--max-tokens", "4", *options])
+        assert not done.value.code
+        return capsys.readouterr().out
+
+    whole = said("hello dog\nsays the fox\n")
+    session = str(tmp_path / "session")
+    assert said("hello dog\n", "--session", session) + said("says the fox\n", "--session", session) == whole
 
 
 def test_a_character_of_several_tokens_is_held_back() -> None:

@@ -33,6 +33,10 @@ DeviceOption = Annotated[str | None, typer.Option(help="A torch device; the best
 RecordOption = Annotated[bool, typer.Option(help="Write the result as a record; needs a clean checkout.")]
 QuantizationOption = Annotated[str | None, typer.Option(help="The quantization recipe; none if omitted.")]
 SinksOption = Annotated[int, typer.Option(help="With --window: first tokens that are always attended to.", min=0)]
+CacheOption = Annotated[str, typer.Option(help="Dtype of cached keys and values: float32, float16 or int8.")]
+LengthOption = Annotated[
+    int | None, typer.Option("--context", help="Maximum number of tokens without a window; 4096 if omitted.", min=2)
+]
 SourceArgument = Annotated[
     str | None, typer.Argument(help="package.module:function, which returns (model, inputs).")
 ]
@@ -220,6 +224,8 @@ def lower_command(
         int | None, typer.Option(help="With --hf: attend this far back, in constant memory.", min=1)
     ] = None,
     sinks: SinksOption = 0,
+    cache_dtype: CacheOption = "float32",
+    length: LengthOption = None,
 ) -> None:
     """Lower a model to a .pte or a .pt2, report what runs each node, and compare the results with eager PyTorch."""
     from kernel_pytorch.cli.lower import lower, lower_folder
@@ -227,7 +233,8 @@ def lower_command(
     if (source is None) == (folder is None):
         raise ValueError("give package.module:function or --hf FOLDER, one of them")
     if folder is not None:
-        lower_folder(folder, out, recipe, window, sinks, debug=context.obj.debug)
+        how = {"recipe": recipe, "window": window, "sinks": sinks, "cache_dtype": cache_dtype, "context": length}
+        lower_folder(folder, out, how, debug=context.obj.debug)
     else:
         lower(str(source), out, backend, recipe, debug=context.obj.debug)
 
@@ -259,9 +266,11 @@ def generate_command(
     recipe: QuantizationOption = None,
     window: Annotated[int | None, typer.Option(help="Attend this far back, in constant memory.", min=1)] = None,
     sinks: SinksOption = 0,
-    cache_dtype: Annotated[
-        str, typer.Option(help="Dtype of keys and values: float32, float16 or int8.")
-    ] = "float32",
+    cache_dtype: CacheOption = "float32",
+    length: LengthOption = None,
+    session: Annotated[
+        Path | None, typer.Option(help="Continue from this file if it exists, and write it at the end.")
+    ] = None,
 ) -> None:
     """Generate text with a Hugging Face checkpoint: lowered once, then loaded from the cache."""
     from kernel_pytorch.cli.generate import generate
@@ -272,7 +281,14 @@ def generate_command(
         chat=chat,
         max_tokens=max_tokens,
         sampling=(temperature, top_p, seed),
-        program={"recipe": recipe, "window": window, "sinks": sinks, "cache_dtype": cache_dtype},
+        program={
+            "recipe": recipe,
+            "window": window,
+            "sinks": sinks,
+            "cache_dtype": cache_dtype,
+            "context": length,
+        },
+        session=session,
         debug=context.obj.debug,
     )
 

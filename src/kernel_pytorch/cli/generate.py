@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import resource
 import sys
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +17,17 @@ __all__ = ["generate"]
 _HELP = "/reset forgets the conversation, /rewind takes back the last answer, /quit or the end of input leaves"
 
 
-def _statistics(last: Any) -> str:
+def _peak() -> int:
     unit = 1 if sys.platform == "darwin" else 1024
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def _statistics(last: Any) -> str:
     reused = f" ({last.reused_tokens} reused)" if last.reused_tokens else ""
     return (
         f"{last.prompt_tokens} tokens of prompt{reused}, first token after {last.first_token_seconds:.2f} s, "
-        f"{len(last.tokens)} tokens at {last.tokens_per_second:.1f} tokens/s, {peak / 1e6:.0f} MB of memory at most"
+        f"{len(last.tokens)} tokens at {last.tokens_per_second:.1f} tokens/s, "
+        f"{_peak() / 1e6:.0f} MB of memory at most"
     )
 
 
@@ -33,12 +39,14 @@ def generate(
     max_tokens: int,
     sampling: tuple[float, float, int],
     program: dict[str, Any],
+    session: Path | None,
     debug: bool,
 ) -> None:
     """Lower or load the checkpoint, then answer a prompt or chat in the terminal."""
     if (prompt is None) != chat:
         raise ValueError("give --prompt TEXT or --chat, one of them")
     notes = Console(stderr=True)
+    started = time.perf_counter()
     # Keeps the terminal while the standard error goes through a filter.
     shown = Console(file=os.fdopen(os.dup(2), "w")) if notes.is_terminal else notes
     with shown.status("loading ExecuTorch") as status:
@@ -48,13 +56,26 @@ def generate(
             from kernel_pytorch.lowering import Sampling, TextGenerator
 
             how = Sampling(*sampling)
-            generator = TextGenerator.from_pretrained(folder, **program, tell=status.update)
+            generator = TextGenerator.from_pretrained(folder, **program, tell=_steps(status.update))
+    _note(notes, f"ready after {time.perf_counter() - started:.1f} s: {_sizes(generator)}")
+    saved: Any = generator.chat() if chat else generator  # what a session is of
+    if session is not None and session.exists():
+        saved.load_session(session)
+
+    def answer(pieces: Iterator[str]) -> None:
+        _show(pieces)
+        _note(notes, _statistics(generator.last))
+
     if prompt is not None:
-        _show(generator.stream(prompt, max_tokens=max_tokens, sampling=how))
-        notes.print(_statistics(generator.last), markup=False, highlight=False, soft_wrap=True)
-        return
-    conversation = generator.chat()
-    notes.print(_HELP, markup=False, highlight=False, soft_wrap=True)
+        answer(generator.stream(prompt, max_tokens=max_tokens, sampling=how))
+    else:
+        _note(notes, _HELP)
+        _converse(saved, lambda said: answer(saved.stream(said, max_tokens=max_tokens, sampling=how)))
+    if session is not None:
+        saved.save_session(session)
+
+
+def _converse(conversation: Any, answer: Callable[[str], None]) -> None:
     while True:
         try:
             said = input("> " if sys.stdin.isatty() else "").strip()
@@ -67,8 +88,21 @@ def generate(
         elif said == "/rewind":
             conversation.rewind()
         elif said:
-            _show(conversation.stream(said, max_tokens=max_tokens, sampling=how))
-            notes.print(_statistics(generator.last), markup=False, highlight=False, soft_wrap=True)
+            answer(said)
+
+
+def _steps(update: Callable[[str], None]) -> Callable[[str], None]:
+    """Show each step with the time since the first one, and the memory so far."""
+    started = time.perf_counter()
+    return lambda step: update(f"{step} ({time.perf_counter() - started:.0f} s, {_peak() / 1e6:.0f} MB of memory)")
+
+
+def _note(notes: Console, text: str) -> None:
+    notes.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+def _sizes(generator: Any) -> str:
+    return f"{generator.weight_bytes / 1e6:.0f} MB of weights, {generator.cache_bytes / 1e6:.0f} MB of caches"
 
 
 def _show(pieces: Any) -> None:

@@ -54,9 +54,7 @@ def lower(source: str, out: Path, backend: str, recipe: str | None, *, debug: bo
         _show(console, program, out)
 
 
-def lower_folder(
-    folder: Path, out: Path, recipe: str | None, window: int | None, sinks: int, *, debug: bool = False
-) -> None:
+def lower_folder(folder: Path, out: Path, how: dict[str, Any], *, debug: bool = False) -> None:
     """Lower a Hugging Face checkpoint folder, and write its tokenizer next to the program."""
     from kernel_pytorch.lowering.quiet import quiet_libraries, quiet_native
 
@@ -65,8 +63,7 @@ def lower_folder(
     with console.status("loading ExecuTorch") as status, quiet_libraries(not debug), quiet_native():
         from kernel_pytorch.lowering.checkpoint import TextProgram, lower_checkpoint
 
-        how = TextProgram(recipe=recipe, window=window, sinks=sinks)
-        program = lower_checkpoint(folder, how, tell=status.update)
+        program = lower_checkpoint(folder, TextProgram(**how), tell=status.update)
         program.save(out)
         tokenizer = folder / "tokenizer.json"
         if tokenizer.is_file():

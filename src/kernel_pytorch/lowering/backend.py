@@ -14,15 +14,20 @@ from executorch.exir.backend.compile_spec_schema import CompileSpec
 from torch.export import ExportedProgram
 
 from kernel_pytorch.lowering.constants import Constants
-from kernel_pytorch.lowering.emitter import Emitter
+from kernel_pytorch.lowering.emitter import Emitter, Outside
 from kernel_pytorch.lowering.payload import ALIGNMENT, Payload
 from kernel_pytorch.lowering.rules import emit_node
+from kernel_pytorch.lowering.spool import LEAST_BYTES
 
 __all__ = ["KernelPyTorchBackend", "build_payload", "lowest_sizes"]
 
 _LOWEST = "lowest_sizes"
 _CACHES = "kernel_pytorch_caches"
 """Named data of programs with caches: the runtime tells programs apart by their named data, so there must be some."""
+
+
+_LEAST_SHARED = 4096
+"""Smaller constants, in bytes, are repeated in each method."""
 
 
 @dataclass(frozen=True)
@@ -43,9 +48,9 @@ def lowest_sizes(program: ExportedProgram) -> CompileSpec:
 
 
 def build_payload(
-    program: ExportedProgram, shared: dict[str, bytes] | None = None, compile_specs: Sequence[CompileSpec] = ()
+    program: ExportedProgram, outside: Outside | None = None, compile_specs: Sequence[CompileSpec] = ()
 ) -> Payload:
-    """The payload of a graph whose every node has a rule; large constants go to ``shared`` where it is given."""
+    """The payload of a graph whose every node has a rule; large constants go to ``outside`` where it is given."""
     constants = Constants(program)
     ranges: dict[Any, Any] = dict(program.range_constraints)
     for spec in compile_specs:
@@ -54,7 +59,7 @@ def build_payload(
             for symbol, bounds in program.range_constraints.items():
                 if lowest.get(str(symbol), 2) < 2 and bounds.lower == 2:
                     ranges[symbol] = Bounds(1, bounds.upper)
-    emitter = Emitter(constants, ranges, shared)
+    emitter = Emitter(constants, ranges, outside)
     outputs = []
     for node in program.graph.nodes:
         if node.op == "placeholder":
@@ -74,29 +79,28 @@ class KernelPyTorchBackend(BackendDetails):  # type: ignore[misc]
 
     @staticmethod
     def preprocess(edge_program: ExportedProgram, compile_specs: list[CompileSpec]) -> PreprocessResult:
-        return _result(edge_program, None, compile_specs)
+        return _result(edge_program, LEAST_BYTES, compile_specs)
 
     @classmethod
     def preprocess_multimethod(
         cls, edge_programs: dict[str, list[ExportedProgram]], compile_specs: dict[str, list[list[CompileSpec]]]
     ) -> dict[str, list[PreprocessResult]]:
         """Constants that several methods use are in the program once."""
-        several = len(edge_programs) > 1
+        least = _LEAST_SHARED if len(edge_programs) > 1 else LEAST_BYTES
         return {
             method: [
-                _result(program, {} if several else None, specs)
+                _result(program, least, specs)
                 for program, specs in zip(programs, compile_specs[method], strict=True)
             ]
             for method, programs in edge_programs.items()
         }
 
 
-def _result(
-    program: ExportedProgram, shared: dict[str, bytes] | None, compile_specs: Sequence[CompileSpec]
-) -> PreprocessResult:
-    payload = build_payload(program, shared, compile_specs)
+def _result(program: ExportedProgram, least: int, compile_specs: Sequence[CompileSpec]) -> PreprocessResult:
+    outside = Outside(least)
+    payload = build_payload(program, outside, compile_specs)
     store = NamedDataStore()
-    for name, data in (shared or {}).items():
+    for name, data in outside.data.items():
         store.add_named_data(name, data, alignment=ALIGNMENT)
     if payload.caches:
         store.add_named_data(_CACHES, _CACHES.encode())

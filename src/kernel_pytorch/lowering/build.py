@@ -84,6 +84,17 @@ def executorch_root() -> Path:
     return Path(str(files.locate_file("executorch")))
 
 
+def _tokenizers() -> str:
+    """Return the folder with the sources of pytorch/tokenizers, which the runner needs for text, or an empty string."""
+    folder = os.environ.get("KERNEL_PYTORCH_TOKENIZERS", "")
+    if folder and not (Path(folder) / "CMakeLists.txt").is_file():
+        raise BuildError(
+            f"KERNEL_PYTORCH_TOKENIZERS={folder!r} has no CMakeLists.txt: name the unpacked source package of "
+            "pytorch-tokenizers (pip download --no-deps --no-binary :all: pytorch-tokenizers)"
+        )
+    return folder and str(Path(folder).resolve())
+
+
 def sources_digest(sources: Path = SOURCES) -> str:
     """The SHA-256 of the runtime's source files and their names."""
     digest = hashlib.sha256()
@@ -114,11 +125,12 @@ def bundle_refusal() -> str | None:
 def runtime_prefix(sources: Path = SOURCES) -> Path:
     """The folder for the runtime that belongs to these sources, this ExecuTorch and this machine."""
     installed = executorch_root()
-    if sources == SOURCES and bundle_refusal() is None:
+    if sources == SOURCES and not _tokenizers() and bundle_refusal() is None:
         return BUNDLED
     digest = hashlib.sha256(sources_digest(sources).encode())
     digest.update(importlib.metadata.version("executorch").encode())
     digest.update(str(installed).encode() + sysconfig.get_platform().encode())
+    digest.update(_tokenizers().encode())
     root = os.environ.get("KERNEL_PYTORCH_RUNTIME") or platformdirs.user_cache_path("kernel_pytorch") / "runtime"
     return Path(root) / digest.hexdigest()[:16]
 
@@ -159,7 +171,10 @@ def _build(ready: Runtime, sources: Path, tell: Callable[[str], None], jobs: int
     prefix = f"building-{ready.prefix.name}-"
     with tempfile.TemporaryDirectory(dir=ready.prefix.parent, prefix=prefix) as folder:
         installed = Path(folder) / "installed"
-        configure_and_install(Path(folder) / "build", installed, sources=sources, tell=tell, jobs=jobs)
+        text = (f"-DKERNEL_PYTORCH_TOKENIZERS={_tokenizers()}",) if _tokenizers() else ()
+        configure_and_install(
+            Path(folder) / "build", installed, sources=sources, definitions=text, tell=tell, jobs=jobs
+        )
         try:
             installed.rename(ready.prefix)
         except OSError:

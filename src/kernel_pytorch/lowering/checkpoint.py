@@ -20,15 +20,18 @@ import torch
 
 import kernel_pytorch
 from kernel_pytorch.lowering.checksum import write_whole
+from kernel_pytorch.lowering.constants import narrowed
 
 if TYPE_CHECKING:
     from kernel_pytorch.lowering.program import LoweredProgram
+    from kernel_pytorch.lowering.runtime import LoadedProgram
 
-__all__ = ["TextProgram", "cached_program", "content_digest", "lower_checkpoint"]
+__all__ = ["TextProgram", "cached_program", "content_digest", "load_cached", "lower_checkpoint"]
 
 _VERSIONS = ("torch", "executorch", "torchao", "transformers")
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "int8": torch.int8}
 _LONGEST_CONTEXT = 4096
+_SECONDS = 10  # of sound, where a model takes samples: shorter sound is followed by silence
 
 
 @dataclass(frozen=True)
@@ -43,20 +46,26 @@ class TextProgram:
     recipe: str | None = None
     """Quantization, such as ``"int4-weight"``; None for float32."""
     window: int | None = None
-    """Attend to this many tokens back, in memory of constant size. None attends to the whole context, which ends at
-    the model's ``max_position_embeddings`` or 4,096 tokens, whichever is smaller."""
+    """Attend to this many tokens back, in memory of constant size. None attends to the whole context."""
     sinks: int = 0
     """The first tokens that every token attends to, beside the window."""
     chunk: int = 128
     """The most tokens of one call: longer prompts are passed in chunks."""
     cache_dtype: str = "float32"
     """``"float32"``, ``"float16"`` or ``"int8"``."""
+    context: int | None = None
+    """The most tokens of a sequence without a window; 4,096 or the model's ``max_position_embeddings`` when left out,
+    whichever is smaller. Memory for them is set aside."""
 
     def __post_init__(self) -> None:
         if self.cache_dtype not in _DTYPES:
             raise ValueError(f"cache_dtype={self.cache_dtype!r}: use one of {', '.join(_DTYPES)}")
         if self.chunk < 2:
             raise ValueError(f"chunk={self.chunk}: at least 2 tokens are needed")
+        if self.context is not None and (self.context < 2 or self.window is not None):
+            raise ValueError(
+                f"context={self.context}, window={self.window}: give one of them; a context has at least 2 tokens"
+            )
         if self.sinks and self.window is None:
             raise ValueError(
                 f"sinks={self.sinks} without a window: the whole context is attended to; give a window too"
@@ -97,6 +106,46 @@ def _metadata(config: Any, generation: Any, how: TextProgram, context: int) -> d
     }
 
 
+class _NarrowEmbedding(torch.nn.Module):
+    """An embedding whose weights are held in a narrower format than the rows that it returns."""
+
+    def __init__(self, weight: torch.Tensor, padding: int | None) -> None:
+        super().__init__()
+        self.weight, self.padding = torch.nn.Parameter(weight, requires_grad=False), padding
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.embedding(tokens, self.weight, self.padding).float()
+
+
+def _narrow_embedding(model: Any) -> None:
+    """Keep the input embedding of a bfloat16 or float16 checkpoint in that format, as its linears are."""
+    found = model.get_input_embeddings()
+    if type(found) is torch.nn.Embedding and found.max_norm is None:
+        weight = narrowed(found.weight)
+        if weight.dtype != found.weight.dtype:
+            model.set_input_embeddings(_NarrowEmbedding(weight, found.padding_idx))
+
+
+def _context_of(most: int, how: TextProgram) -> int:
+    """The most tokens of a sequence for a model with ``most`` positions."""
+    if how.window is not None:
+        return 1 << 30
+    if how.context is not None and how.context > most:
+        raise ValueError(f"context={how.context}: the model has {most} positions; give a window instead")
+    return how.context or min(most, _LONGEST_CONTEXT)
+
+
+def _prompt_prefix(folder: Path) -> list[int]:
+    """The ids that the folder's tokenizer puts before every text; runners without transformers put them there."""
+    from transformers import AutoTokenizer
+
+    if not (folder / "tokenizer.json").is_file():
+        return []
+    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    whole, plain = (tokenizer("a", add_special_tokens=special)["input_ids"] for special in (True, False))
+    return list(whole[: -len(plain)]) if whole[-len(plain) :] == plain else []
+
+
 def lower_checkpoint(
     folder: str | Path, how: TextProgram, tell: Callable[[str], None] | None = None
 ) -> LoweredProgram:
@@ -127,14 +176,16 @@ def lower_checkpoint(
     folder = Path(folder)
     tell = tell or (lambda text: None)
     config_of(folder)
-    tell("reading the checkpoint")
+    size = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    tell(f"reading the checkpoint ({size / 1e9:.1f} GB)")
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True)
     model.requires_grad_(False).eval()
     if hasattr(model, "set_experts_implementation"):
         model.set_experts_implementation("batched_mm")  # the default has no kernel on devices
+    _narrow_embedding(model)
     config = model.config.get_text_config()
     most = getattr(config, "max_position_embeddings", None) or _LONGEST_CONTEXT
-    context = min(most, _LONGEST_CONTEXT) if how.window is None else 1 << 30
+    context = _context_of(most, how)
     window = context - 1 if how.window is None else how.window
     chunk = min(how.chunk, most)
     cached = CachedLanguageModel(
@@ -148,13 +199,19 @@ def lower_checkpoint(
         example,
         recipe=how.recipe,
         dynamic_shapes=({1: length}, None),
-        metadata={**metadata, "get_max_seq_len": chunk},
+        metadata={
+            **metadata,
+            "get_max_seq_len": chunk,
+            "get_prompt_prefix": _prompt_prefix(folder),
+            "get_cache_bytes": sum(cache.nbytes for cache in cached.caches),
+        },
         tell=tell,
     )
 
 
 def _lower_encoder_decoder(folder: Path, how: TextProgram, tell: Callable[[str], None] | None) -> LoweredProgram:
     from transformers import AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq
+    from transformers.models.auto.modeling_auto import MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES
 
     from kernel_pytorch.lowering.encoder_decoder import lower_encoder_decoder
 
@@ -164,21 +221,29 @@ def _lower_encoder_decoder(folder: Path, how: TextProgram, tell: Callable[[str],
         )
     if tell is not None:
         tell("reading the checkpoint")
-    sound = "num_mel_bins" in config_of(folder)
+    sound = config_of(folder).get("model_type") in MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES
     auto = AutoModelForSpeechSeq2Seq if sound else AutoModelForSeq2SeqLM
     model = auto.from_pretrained(folder, dtype=torch.float32, local_files_only=True).eval()
-    if model.main_input_name not in ("input_ids", "input_features"):
+    if model.main_input_name == "input_features":  # Whisper: always 30 seconds
+        example = torch.zeros(1, model.config.num_mel_bins, 2 * model.config.max_source_positions)
+        return lower_encoder_decoder(model, example, recipe=how.recipe, tell=tell)
+    if model.main_input_name == "input_values":  # Moonshine: samples
+        example = torch.zeros(1, _SECONDS * _sampling_rate(folder))
+        return lower_encoder_decoder(model, example, recipe=how.recipe, tell=tell)
+    if model.main_input_name != "input_ids":
         raise ValueError(
             f"the encoder takes {model.main_input_name}: pass the model and an example of it to "
             "kernel_pytorch.lowering.lower_encoder_decoder"
         )
-    if sound:  # always 30 seconds
-        example = torch.zeros(1, model.config.num_mel_bins, 2 * model.config.max_source_positions)
-        return lower_encoder_decoder(model, example, recipe=how.recipe, tell=tell)
     most = min(getattr(model.config, "max_position_embeddings", None) or 512, _LONGEST_CONTEXT)
     length = torch.export.Dim("source", min=2, max=most)
     example = torch.zeros(1, min(most, 9), dtype=torch.int64)
     return lower_encoder_decoder(model, example, length=length, recipe=how.recipe, tell=tell)
+
+
+def _sampling_rate(folder: Path) -> int:
+    path = folder / "preprocessor_config.json"
+    return int(json.loads(path.read_text()).get("sampling_rate", 16000)) if path.is_file() else 16000
 
 
 def _programs_folder() -> Path:
@@ -199,14 +264,20 @@ def _file_digest(path: Path, known: Mapping[str, Any]) -> tuple[str, str]:
     return key, digest.hexdigest()
 
 
+def _known_digests(index: Path) -> dict[str, str]:
+    """The files that were read before, by path, size and time; a damaged index is an empty one."""
+    try:
+        return dict(json.loads(index.read_text()))
+    except (OSError, ValueError):
+        return {}
+
+
 def content_digest(folder: Path, how: TextProgram, programs: Path) -> str:
     """A digest of everything a program depends on: config, weights, settings and versions."""
     index = programs / "digests.json"
-    try:
-        known = json.loads(index.read_text())
-    except (OSError, ValueError):
-        known = {}
-    files = [folder / "config.json", folder / "generation_config.json", *sorted(folder.glob("*.safetensors"))]
+    known = _known_digests(index)
+    names = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
+    files = [*(folder / name for name in names), *sorted(folder.glob("*.safetensors"))]
     files += sorted(folder.glob("pytorch_model*.bin"))
     found = {path.name: _file_digest(path, known) for path in files if path.is_file()}
     fresh = dict(found.values())
@@ -231,5 +302,23 @@ def cached_program(folder: Path, how: TextProgram, tell: Callable[[str], None] |
     tell("looking for a lowered program")
     path = programs / f"{content_digest(folder, how, programs)}.pte"
     if not path.is_file():
-        write_whole(path, lower_checkpoint(folder, how, tell).buffer)
+        lower_checkpoint(folder, how, tell).save(path)
     return path
+
+
+def load_cached(path: Path, tell: Callable[[str], None] | None = None) -> LoadedProgram:
+    """Load a program of the cache; one of the same size and time that was verified before is not read for that again.
+
+    Loading then takes no time for each byte of the weights, which are mapped.
+    """
+    from kernel_pytorch.lowering.runtime import LoadedProgram
+
+    facts = path.stat()
+    key, index = f"{path.resolve()}:{facts.st_size}:{facts.st_mtime_ns}", path.with_name("digests.json")
+    known = _known_digests(index)
+    if tell is not None:
+        tell("loading the program" if key in known else "verifying the program")
+    loaded = LoadedProgram(path, path.name, verified=key in known)
+    if key not in known:
+        write_whole(index, json.dumps({**known, key: loaded.digest}, indent=0).encode())
+    return loaded

@@ -9,11 +9,17 @@ from __future__ import annotations
 
 import hashlib
 import mmap
+import os
 import secrets
+import shutil
 import struct
+import tempfile
+import weakref
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any, BinaryIO
 
-__all__ = ["add_checksum", "content", "damage", "digest_of", "verify", "write_whole"]
+__all__ = ["ProgramFile", "add_checksum", "content", "damage", "digest_of", "has_checksum", "verify", "write_whole"]
 
 _FIRST_MAGIC, _LAST_MAGIC = b"KernelPyTorch.pt", b"e.sha256"
 _RECORD = struct.Struct("<16sQ32s8s")
@@ -33,8 +39,11 @@ def add_checksum(program: bytes) -> bytes:
     """
     if _record(program) is not None:
         return program
-    record = _RECORD.pack(_FIRST_MAGIC, len(program), hashlib.sha256(program).digest(), _LAST_MAGIC)
-    return program + record.rjust(_FOOTER_BYTES, b"\0")
+    return program + _footer(len(program), hashlib.sha256(program).digest())
+
+
+def _footer(length: int, digest: bytes) -> bytes:
+    return _RECORD.pack(_FIRST_MAGIC, length, digest, _LAST_MAGIC).rjust(_FOOTER_BYTES, b"\0")
 
 
 def verify(data: bytes | mmap.mmap) -> str | None:
@@ -94,6 +103,16 @@ def digest_of(data: bytes | mmap.mmap) -> str:
     return hashlib.sha256(data).hexdigest() if record is None else record[2].hex()
 
 
+def has_checksum(data: bytes | mmap.mmap) -> bool:
+    """Return whether a file ends with a footer that ``damage`` verifies.
+
+    Example:
+        >>> has_checksum(add_checksum(b"program")), has_checksum(b"program")
+        (True, False)
+    """
+    return _record(data) is not None
+
+
 def _record(data: bytes | mmap.mmap) -> tuple[bytes, int, bytes, bytes] | None:
     """Return the fields of the footer, or None where neither magic string is there."""
     if len(data) < _FOOTER_BYTES:
@@ -115,11 +134,50 @@ def _header_fault(data: bytes | mmap.mmap) -> str | None:
     return None
 
 
-def write_whole(path: Path, data: bytes) -> None:
-    """Write a file whole or not at all; a program that is loaded from an earlier file there goes on with that."""
+def write_whole(path: Path, data: bytes | Path) -> None:
+    """Write bytes, or a copy of a file, whole or not at all; a program that is loaded from an earlier file at the
+    path goes on with that."""
     beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
-        beside.write_bytes(data)
+        if isinstance(data, Path):
+            shutil.copyfile(data, beside)
+        else:
+            beside.write_bytes(data)
         beside.replace(path)
     finally:
         beside.unlink(missing_ok=True)
+
+
+class ProgramFile:
+    """A temporary file with a program and its checksum, written piece by piece and deleted with the object.
+
+    Example:
+        >>> made = ProgramFile(lambda file: file.write(b"program"))
+        >>> made.path.read_bytes() == add_checksum(b"program")
+        True
+    """
+
+    def __init__(self, write: Callable[[Any], object]) -> None:
+        handle, path = tempfile.mkstemp(prefix="kernel_pytorch_", suffix=".pte")
+        self.path = Path(path)
+        self._finalizer = weakref.finalize(self, self.path.unlink, missing_ok=True)
+        with os.fdopen(handle, "wb") as file:
+            hashed = _HashedFile(file)
+            write(hashed)
+            file.write(_footer(hashed.length, hashed.digest.digest()))
+
+    @property
+    def size(self) -> int:
+        return self.path.stat().st_size
+
+
+class _HashedFile:
+    """Passes on what is written, and hashes it."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file, self.digest, self.length = file, hashlib.sha256(), 0
+
+    def write(self, data: bytes) -> int:
+        self.digest.update(data)
+        self.length += len(data)
+        return self._file.write(data)

@@ -9,17 +9,19 @@ from __future__ import annotations
 import hashlib
 import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import sympy
 import torch
+from executorch.exir._serialize._cord import FileBackedData
 from torch.fx import Node
 
 from kernel_pytorch._compat.symbolic import FloorDiv, Mod
 from kernel_pytorch.lowering import payload as tables
 from kernel_pytorch.lowering.constants import Constants
 from kernel_pytorch.lowering.payload import BufferKind, OpCode, Parameter, Payload, Step, Symbol, Token
+from kernel_pytorch.lowering.spool import Spool, content_name
 from kernel_pytorch.lowering.strided import (
     Size,
     Storage,
@@ -32,11 +34,10 @@ from kernel_pytorch.lowering.strided import (
     reshaped,
 )
 
-__all__ = ["Emitter", "Lazy"]
+__all__ = ["Emitter", "Lazy", "Outside"]
 
 T = TypeVar("T")
 
-_LEAST_SHARED = 4096  # bytes; smaller constants are repeated in each method
 _MOST_LEAVES = 6  # operands of one pointwise op; the other registers hold what is computed
 
 
@@ -60,6 +61,15 @@ class Lazy:
 
 
 @dataclass(frozen=True)
+class Outside:
+    """The constants that stand outside the payload, by name."""
+
+    least: int
+    """Smaller ones, in bytes, stay in the payload."""
+    data: dict[str, bytes | FileBackedData] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class _Input:
     name: str
     dtype: torch.dtype
@@ -80,11 +90,10 @@ class _Emitted:
 class Emitter:
     """Collects ops over strided views; ``finish`` plans the memory and makes the payload."""
 
-    def __init__(
-        self, constants: Constants, ranges: dict[Any, Any], shared: dict[str, bytes] | None = None
-    ) -> None:
+    def __init__(self, constants: Constants, ranges: dict[Any, Any], outside: Outside | None = None) -> None:
         self.constants = constants
-        self._shared = shared  # gets large constants by name, which then stand outside the payload
+        self._outside = outside
+        self._spool = Spool()
         self._ranges = ranges
         self._ops: list[_Emitted] = []
         self._inputs: list[_Input] = []
@@ -150,7 +159,8 @@ class Emitter:
         key = (make, *(_identity(one) if isinstance(one, torch.Tensor) else one for one in arguments))
         if key not in self._made:
             # The arguments are kept too: an address, which is in the key, must not become another tensor's.
-            self._made[key] = (make(*arguments), arguments)
+            made = make(*arguments)
+            self._made[key] = (made if self._outside is None else self._spool.keep(made), arguments)
         return self._made[key][0]  # type: ignore[no-any-return]
 
     def cache(self, cache: tables.Cache) -> int:
@@ -360,13 +370,9 @@ class Emitter:
         if storage.output is not None:
             return tables.Buffer(BufferKind.OUTPUT, storage.dtype, index=storage.output)
         if storage.constant is not None:
+            if self._outside is not None and storage.constant.nbytes >= self._outside.least:
+                return self._shared_buffer(storage.constant, self._outside)
             data = storage.constant.flatten().view(torch.uint8).numpy().tobytes()
-            if self._shared is not None and len(data) >= _LEAST_SHARED:
-                name = f"kernel_pytorch_{hashlib.sha256(data).hexdigest()}"
-                self._shared[name] = data
-                self._payload.shared.append(tables.SharedConstant(name, zlib.crc32(data), len(data)))
-                index = len(self._payload.shared) - 1
-                return tables.Buffer(BufferKind.SHARED, storage.dtype, index=index, size=len(data))
             constants = self._payload.constants
             constants.extend(bytes(tables.aligned(len(constants)) - len(constants)))
             offset = len(constants)
@@ -374,6 +380,19 @@ class Emitter:
             return tables.Buffer(BufferKind.CONSTANT, storage.dtype, offset=offset, size=len(data))
         offset, size = places[id(storage)]
         return tables.Buffer(BufferKind.ARENA, storage.dtype, offset=offset, size=size)
+
+    def _shared_buffer(self, constant: torch.Tensor, outside: Outside) -> tables.Buffer:
+        data: bytes | FileBackedData
+        spooled = self._spool.found(constant)
+        if spooled is not None:
+            name, crc, data = spooled.name, spooled.crc, spooled.data
+        else:
+            data = constant.flatten().view(torch.uint8).numpy().tobytes()
+            name, crc = content_name(hashlib.sha256(data).digest()), zlib.crc32(data)
+        outside.data[name] = data
+        self._payload.shared.append(tables.SharedConstant(name, crc, len(data)))
+        index = len(self._payload.shared) - 1
+        return tables.Buffer(BufferKind.SHARED, constant.dtype, index=index, size=len(data))
 
     def _sizes(self, sizes: Sequence[Size]) -> tuple[int, ...]:
         return tuple(self._size(size) for size in sizes)

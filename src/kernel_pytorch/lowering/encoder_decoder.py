@@ -1,4 +1,4 @@
-"""Encoder-decoders of Hugging Face's transformers (T5, BART, Whisper) as one program of two methods.
+"""Encoder-decoders of Hugging Face's transformers (T5, BART, Whisper, Moonshine) as one program of two methods.
 
 ``encode`` computes the keys and values that the decoder attends to across, once for an input. ``decode`` takes one
 token, its position and those keys and values, and returns the logits of the next; what the decoder attends to of
@@ -54,6 +54,13 @@ class _Held(CacheLayerMixin):
     get_max_cache_shape = get_max_length
 
 
+def _outputs(states: torch.Tensor) -> BaseModelOutput:
+    """What an encoder returns, without a mask, which Moonshine's decoder asks for."""
+    found: Any = BaseModelOutput(states)  # type: ignore[arg-type]
+    found.attention_mask = None
+    return found  # type: ignore[no-any-return]
+
+
 class Encoder(torch.nn.Module):
     """The ``encode`` method: the decoder's cross-attention keys and values of an input, layer by layer.
 
@@ -70,7 +77,7 @@ class Encoder(torch.nn.Module):
         cache = EncoderDecoderCache(DynamicCache(), DynamicCache())
         # One step of the decoder fills the cache; what that step computes besides has no user, and is dropped.
         self.model(
-            encoder_outputs=BaseModelOutput(states),
+            encoder_outputs=_outputs(states),
             decoder_input_ids=torch.zeros(x.shape[0], 1, dtype=torch.int64),
             past_key_values=cache,
             use_cache=True,
@@ -109,7 +116,7 @@ class Decoder(torch.nn.Module):
         width = self.model.config.hidden_size
         states: Any = across[0].new_zeros(across[0].shape[0], across[0].shape[2], width)
         found = self.model(
-            encoder_outputs=BaseModelOutput(states),
+            encoder_outputs=_outputs(states),
             decoder_input_ids=token,
             past_key_values=cache,
             use_cache=True,

@@ -17,7 +17,7 @@ from torch.export import ExportedProgram
 
 from kernel_pytorch._compat.structures import pytree
 from kernel_pytorch.fp8.monitor import layers_of
-from kernel_pytorch.lowering.checksum import add_checksum, write_whole
+from kernel_pytorch.lowering.checksum import ProgramFile, write_whole
 from kernel_pytorch.lowering.decomposition import decomposed
 from kernel_pytorch.lowering.definitions import with_definitions
 from kernel_pytorch.lowering.difference import Difference, differences
@@ -27,6 +27,7 @@ from kernel_pytorch.lowering.recipes import find_recipe
 from kernel_pytorch.lowering.refusals import refuse_without_kernels
 from kernel_pytorch.lowering.report import Report, joined, report_of
 from kernel_pytorch.lowering.runtime import LoadedProgram
+from kernel_pytorch.lowering.spool import spool_folder
 from kernel_pytorch.lowering.target import CPU, Lowering, lowering_of
 
 __all__ = ["Difference", "LoweredProgram", "lower"]
@@ -48,8 +49,8 @@ class LoweredProgram:
         True
     """
 
-    buffer: bytes
-    """The ``.pte`` itself, with a checksum behind it that ``kp.load`` verifies."""
+    file: ProgramFile = field(repr=False)
+    """The ``.pte``, with a checksum behind it that ``kp.load`` verifies, until ``save`` gives it a name."""
     report: Report
     eager: Mapping[str, Callable[..., Any]] = field(repr=False)
     """What each method was made from: the model, quantized where a recipe says so."""
@@ -58,7 +59,12 @@ class LoweredProgram:
 
     def save(self, path: str | Path) -> None:
         """Write the ``.pte``, whole or not at all; programs loaded from an earlier file there go on with it."""
-        write_whole(Path(path), self.buffer)
+        write_whole(Path(path), self.file.path)
+
+    @property
+    def buffer(self) -> bytes:
+        """The ``.pte`` as bytes, read anew each time."""
+        return self.file.path.read_bytes()
 
     def load(self) -> LoadedProgram:
         """The program, ready to run here."""
@@ -66,7 +72,7 @@ class LoweredProgram:
 
     @cached_property
     def _loaded(self) -> LoadedProgram:
-        return LoadedProgram(self.buffer, "the program")
+        return LoadedProgram(self.file, "the program")
 
     def __call__(self, *inputs: Any) -> Any:
         return self._loaded(*inputs)
@@ -196,7 +202,19 @@ def lower_exported(
     target: Lowering = CPU,
 ) -> LoweredProgram:
     """The second half of ``lower``, for methods that are exported already."""
-    tell = tell or _silent
+    with spool_folder():
+        return _lowered(exported, eager, inputs, options, metadata, tell or _silent, target)
+
+
+def _lowered(
+    exported: Mapping[str, ExportedProgram],
+    eager: Mapping[str, Callable[..., Any]],
+    inputs: Mapping[str, tuple[Any, ...]],
+    options: Any,
+    metadata: Mapping[str, Any] | None,
+    tell: Callable[[str], None],
+    target: Lowering,
+) -> LoweredProgram:
     if target is CPU:  # a backend elsewhere may take any custom operator
         exported = {method: with_definitions(program) for method, program in exported.items()}
         for program in exported.values():
@@ -226,6 +244,6 @@ def lower_exported(
         raise ValueError(
             f"operators are left that ExecuTorch has no kernel for ({why}): let a backend take them"
         ) from error
-    buffer = add_checksum(bytes(finished.buffer))
+    file = ProgramFile(finished.write_to_file)
     planned = sum(sum(plan.non_const_buffer_sizes) for plan in finished.executorch_program.execution_plan)
-    return LoweredProgram(buffer, joined(reports, program_bytes=len(buffer), planned_bytes=planned), eager, inputs)
+    return LoweredProgram(file, joined(reports, program_bytes=file.size, planned_bytes=planned), eager, inputs)

@@ -96,7 +96,8 @@ def _by_quantize(recipe: QuantizationRecipe, model: torch.nn.Module) -> torch.nn
     from torchao.quantization import Int8DynamicActivationIntxWeightConfig, IntxWeightOnlyConfig, quantize_
     from torchao.quantization.granularity import PerAxis, PerGroup
 
-    own = copy.deepcopy(model)
+    # Weights are shared with the model, not copied: quantizing replaces them in the copy.
+    own = copy.deepcopy(model, {id(parameter): parameter for parameter in model.parameters()})
     group = recipe.weight_group
     granularity = PerAxis(0) if group is None else PerGroup(group)
     for name, module in own.named_modules():

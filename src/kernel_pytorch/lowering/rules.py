@@ -15,7 +15,7 @@ from typing import Any, Literal
 import torch
 from torch.fx import Node
 
-from kernel_pytorch.lowering.constants import Constants
+from kernel_pytorch.lowering.constants import Constants, narrowed
 from kernel_pytorch.lowering.emitter import Emitter
 from kernel_pytorch.lowering.packing import PackedWeights, pack_quantized_weights
 from kernel_pytorch.lowering.payload import MOST_DIMENSIONS, PANEL, Cache, OpCode, Reduction, Step
@@ -482,6 +482,11 @@ def packed_weights(weight: torch.Tensor) -> torch.Tensor:
     return padded.view(-1, PANEL, inputs).transpose(1, 2).contiguous()
 
 
+def _exact_panels(weight: torch.Tensor) -> torch.Tensor:
+    """``packed_weights`` in the narrowest format that holds every weight exactly."""
+    return packed_weights(narrowed(weight))
+
+
 def _emit_linear(
     emitter: Emitter, node: Node, x: Any, weight: torch.Tensor, bias: Any, scale: torch.Tensor | None = None
 ) -> None:
@@ -495,7 +500,7 @@ def _emit_linear(
     scales = None
     if scale is not None:
         scales = emitter.constant(scale.flatten().float().contiguous())
-    packed = emitter.constant(emitter.once(packed_weights, weight))
+    packed = emitter.constant(emitter.once(_exact_panels, weight))
     emitter.emit(OpCode.LINEAR, [source, packed, own, scales], [into])
     if node.meta["val"].dtype == torch.float32:
         emitter.set(node, into)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, overload
 import torch
 
 from kernel_pytorch.lowering.build import BUNDLED, build, executorch_root
-from kernel_pytorch.lowering.checksum import digest_of, verify
+from kernel_pytorch.lowering.checksum import ProgramFile, digest_of, has_checksum, verify
 
 if TYPE_CHECKING:
     from kernel_pytorch.lowering.package import LoadedPackage
@@ -47,6 +47,7 @@ def native() -> ctypes.CDLL:
     library = ctypes.CDLL(str(ready.library))
     library.kernel_pytorch_last_error.restype = ctypes.c_char_p
     library.kernel_pytorch_last_owner.restype = ctypes.c_void_p
+    library.kernel_pytorch_file_verified.argtypes = (ctypes.c_bool,)
     library.kernel_pytorch_session_bytes.restype = ctypes.c_size_t
     library.kernel_pytorch_session_bytes.argtypes = (ctypes.c_void_p,)
     library.kernel_pytorch_save_session.argtypes = (ctypes.c_void_p, ctypes.c_void_p)
@@ -80,30 +81,42 @@ class LoadedProgram:
         torch.Size([2, 8])
     """
 
-    def __init__(self, source: bytes | Path, name: str) -> None:
+    def __init__(self, source: bytes | Path | ProgramFile, name: str, *, verified: bool = False) -> None:
         executorch_root()  # an error that says what to install, where it is missing
         from executorch.runtime import Runtime, Verification
 
         from kernel_pytorch.lowering.target import register_delegates
 
-        self._library = registered()
+        self._library, self._given = registered(), source  # a ProgramFile lives as long as this
+        if isinstance(source, ProgramFile):
+            source = source.path
         with _contents(source) as data:
-            fault = verify(data)
+            fault = None if verified else verify(data)
             if fault is not None:
                 raise ValueError(f"{name} is no program that this runtime can load: {fault}")
+            self._verified = verified or has_checksum(data)
             register_delegates(data)
             self.digest = digest_of(data)
             """The SHA-256 of the program."""
+            self.nbytes = len(data)
+            """The size of the program."""
         self._name = name
         # Methods share planned memory, inputs are bound by address, and outputs are copied out after the call.
         self._lock = threading.Lock()
         self._library.kernel_pytorch_last_owner()  # forgets that of another program
+        self._library.kernel_pytorch_file_verified(self._verified)
         try:
             self._program = Runtime.get().load_program(source, verification=Verification.InternalConsistency)
             self._methods = {method: self._program.load_method(method) for method in self._program.method_names}
         except RuntimeError as error:
             raise ValueError(f"{name} is no program that this runtime can load: {self._reason(error)}") from error
+        finally:
+            self._library.kernel_pytorch_file_verified(False)
         self._owner = self._library.kernel_pytorch_last_owner()
+
+    def again(self) -> LoadedProgram:
+        """Load the program once more, with caches of its own; weights that are mapped from a file are shared."""
+        return LoadedProgram(self._given, self._name, verified=self._verified)
 
     @property
     def methods(self) -> tuple[str, ...]:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from kernel_pytorch.lowering.checkpoint import TextProgram, cached_program
+from kernel_pytorch.lowering.checkpoint import TextProgram, cached_program, load_cached
 from kernel_pytorch.lowering.checksum import add_checksum, content, damage, write_whole
 from kernel_pytorch.lowering.runtime import LoadedProgram, load
 from kernel_pytorch.lowering.sampling import Sampling, sample
@@ -76,7 +76,7 @@ class TextGenerator:
     """Text in, text out, on ExecuTorch with our delegate; a checkpoint folder is lowered once and cached.
 
     The cache of keys and values holds one sequence: a prompt that begins like the sequence before reuses it. Use a
-    generator from one thread at a time; ``from_pretrained`` again gives another with a cache of its own.
+    generator from one thread at a time; ``fork`` gives another with a cache of its own, and the same weights.
 
     Args:
         program: a ``.pte`` that ``lower --hf`` made, as a file or loaded.
@@ -105,6 +105,11 @@ class TextGenerator:
         """The most tokens of one call of the program."""
         self.context = int(self._program.run("get_max_context_len", ()))
         """The most tokens of a sequence; 2**30 where a window keeps memory constant."""
+        known = "get_cache_bytes" in self._program.methods
+        self.cache_bytes = int(self._program.run("get_cache_bytes", ())) if known else 0
+        """Memory of keys and values; 0 where the program does not say."""
+        self.weight_bytes = self._program.nbytes
+        """Of the program, which is mapped, not copied."""
         ends = self._program.run("get_eos_ids", ())
         self._ends = {int(end) for end in (ends if isinstance(ends, tuple) else (ends,))}
         self._held: list[int] = []  # the ids whose keys and values are in the cache
@@ -121,6 +126,7 @@ class TextGenerator:
         window: int | None = None,
         sinks: int = 0,
         cache_dtype: str = "float32",
+        context: int | None = None,
         tell: Callable[[str], None] | None = None,
     ) -> TextGenerator:
         """Lower a Hugging Face checkpoint folder, or load the program lowered before.
@@ -131,14 +137,16 @@ class TextGenerator:
             window: attend to this many tokens back, in constant memory; the whole context when left out.
             sinks: the first tokens that every token attends to, beside the window.
             cache_dtype: of keys and values: ``"float32"``, ``"float16"`` or ``"int8"``.
+            context: the most tokens of a sequence without a window; 4,096 or the model's positions when left out,
+                whichever is smaller.
             tell: gets a line for each step.
         """
         from transformers import AutoTokenizer
 
         folder = Path(folder)
-        how = TextProgram(recipe=recipe, window=window, sinks=sinks, cache_dtype=cache_dtype)
-        path = cached_program(folder, how, tell)
-        return cls(path, AutoTokenizer.from_pretrained(folder, local_files_only=True))
+        how = TextProgram(recipe=recipe, window=window, sinks=sinks, cache_dtype=cache_dtype, context=context)
+        program = load_cached(cached_program(folder, how, tell), tell)
+        return cls(program, AutoTokenizer.from_pretrained(folder, local_files_only=True))
 
     def generate(self, prompt: str, *, max_tokens: int = 256, sampling: Sampling | None = None) -> Generation:
         """Return the text that follows a prompt.
@@ -160,19 +168,53 @@ class TextGenerator:
             raise ValueError(f"prompt={prompt!r} has no tokens: pass some text")
         return self.stream_tokens(ids, max_tokens=max_tokens, sampling=sampling)
 
+    def fork(self) -> TextGenerator:
+        """Another generator that goes on from here: weights are shared, and the keys and values so far are copied.
+
+        Several sessions then begin with one prompt that was computed once.
+
+        Example:
+            >>> import pathlib, tempfile
+            >>> from kernel_pytorch.testing.checkpoints import tiny_checkpoint
+            >>> first = TextGenerator.from_pretrained(tiny_checkpoint(pathlib.Path(tempfile.mkdtemp())))
+            >>> _ = first.generate("once upon a time", max_tokens=2)
+            >>> first.fork().generate("once upon a time", max_tokens=2).reused_tokens > 0
+            True
+        """
+        other = TextGenerator(self._program.again(), self.tokenizer)
+        other._program.restore(self._program.history())
+        other._held, other._furthest = list(self._held), self._furthest
+        return other
+
+    def reset(self) -> None:
+        """Begin anew: the next prompt reuses nothing."""
+        self._held, self._furthest = [], 0
+
     def save_session(self, path: str | Path) -> None:
         """Write the tokens so far with their keys and values, for ``load_session`` in a later process."""
-        facts = {"program": self._program.digest, "tokens": self._held, "furthest": self._furthest}
+        self._save(Path(path), [])
+
+    def _save(self, path: Path, messages: list[dict[str, str]]) -> None:
+        facts = {
+            "program": self._program.digest,
+            "tokens": self._held,
+            "furthest": self._furthest,
+            "messages": messages,
+        }
         header = json.dumps(facts).encode()
         data = _SESSION + struct.pack("<Q", len(header)) + header + self._program.history()
-        write_whole(Path(path), add_checksum(data))
+        write_whole(path, add_checksum(data))
 
     def load_session(self, path: str | Path) -> None:
         """Go on from a saved session: a prompt that begins with its tokens does not compute them again.
 
         A file that is damaged, or of another program, is refused and changes nothing.
         """
-        data = Path(path).read_bytes()
+        self._load(Path(path))
+
+    def _load(self, path: Path) -> list[dict[str, str]]:
+        """Restore a session; return the messages of its conversation."""
+        data = path.read_bytes()
         at = len(_SESSION) + 8
         fault = damage(data)
         if fault is None and not (data.startswith(_SESSION) and content(data) != data and len(data) > at):
@@ -188,6 +230,7 @@ class TextGenerator:
             )
         self._program.restore(content(data)[end:])
         self._held, self._furthest = facts["tokens"], facts["furthest"]
+        return list(facts["messages"])
 
     def chat(self) -> Conversation:
         """Start a conversation with the model's own chat template."""
@@ -213,7 +256,7 @@ class TextGenerator:
         first = start
         reused = self._reusable(ids)
         try:
-            logits = self._run(ids, reused)
+            logits = self._run(ids[reused:], reused)
             while True:
                 token = sample(logits, how, generator)
                 tokens.append(token)
@@ -228,7 +271,7 @@ class TextGenerator:
                 if len(tokens) == max_tokens or len(self._held) >= self.context:
                     stopped = "max_tokens" if len(tokens) == max_tokens else "context"
                     break
-                logits = self._run([*self._held, token], len(self._held))
+                logits = self._run([token], len(self._held))
             if piece := text.finish():
                 pieces.append(piece)
                 yield piece
@@ -249,16 +292,16 @@ class TextGenerator:
         wrapped = self.context == 1 << 30
         return 0 if wrapped and self._furthest - same > self.chunk else same
 
-    def _run(self, ids: list[int], start: int) -> torch.Tensor:
-        """Pass the tokens from ``start`` on to the program, in chunks; logits of the last one."""
+    def _run(self, new: list[int], start: int) -> torch.Tensor:
+        """Pass new tokens, the first at ``start``, to the program in chunks; return the logits of the last."""
         logits = torch.empty(0)
         if start == 0:
             self._furthest = 0
-        for at in range(start, len(ids), self.chunk):
-            part = ids[at : at + self.chunk]
-            self._held = ids[:at]  # right even where the call below fails
-            logits = self._program(torch.tensor([part]), torch.tensor([at]))
-            self._held = ids[: at + len(part)]
+        del self._held[start:]  # right even where a call below fails
+        for at in range(0, len(new), self.chunk):
+            part = new[at : at + self.chunk]
+            logits = self._program(torch.tensor([part]), torch.tensor([start + at]))
+            self._held += part
             self._furthest = max(self._furthest, len(self._held))
         return logits[0, -1]
 
@@ -294,6 +337,20 @@ class Conversation:
             pieces.append(piece)
             yield piece
         self.messages = [*asked, {"role": "assistant", "content": "".join(pieces)}]
+
+    def save_session(self, path: str | Path) -> None:
+        """Write the messages with their keys and values, for ``load_session`` in a later process."""
+        self._generator._save(Path(path), self.messages)
+
+    def load_session(self, path: str | Path) -> None:
+        """Go on from a conversation that was saved."""
+        self.messages = self._generator._load(Path(path))
+
+    def fork(self) -> Conversation:
+        """Another conversation that goes on from here, with a cache of its own; see ``TextGenerator.fork``."""
+        other = Conversation(self._generator.fork())
+        other.messages = list(self.messages)
+        return other
 
     def reset(self) -> None:
         """Forget every message."""

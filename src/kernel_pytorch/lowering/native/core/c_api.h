@@ -27,6 +27,10 @@ KERNEL_PYTORCH_API bool kernel_pytorch_run(void* program, const KernelPyTorchTen
 
 KERNEL_PYTORCH_API void kernel_pytorch_free(void* program);
 
+// Whether the file that this thread loads next has been verified as a whole. Its weights are then mapped and not read
+// for their own checksums, so that loading takes no time for each byte. False until it is called.
+KERNEL_PYTORCH_API void kernel_pytorch_file_verified(bool verified);
+
 // The owner of the program with caches that ExecuTorch loaded last on this thread, or null. Clears it.
 KERNEL_PYTORCH_API const void* kernel_pytorch_last_owner();
 

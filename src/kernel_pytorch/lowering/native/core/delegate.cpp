@@ -40,6 +40,9 @@ thread_local Reason last_error;
 // The owner of the caches of the last program with caches that this thread loaded.
 thread_local const void* last_owner = nullptr;
 
+// What the process said about the file that this thread loads.
+thread_local bool file_verified = false;
+
 bool dtype_of(ScalarType type, DType& dtype) {
   switch (type) {
     case ScalarType::Float:
@@ -130,6 +133,7 @@ class KernelPyTorchBackend final : public BackendInterface {
     host.owner = handle->named;
     host.find = find_shared;
     host.context = handle.get();
+    host.verified = file_verified;
     auto program = Program::load(static_cast<const uint8_t*>(processed->data()), processed->size(), host, reason);
     if (program && program->has_caches() && host.owner == nullptr) {
       reason.set("the program has caches, and this runtime passes no named data by which its methods could share them");
@@ -211,6 +215,8 @@ const char* kernel_pytorch_last_error() {
   kernel_pytorch::last_error = {};
   return told.text;
 }
+
+void kernel_pytorch_file_verified(bool verified) { kernel_pytorch::file_verified = verified; }
 
 const void* kernel_pytorch_last_owner() {
   const void* const owner = kernel_pytorch::last_owner;

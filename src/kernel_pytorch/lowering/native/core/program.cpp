@@ -48,7 +48,7 @@ bool Program::load_shared(const Host& host, Reason& reason) {
     const uint8_t* const data = host.find ? host.find(host.context, constant.name, constant.bytes) : nullptr;
     const char* const name = constant.name.c_str();
     if (data == nullptr) return reason.set("the program's constant '%.80s' is missing", name);
-    if (crc32(data, constant.bytes) != constant.crc) {
+    if (!host.verified && crc32(data, constant.bytes) != constant.crc) {
       return reason.set("the program's constant '%.80s' is damaged: its checksum is wrong", name);
     }
     shared_.push_back(reinterpret_cast<const char*>(data));

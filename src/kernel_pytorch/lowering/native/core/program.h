@@ -32,6 +32,8 @@ struct Host {
   // Returns a shared constant of this size, which must outlive the program, or null.
   const uint8_t* (*find)(void* context, const std::string& name, uint64_t bytes) = nullptr;
   void* context = nullptr;
+  // The embedding runtime has verified the file that shared constants come from: their own checksums are not read.
+  bool verified = false;
 };
 
 class Program {

@@ -7,10 +7,10 @@
 // the method was lowered for or in the one given; inputs without a file are ones. The first output is written to the
 // output file in the same way. Links neither Python nor torch.
 //
-//   kernel_pytorch_runner model.pte --generate N [--temperature T] [--seed S]
+//   kernel_pytorch_runner model.pte --generate N [--prompt TEXT] [--tokenizer FILE] [--temperature T] [--top-p P]
+//                         [--seed S] [--skip-checksums yes]
 //
-// generates N tokens with a language model that `kernel-pytorch lower --hf` made: token ids are read from the standard
-// input and written to the standard output as they come, one a line. Greedy without a temperature.
+// generates N tokens with a language model that `kernel-pytorch lower --hf` made; see generate.h.
 #include <executorch/extension/module/module.h>
 #include <executorch/extension/tensor/tensor.h>
 #include <executorch/runtime/platform/runtime.h>
@@ -22,12 +22,11 @@
 #include <cstdlib>
 #include <cstring>
 #include <fstream>
-#include <iostream>
-#include <random>
 #include <string>
 #include <vector>
 
 #include "core/c_api.h"
+#include "tools/generate.h"
 
 using executorch::aten::SizesType;
 using executorch::extension::make_tensor_ptr;
@@ -52,7 +51,7 @@ int usage(const std::string& problem) {
   std::fprintf(stderr,
                "kernel_pytorch_runner: %s\nusage: kernel_pytorch_runner model.pte [--method NAME] [--input FILE "
                "[--shape D,D...]]... [--output FILE] [--repeat N]\n       kernel_pytorch_runner model.pte --generate N "
-               "[--temperature T] [--seed S] < ids\n",
+               "[--prompt TEXT] [--tokenizer FILE] [--temperature T] [--top-p P] [--seed S] [--skip-checksums yes]\n",
                problem.c_str());
   return 2;
 }
@@ -83,6 +82,12 @@ bool read_shape(const std::string& text, std::vector<SizesType>& shape) {
     at = end + 1;
   }
   return true;
+}
+
+bool read_number(const std::string& text, double& number) {
+  char* rest = nullptr;
+  number = std::strtod(text.c_str(), &rest);
+  return !text.empty() && *rest == 0 && std::isfinite(number);
 }
 
 template <typename Number>
@@ -148,89 +153,12 @@ int run(Module& module, const std::string& model, const Call& call) {
   return 0;
 }
 
-struct Generation {
-  long tokens = 0;  // 0: not asked for
-  double temperature = 0;
-  uint64_t seed = 0;
-};
-
-// The whole numbers that a method without inputs returns; false if there is no such method.
-bool constants(Module& module, const std::string& name, std::vector<int64_t>& found) {
-  const auto result = module.execute(name);
-  if (!result.ok()) return false;
-  for (const EValue& value : result.get()) {
-    if (value.isInt()) found.push_back(value.toInt());
-  }
-  return true;
-}
-
-int64_t choose(const float* logits, int64_t count, double temperature, std::mt19937_64& random) {
-  const int64_t best = std::max_element(logits, logits + count) - logits;
-  if (temperature == 0) return best;
-  std::vector<double> sums(static_cast<size_t>(count));
-  double sum = 0;
-  for (int64_t n = 0; n < count; ++n) {
-    sum += std::exp((static_cast<double>(logits[n]) - static_cast<double>(logits[best])) / temperature);
-    sums[static_cast<size_t>(n)] = sum;
-  }
-  const double share = static_cast<double>(random() >> 11) * 0x1p-53 * sum;
-  return std::min(std::upper_bound(sums.begin(), sums.end(), share) - sums.begin(), std::ptrdiff_t{count - 1});
-}
-
-int generate(Module& module, const std::string& model, const Generation& how) {
-  std::vector<int64_t> chunk, context, ends, ids;
-  if (!constants(module, "get_max_seq_len", chunk) || !constants(module, "get_max_context_len", context) ||
-      !constants(module, "get_eos_ids", ends) || chunk.size() != 1 || context.size() != 1 || chunk[0] < 1) {
-    return usage(model + " is no language model: make it with kernel-pytorch lower --hf");
-  }
-  for (int64_t id = 0; std::cin >> id;) ids.push_back(id);
-  if (!std::cin.eof()) return usage("the standard input has something else than token ids");
-  if (ids.empty()) return usage("the standard input has no token ids");
-  if (static_cast<int64_t>(ids.size()) >= context[0]) {
-    return usage("the prompt has " + std::to_string(ids.size()) + " tokens and the context " +
-                 std::to_string(context[0]));
-  }
-  std::mt19937_64 random(how.seed);
-  const auto start = std::chrono::steady_clock::now();
-  auto first = start;
-  size_t done = 0;
-  long made = 0;
-  while (true) {
-    const size_t part = std::min(ids.size() - done, static_cast<size_t>(chunk[0]));
-    auto position = static_cast<int64_t>(done);
-    const auto tokens = make_tensor_ptr({1, static_cast<SizesType>(part)}, static_cast<void*>(ids.data() + done),
-                                        executorch::aten::ScalarType::Long);
-    const auto at = make_tensor_ptr({1}, static_cast<void*>(&position), executorch::aten::ScalarType::Long);
-    const auto result = module.execute("forward", {EValue(tokens), EValue(at)});
-    if (!result.ok()) return failed("forward failed", result.error());
-    done += part;
-    if (done < ids.size()) continue;
-    const auto& logits = result->at(0).toTensor();
-    if (logits.scalar_type() != executorch::aten::ScalarType::Float || logits.numel() == 0) {
-      return usage(model + " returns no logits in float32");
-    }
-    const int64_t vocabulary = logits.size(logits.dim() - 1);
-    const float* const last = logits.const_data_ptr<float>() + logits.numel() - vocabulary;
-    const int64_t id = choose(last, vocabulary, how.temperature, random);
-    if (made++ == 0) first = std::chrono::steady_clock::now();
-    std::printf("%lld\n", static_cast<long long>(id));
-    std::fflush(stdout);
-    const bool ended = std::find(ends.begin(), ends.end(), id) != ends.end();
-    if (ended || made == how.tokens || static_cast<int64_t>(ids.size()) >= context[0]) break;
-    ids.push_back(id);
-  }
-  const std::chrono::duration<double> prompt = first - start, decode = std::chrono::steady_clock::now() - first;
-  const double rate = made > 1 ? static_cast<double>(made - 1) / decode.count() : 0;
-  std::fprintf(stderr, "first token after %.3f s, %ld tokens at %.1f tokens/s\n", prompt.count(), made, rate);
-  return 0;
-}
-
 }  // namespace
 
 int main(int count, char** words) {
   std::string model;
   std::vector<Call> calls(1);
-  Generation generation;
+  kernel_pytorch::Generation generation;
   bool named = false;
   for (int n = 1; n < count; ++n) {
     const std::string word = words[n];
@@ -260,12 +188,22 @@ int main(int count, char** words) {
     } else if (word == "--generate") {
       generation.tokens = std::strtol(value.c_str(), nullptr, 10);
       if (generation.tokens < 1) return usage("--generate needs a whole number of at least 1");
+    } else if (word == "--prompt") {
+      generation.prompt = value;
+      if (value.empty()) return usage("--prompt needs a text");
+    } else if (word == "--tokenizer") {
+      generation.tokenizer = value;
     } else if (word == "--temperature") {
-      char* rest = nullptr;
-      generation.temperature = std::strtod(value.c_str(), &rest);
-      if (value.empty() || *rest != 0 || !(generation.temperature >= 0 && std::isfinite(generation.temperature))) {
+      if (!read_number(value, generation.temperature) || generation.temperature < 0) {
         return usage("--temperature needs a number of at least 0");
       }
+    } else if (word == "--top-p") {
+      if (!read_number(value, generation.top_p) || !(generation.top_p > 0 && generation.top_p <= 1)) {
+        return usage("--top-p needs a number above 0 and at most 1");
+      }
+    } else if (word == "--skip-checksums") {
+      if (value != "yes") return usage("--skip-checksums takes yes, for a file that was verified before");
+      kernel_pytorch_file_verified(true);
     } else if (word == "--seed") {
       generation.seed = std::strtoull(value.c_str(), nullptr, 10);
     } else {
@@ -276,7 +214,11 @@ int main(int count, char** words) {
 
   // Mapped, so that methods share the memory of their weights.
   Module module(model, Module::LoadMode::Mmap);
-  if (generation.tokens > 0) return generate(module, model, generation);
+  if (generation.tokens > 0) {
+    std::string problem;
+    if (kernel_pytorch::generate(module, model, generation, problem)) return 0;
+    return usage(problem);
+  }
   for (const Call& call : calls) {
     if (const int status = run(module, model, call)) return status;
   }
