@@ -36,6 +36,7 @@ __all__ = [
     "Runtime",
     "build",
     "bundle_refusal",
+    "check_tools",
     "configure_and_install",
     "executorch_root",
     "runtime_prefix",
@@ -153,7 +154,7 @@ def build(
     ready = Runtime(runtime_prefix(sources), name)
     if ready.present:
         return ready
-    _check_tools(sources)
+    check_tools(sources)
     folder = ready.prefix.parent
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -235,7 +236,8 @@ def _alone(prefix: Path, tell: Callable[[str], None]) -> Iterator[None]:
         yield
 
 
-def _check_tools(sources: Path) -> None:
+def check_tools(sources: Path = SOURCES) -> None:
+    """Raise where CMake, Ninja or a C++ compiler is missing, with what to install."""
     brought = bundle_refusal() if sources == SOURCES and BUNDLED.is_dir() else None
     try:
         _tool("cmake"), _tool("ninja")

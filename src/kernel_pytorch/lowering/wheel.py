@@ -19,7 +19,7 @@ from kernel_pytorch.lowering.build import (
     SOURCES,
     BuildError,
     Runtime,
-    _tool,
+    check_tools,
     configure_and_install,
     executorch_root,
     sources_digest,
@@ -68,6 +68,7 @@ def carried_runtime(folder: Path, *, machine: str | None = None, executorch: Pat
     if sys.platform != "linux":
         raise BuildError(f"platform wheels are made on Linux; this is {sys.platform}")
     machine = machine or platform.machine()
+    check_tools()
     definitions: tuple[str, ...] = (f"-DKERNEL_PYTORCH_RPATH={_RPATH}",)
     if machine != platform.machine():
         toolchain = SOURCES / "cmake" / f"{machine}-linux-gnu.cmake"
@@ -103,7 +104,6 @@ def main() -> int:
     parser.add_argument("--executorch", type=Path, help="a wheel for that machine")
     given = parser.parse_args()
     try:
-        _tool("cmake")
         print(carried_runtime(given.folder, machine=given.machine, executorch=given.executorch))
     except (BuildError, OSError) as error:
         print(error, file=sys.stderr)
