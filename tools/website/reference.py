@@ -170,7 +170,7 @@ def _source(module_name: str, name: str, value: Any) -> str:
 def _assigned_in(module_name: str, name: str) -> Path:
     """The file whose code assigns a constant, from its module along the imports."""
     path = Path(importlib.import_module(module_name).__file__ or "")
-    for node in ast.parse(path.read_bytes()).body:
+    for node in ast.walk(ast.parse(path.read_bytes())):
         if isinstance(node, ast.ImportFrom) and name in {alias.asname or alias.name for alias in node.names}:
             return _assigned_in(node.module or "", name)
     return path
