@@ -1,17 +1,17 @@
-"""FP8 training beside bf16 and torchao, in one run on one GPU: forward and backward of linear layers, of a SwiGLU
-MLP and of Llama blocks, eager and compiled; their peak memory; and recipe ``auto`` on a grid of shapes.
+"""FP8 training compared with bf16 and torchao on one GPU: forward and backward of linear layers, of a SwiGLU MLP and
+of Llama blocks, eager and compiled; their peak memory; and recipe ``auto`` on a grid of shapes.
 
-Run it with ``python benchmarks/fp8.py``; add ``--record`` in a clean checkout to keep the result. Every arm has the
-same weights, inputs and upstream gradient, random normal numbers in bf16. Our output and gradients are compared with
-those of the bf16 layer first: the error in a record is the largest difference, relative to the norm of the bf16
-tensor, and an arm outside its budget is not timed. All arms of a workload are built first and then timed in turns,
-several steps in a row; what Python costs counts wherever the GPU waits for it. Between two runs the weights count as
-changed and the input is another tensor, as in training with one batch for each step of the optimizer: no cast is used
-twice. In the workload ``batches`` several add to the gradients, and a step of SGD follows.
+Run it with ``python benchmarks/fp8.py``; add ``--record`` in a clean checkout to record the result. Every arm has the
+same weights, inputs and upstream gradient, normally distributed in bf16. The output and gradients of our arms are
+first compared with those of the bf16 layer: the error in a record is the largest difference, relative to the norm of
+the bf16 tensor, and an arm outside its budget is not timed. All arms of a workload are built first and then timed in
+alternating rounds of several steps; host time counts where the GPU waits for it. Between two runs the weights are
+written to and the input is another tensor, as in training with one batch per optimizer step, so no quantized data is
+reused. The workload ``batches`` accumulates gradients over several batches, followed by a step of SGD.
 
-Compiled peers need torchao (0.17 is what was measured); without it they are left out. ``--small --device cpu`` runs a
-tiny version of everything eager to check the program itself. ``--workloads`` cuts a run that is too long in pieces:
-linears, blocks, small-block, batches, memory and grid have a record each.
+Compiled peers need torchao (measured with 0.17); without it they are skipped. ``--small --device cpu`` runs a tiny
+eager version to check the program itself. ``--workloads`` splits a long run: linears, blocks, small-block, batches,
+memory and grid have a record each.
 """
 
 from __future__ import annotations
@@ -56,12 +56,12 @@ say = partial(print, flush=True)  # a run that is killed must show what it did
 
 
 TWIN = "the same bf16"
-"""The layer as it was, timed once more: by how much two arms differ that do not."""
+"""The bf16 layer timed a second time, to measure the difference between two equal arms."""
 INTERVAL = 5
-"""Every how many steps a monitor that is WATCHED reads: each turn pays for it, ten times as often as by default."""
+"""Steps between evaluations of a WATCHED monitor: a tenth of the default, so that every round contains one."""
 
 
-# How it is run.
+# Arms.
 
 
 @dataclass(frozen=True)
@@ -70,8 +70,7 @@ class Arm:
     mode.
 
     Modes are ``eager``, ``compiled`` and ``graphs``, which is compiled with ``mode="reduce-overhead"``. Autograd runs
-    the backward as torch comes, in a thread for the device, unless a conversion has said otherwise, as ours does
-    where there is one GPU; each mode may be ``in one thread`` or ``in two threads`` for certain.
+    the backward in its own thread for the device, which is PyTorch's default; with ``in one thread`` it does not.
     """
 
     recipe: str
@@ -112,11 +111,13 @@ def arms(work: Workload, torchao: bool) -> Iterator[Arm]:
         some = 1 if mode in work.others else None
         every = ["bf16", *peers[:some], *work.recipes[:some], *([TWIN] if work.twin else [])]
         found = [Arm(recipe, mode) for recipe in every]
-        yield from (arm for arm in found if not (arm.eager and arm.recipe in PEERS))  # torchao wants to be compiled
+        yield from (
+            arm for arm in found if not (arm.eager and arm.recipe in PEERS)
+        )  # torchao's layers are made for torch.compile
 
 
 class Runner:
-    """An arm that is ready to run, with a model and an input of its own."""
+    """An arm with its own model and input."""
 
     def __init__(self, arm: Arm, work: Workload, device: torch.device) -> None:
         self.arm = arm
@@ -142,10 +143,10 @@ class Runner:
     def run(self, changed: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
         if changed:
             with torch.no_grad():
-                torch._foreach_mul_(self.corners, 1.0)  # to whoever keeps a cast, the weights have changed
-        x = self.x.detach().requires_grad_()  # and so has the input
+                torch._foreach_mul_(self.corners, 1.0)  # bump the versions, so that cached quantized data is stale
+        x = self.x.detach().requires_grad_()  # a new tensor, for the same reason
         with torch.autograd.set_multithreading_enabled(self.threads):
-            y = self.call(x)  # auto measures as it is called
+            y = self.call(x)  # auto measures in its first call
             y.backward(self.upstream)
         return x, y
 
@@ -162,7 +163,7 @@ class Runner:
             self.monitor.step()
 
     def results(self) -> dict[str, torch.Tensor]:
-        """The output and every gradient."""
+        """Return the output and every gradient."""
         x, y = self.run()
         found = {"y": y.detach(), "dx": x.grad}
         names = [name for name, _ in self.model.named_parameters()]
@@ -173,7 +174,7 @@ class Runner:
 
 @dataclass(frozen=True)
 class Ready:
-    """A runner with its worst error, where it is ours, and the most memory that it needed."""
+    """A runner with its largest error (of our arms) and its peak memory."""
 
     runner: Runner
     error: float | None
@@ -181,7 +182,7 @@ class Ready:
 
 
 def difference(found: torch.Tensor, expected: torch.Tensor) -> float:
-    """The norm of the difference over the norm; infinite where something is not finite."""
+    """Return the norm of the difference relative to the expected norm; infinite if an element is not finite."""
     norm = partial(torch.linalg.vector_norm, dtype=torch.float32)
     ratio = float(norm(found.float() - expected.float()) / norm(expected))
     return ratio if math.isfinite(ratio) else math.inf
@@ -197,7 +198,7 @@ def wait(device: torch.device) -> None:
 
 
 def seconds_of(runner: Runner, repeats: int, device: torch.device) -> float:
-    """Of a step among many, as training makes them: a GPU works on one while the CPU issues the next."""
+    """Return the time of a step among many, so that the GPU works on one while the CPU issues the next."""
     runner.step()
     if device.type != "cuda":
         wait(device)
@@ -208,7 +209,7 @@ def seconds_of(runner: Runner, repeats: int, device: torch.device) -> float:
         return (time.perf_counter() - started) / repeats
     before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     stream = torch.cuda.current_stream(device)
-    before.record(stream)  # reached when that step ends: it alone had to be waited for from its beginning
+    before.record(stream)  # after the first step, whose launch latency is not hidden
     for _ in range(repeats):
         runner.step()
     after.record(stream)
@@ -218,12 +219,12 @@ def seconds_of(runner: Runner, repeats: int, device: torch.device) -> float:
 
 @dataclass
 class Bench:
-    """What a run of this program has found."""
+    """The results of a run of this program."""
 
     device: torch.device
     torchao: bool
     wanted: tuple[str, ...]
-    """Arms to run, by parts of their names; none for all."""
+    """Substrings of the names of arms to run; empty for all."""
     rounds: int
     measurements: dict[str, list[Measurement]]
     problems: list[str]
@@ -233,17 +234,17 @@ class Bench:
         return [arm for arm in every if not self.wanted or any(name in str(arm) for name in self.wanted)]
 
     def ready(self, work: Workload) -> Iterator[Ready]:
-        """The arms of a workload, one after another: built, warmed up and checked."""
+        """Yield the arms of a workload, built, warmed up and checked."""
         expected: dict[str, torch.Tensor] = {}
         reference, chosen = Arm("bf16", "eager"), self.chosen(work)
         for arm in [reference, *(arm for arm in chosen if arm != reference)]:
             built = self.built(arm, work, expected)
             if built is not None and arm in chosen:
                 yield built
-            del built  # the memory of the next must not be mistaken for that of an arm that is gone
+            del built  # free it before the memory of the next arm is measured
 
     def built(self, arm: Arm, work: Workload, expected: dict[str, torch.Tensor]) -> Ready | None:
-        """An arm that is ready to be timed, or None; what is expected of it is what the first arm has found."""
+        """Return an arm that is ready to be timed, or None; the results of the first arm are the expected ones."""
         started = time.perf_counter()
         breaks = torch._dynamo.utils.counters["graph_break"]
         breaks.clear()
@@ -293,7 +294,7 @@ class Bench:
         return torch.cuda.memory_allocated(self.device) if self.device.type == "cuda" else 0
 
     def peak(self, runner: Runner, before: int) -> int | None:
-        """The most memory of a step: the arm's model and inputs too, but nothing that was there before them."""
+        """Return the peak memory of a step, including the arm's model and inputs."""
         if self.device.type != "cuda":
             return None
         self.allocated()
@@ -303,7 +304,7 @@ class Bench:
         return torch.cuda.max_memory_allocated(self.device) - before
 
     def measure(self, work: Workload, seconds: float, timed: bool = True) -> None:
-        """Everything about one workload; nothing of it stays in memory."""
+        """Measure one workload, and free its memory."""
         say(f"{work.case}:")
         ready = list(self.ready(work))
         if work.memory:
@@ -311,15 +312,14 @@ class Bench:
         if timed:
             self.time(work, ready, seconds)
         del ready
-        torch._dynamo.reset()  # compiled modules of this workload must not crowd out those of the next
+        torch._dynamo.reset()  # compiled modules of this workload count towards the recompile limit of the next
         self.allocated()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
     def time(self, work: Workload, ready: list[Ready], seconds: float) -> None:
-        # Where two arms run the same kernels, as most of the grid does, it takes many turns to see that; and where a
-        # GPU waits for a CPU, as a small layer's may, to see how long it usually does: short ones, so that each arm
-        # has its share of the times when the CPU is busy with others.
+        # Many short rounds where arms run the same kernels (most of the grid), or where the GPU waits for the CPU
+        # (small layers), so that every arm has the same share of times when the CPU is busy.
         rounds = self.rounds * {"grid": 27, "linears": 3, "small-block": 3}.get(work.part, 1)
         repeats = [
             max(5, min(2000, round(seconds / rounds / seconds_of(one.runner, 2, self.device)))) for one in ready
@@ -327,7 +327,7 @@ class Bench:
         times: list[list[float]] = [[] for _ in ready]
         shuffled = random.Random(0)
         for _ in range(rounds):
-            # Any other order would favour some arm: the CPU's caches are full of the one before.
+            # Random order, because the state of the CPU's caches depends on the previous arm.
             for index in shuffled.sample(range(len(ready)), len(ready)):
                 times[index].append(seconds_of(ready[index].runner, repeats[index], self.device))
         rows = [
@@ -377,7 +377,7 @@ def arm_of(row: Measurement) -> str:
 
 
 def speedup(row: Measurement, rows: list[Measurement]) -> float | None:
-    """Over bf16 in the same mode, where that was timed."""
+    """Return the speed-up over bf16 in the same mode, or None if that was not timed."""
     for other in rows:
         if (other.case, other.phase) == (row.case, row.phase) and arm_of(other).startswith("bf16 "):
             return other.seconds.median / row.seconds.median
@@ -445,7 +445,7 @@ def parsed() -> argparse.Namespace:
 
 
 def device_for(arguments: argparse.Namespace) -> kp.Device:
-    """The device; without 8-bit matrix units only the small version can run."""
+    """Return the device; without FP8 matrix units only the small version can run."""
     hint = f"python {sys.argv[0]} --small --device cpu checks the program without one"
     needs = "this benchmark needs a GPU with 8-bit matrix units, such as an NVIDIA H100 or H200"
     try:
@@ -464,7 +464,7 @@ def torchao_version() -> str | None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             import torchao.float8
-    except Exception as error:  # whatever is wrong with it, our own arms can run
+    except Exception as error:  # our own arms run without it
         say(f"torchao is left out: {type(error).__name__}: {error}")
         return None
     found = getattr(torchao, "__version__", None) or importlib.metadata.version("torchao")
@@ -478,7 +478,7 @@ def main() -> None:
     where = torch.device(device.torch_device or "cpu")
     torchao = torchao_version()
     say(f"{device.name}, torch {torch.__version__}, torchao {torchao or 'not here'}")
-    torch._dynamo.config.recompile_limit = 64  # the arms share their code; past the limit they would run eager
+    torch._dynamo.config.recompile_limit = 64  # the arms share code objects; past the limit they would run eager
     bandwidth = measure_rates(device).bandwidth if arguments.record else 0.0
     nothing = nn.Linear(
         64, 64, device=where, dtype=torch.bfloat16
@@ -526,7 +526,7 @@ def main() -> None:
         began = time.perf_counter()
         seconds = arguments.seconds * {"grid": 0.5, "linears": 2}.get(work.part, 1)
         bench.measure(work, min(seconds, 0.01) if arguments.small else seconds, timed=not arguments.memory_only)
-        for part in (work.part, "memory"):  # now: what was measured is kept whatever happens to the next
+        for part in (work.part, "memory"):  # record after each workload, in case a later one fails
             keep(part)
         say(f"  {time.perf_counter() - began:.0f} s, {time.perf_counter() - started:.0f} s in all")
     say("speed-ups over bf16 in the same mode:")

@@ -1,4 +1,4 @@
-"""What ``benchmarks/fp8.py`` runs: linear layers, a SwiGLU MLP and Llama blocks, and a grid of shapes."""
+"""The workloads of ``benchmarks/fp8.py``: linear layers, a SwiGLU MLP and Llama blocks, and a grid of shapes."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ __all__ = ["EACH", "PEERS", "RECIPES", "WATCHED", "WORKLOADS", "Workload", "grid
 RECIPES = ("delayed", "tensorwise", "rowwise", "auto")
 PEERS = ("torchao tensorwise", "torchao rowwise")
 WATCHED = " watched"
-"""After a recipe: its monitor counts the steps too."""
+"""Suffix of a recipe whose monitor is active."""
 EACH = " casting each batch"
-"""After a recipe: the weights count as changed for each of the batches of a step."""
+"""Suffix of a recipe that quantizes the weights in each batch of a step."""
 HEAD = 128
 
 
 @dataclass(frozen=True)
 class Workload:
-    """One module and its input: (*rows, width) numbers in."""
+    """One module, with an input of shape (*rows, width)."""
 
     name: str
     part: str
@@ -35,28 +35,28 @@ class Workload:
     hidden: int
     """Outputs of a linear layer, the inner width of an MLP."""
     heads: tuple[int, int] = (0, 0)
-    """Of queries, of keys."""
+    """Query heads and key heads."""
     head: int = HEAD
     recipes: tuple[str, ...] = RECIPES
     peers: tuple[str, ...] = PEERS
     modes: tuple[str, ...] = ("eager", "compiled")
     """Of ``fp8.Arm``, for every recipe."""
     others: tuple[str, ...] = ()
-    """Modes in which less of a step is a wait for the CPU, for the first recipe."""
+    """Modes with less host time, for the first recipe only."""
     twin: bool = False
-    """Whether the layer as it was is timed twice, to see how far apart the same thing comes out."""
+    """Whether the bf16 layer is timed twice, to measure the noise."""
     memory: bool = False
     batches: int = 1
-    """Of one step, whose gradients are added up; several are followed by a step of an optimizer."""
+    """Batches per step whose gradients are accumulated; several are followed by an optimizer step."""
 
     @property
     def floor(self) -> float:
-        """The least signal to noise, in dB: a gate against nonsense. Layers one after another add their noise."""
+        """The smallest accepted signal-to-noise ratio in dB; noise accumulates over layers."""
         return 20.0 if self.kind == "linear" else 17.0
 
     @property
     def flops(self) -> int:
-        """Of the matrix products of forward and backward, causal attention counted by half its square."""
+        """FLOPs of the matmuls of forward and backward; causal attention counts half."""
         tokens = math.prod(self.rows)
         weights = self.width * self.hidden * (1 if self.kind == "linear" else 3)
         attention = 0
@@ -88,10 +88,10 @@ WORKLOADS = (
 
 
 def grid() -> Iterator[Workload]:
-    """Shapes large and small, even and odd: recipe auto must not be slower on any of them.
+    """Yield large, small and odd shapes, on none of which recipe auto may be slower than bf16.
 
-    In one thread, for most of them run the same kernels as before, and a second thread adds more noise than a
-    difference could be. What is left of the noise shows between the layer as it was and its twin.
+    In one thread: most of them run the same kernels as bf16, and a second thread adds more noise than any difference.
+    The twin of the bf16 layer shows the remaining noise.
     """
     compiled = {(8192, 4096, 4096), (128, 1024, 1024), (1000, 1000, 3000)}
     for width, hidden in ((256, 256), (1024, 1024), (2048, 2048), (1000, 3000), (4096, 4096)):
@@ -103,7 +103,7 @@ def grid() -> Iterator[Workload]:
 
 
 def small(work: Workload) -> Workload:
-    """The same at a size that a CPU computes in exact 8-bit arithmetic in no time."""
+    """Return the workload at a size that a CPU computes quickly in emulated FP8."""
     sizes: dict[str, Any] = {"rows": (48,) if len(work.rows) == 1 else (2, 24), "width": 64, "hidden": 96}
     if work.part == "grid":
         sizes = {"rows": (min(work.rows[0], 24),), "width": work.width // 32, "hidden": work.hidden // 32}
@@ -169,7 +169,7 @@ class Block(nn.Module):
 
 
 def module(work: Workload, device: torch.device) -> nn.Module:
-    """The workload's module; the same weights every time."""
+    """Return the workload's module, always with the same weights."""
     where: dict[str, Any] = {"device": device, "dtype": torch.bfloat16}
     model: nn.Module
     if work.kind == "linear":
