@@ -47,6 +47,16 @@ def test_the_whole_block_is_delegated(dynamic_block) -> None:
     assert "KernelPyTorchBackend" in str(report)
 
 
+def test_masks_of_batches_and_gaps_are_delegated() -> None:
+    """Padding, intervals and dilated windows, which are data of the program as other masks are."""
+    torch.manual_seed(0)
+    scattered = kp.masks.from_dense(torch.rand(12, 12) < 0.6)
+    mask = kp.masks.padding([5, 12], "left") & (kp.masks.dilated(2, 3) | scattered)
+    program = kp.lower(Block(mask).eval(), (torch.randn(2, 12, 64),))
+    assert program.report.count(OURS, ATTENTION) == 1
+    assert program.compare()[0].snr > LEAST_SNR
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_narrow_linears_are_summed_in_float32_and_rounded_once(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
