@@ -86,7 +86,7 @@ def executorch_root() -> Path:
 
 
 def _tokenizers() -> str:
-    """Return the folder with the sources of pytorch/tokenizers, which the runner needs for text, or an empty string."""
+    """Return the folder with the sources of pytorch/tokenizers, which the runner needs for text; empty if none."""
     folder = os.environ.get("KERNEL_PYTORCH_TOKENIZERS", "")
     if folder and not (Path(folder) / "CMakeLists.txt").is_file():
         raise BuildError(
