@@ -102,7 +102,7 @@ def caught_launches(stages: int) -> Iterator[None]:
         wrap_triton(self)[grid](*arguments, **{"num_stages": stages, **keywords})
 
     JITFunction.run = run
-    FakeTensor.data_ptr = lambda _: 0  # type: ignore[method-assign]
+    FakeTensor.data_ptr = lambda _: 0  # type: ignore[method-assign,assignment]
     try:
         yield
     finally:

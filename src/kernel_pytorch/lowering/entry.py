@@ -19,7 +19,7 @@ _RUNTIMES = ("executorch", "aoti")
 
 
 @overload
-def lower(
+def lower(  # type: ignore[overload-overlap]
     model: torch.nn.Module,
     inputs: tuple[Any, ...],
     *,

@@ -83,13 +83,17 @@ class _Input:
         if not isinstance(value, torch.Tensor):
             return _Input(constant=repr(value))
         sizes: list[int | tuple[int, int | None]] = []
-        for size in value.shape:
+        shape: Sequence[Any] = value.shape  # torch.SymInt where dynamic
+        for size in shape:
             if isinstance(size, int):
                 sizes.append(size)
                 continue
             allowed = ranges.get(size.node.expr)
-            bounded = allowed is not None and allowed.upper.is_number and allowed.upper < 1 << 62
-            sizes.append((0 if allowed is None else int(allowed.lower), int(allowed.upper) if bounded else None))
+            if allowed is None:
+                sizes.append((0, None))
+                continue
+            bounded = allowed.upper.is_number and allowed.upper < 1 << 62
+            sizes.append((int(allowed.lower), int(allowed.upper) if bounded else None))
         strides = None if value.is_contiguous() else value.stride()
         if strides is not None and not all(isinstance(size, int) for size in sizes):
             raise ValueError(f"an input of dynamic shape {sizes} is not contiguous: lower with one that is")
