@@ -551,7 +551,7 @@ def main() -> None:
                 commit=commit,
                 copy_bandwidth=bandwidth,
             )
-            write_record(record, arguments.out / benchmarking.record_name(OP, device))
+            write_record(record, arguments.out / benchmarking.record_name("attention-libraries", device))
     for line in summary(works, measurements, device):
         console.print(line, markup=False, highlight=False)
     if checks.failed:
