@@ -117,7 +117,7 @@ void attention_tile(const AttentionTile& tile, float* scratch) {
   for (int64_t r = 0; r < tile.rows; ++r) {
     for (int64_t d = 0; d < dim; ++d) {
       float element;
-      read_elements(&element, tile.q[r] + d * tile.q_stride * bytes, tile.dtype, 1, 1);
+      read_row(&element, tile.q[r] + d * tile.q_stride * bytes, tile.dtype, 1, 1);
       q[d * kWide + r] = element * tile.scale;
     }
   }
