@@ -114,7 +114,7 @@ def test_the_runner_links_neither_python_nor_torch() -> None:
     libraries = [line.split()[0] for line in needed.splitlines()]
     assert any(name.startswith("libkernel_pytorch_backend") for name in libraries)
     assert not [name for name in libraries if name.startswith(("libpython", "libtorch", "libc10"))]
-    assert build().library.stat().st_size < 1_000_000
+    assert build().library.stat().st_size < 1_100_000  # kernels for five instruction sets
 
 
 CONSUMER = """

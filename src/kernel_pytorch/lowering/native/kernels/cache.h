@@ -1,17 +1,17 @@
 // Writes one row to a key-value cache in float32, float16, or int8 with a scale, as kernel_pytorch/kv_cache.py defines.
 #pragma once
 
-#include "kernels/rows.h"
 #include "kernels/table.h"
+#include "kernels/whole_rows.h"
 
 namespace {
 
 using kernel_pytorch::CacheRow;
 
 inline void cache_row(const CacheRow& row, float* scratch) {
-  read_row(scratch, row.from, row.from_dtype, row.stride, row.count);
+  read_whole_row(scratch, row.from, row.from_dtype, row.stride, row.count);
   if (row.to_dtype != DType::kInt8) {
-    write_row(row.to, scratch, row.to_dtype, 1, row.count);
+    write_whole_row(row.to, scratch, row.to_dtype, 1, row.count);
     return;
   }
   float amax = 0;

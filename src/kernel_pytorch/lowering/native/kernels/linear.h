@@ -4,8 +4,8 @@
 // over all inputs; each element of x is broadcast, so x needs no packing.
 #pragma once
 
-#include "kernels/rows.h"
 #include "kernels/table.h"
+#include "kernels/whole_rows.h"
 
 namespace {
 
@@ -100,7 +100,7 @@ inline void linear_panel(const LinearTask& task, const typename Format::Element*
 inline void linear(const LinearTask& task, float* scratch) {
   if (task.dtype == DType::kFloat32) return linear_panel<Float32>(task, reinterpret_cast<const float*>(task.weights));
   if (task.rows > 4) {
-    read_row(scratch, task.weights, task.dtype, 1, task.inputs * kPanel);
+    read_whole_row(scratch, task.weights, task.dtype, 1, task.inputs * kPanel);
     return linear_panel<Float32>(task, scratch);
   }
   if (task.dtype == DType::kInt8) return linear_panel<Int8>(task, reinterpret_cast<const int8_t*>(task.weights));

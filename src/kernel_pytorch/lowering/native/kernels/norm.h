@@ -1,8 +1,8 @@
 // RMSNorm and LayerNorm of one row at a time, in float32.
 #pragma once
 
-#include "kernels/rows.h"
 #include "kernels/table.h"
+#include "kernels/whole_rows.h"
 
 namespace {
 
@@ -45,8 +45,8 @@ inline void norm(const NormTask& task, int64_t begin, int64_t end, float* scratc
   float* const weight = task.weight ? scratch : nullptr;
   float* const bias = task.bias ? scratch + count : nullptr;
   float* const x = scratch + 2 * count;
-  if (weight) read_row(weight, task.weight->data, task.weight->dtype, task.weight->strides[0], count);
-  if (bias) read_row(bias, task.bias->data, task.bias->dtype, task.bias->strides[0], count);
+  if (weight) read_whole_row(weight, task.weight->data, task.weight->dtype, task.weight->strides[0], count);
+  if (bias) read_whole_row(bias, task.bias->data, task.bias->dtype, task.bias->strides[0], count);
   for (int64_t row = begin; row < end;) {
     int64_t rows = 1;
     if (task.rows_at_once > 1) {
@@ -56,11 +56,11 @@ inline void norm(const NormTask& task, int64_t begin, int64_t end, float* scratc
       read_transposed(x, count, row_address(task.in, row), task.in.dtype, task.in.strides[task.in.rank - 1], rows,
                       count);
     } else {
-      read_row_of(task.in, row, x);
+      read_row_at(task.in, row, x);
     }
     for (int64_t r = 0; r < rows; ++r, ++row) {
       norm_row(task, x + r * count, count, weight, bias);
-      write_row_of(task.out, row, x + r * count);
+      write_row_at(task.out, row, x + r * count);
     }
   }
 }

@@ -3,8 +3,8 @@
 
 #include <math.h>
 
-#include "kernels/rows.h"
 #include "kernels/table.h"
+#include "kernels/whole_rows.h"
 
 namespace {
 
@@ -85,7 +85,7 @@ inline void run_step(Step step, float* to, const float* a, const float* b, int64
   }
 }
 
-inline void run_steps(const PointwiseLoop& loop, int64_t count, float* scratch) {
+KP_NOT_INLINED void run_steps(const PointwiseLoop& loop, int64_t count, float* scratch) {
   for (int64_t s = 0; s < loop.step_count; ++s) {
     const int64_t* const step = loop.steps + 4 * s;
     float* const to = scratch + step[1] * kPointwiseChunk;
@@ -114,7 +114,7 @@ inline void read_tile(float* to, const char* from, DType dtype, int64_t row_stri
   const int64_t bytes = static_cast<int64_t>(size_of(dtype));
   if (stride == 1 || row_stride != 1) {
     for (int64_t r = 0; r < rows; ++r) {
-      read_row(to + r * kPointwiseTile, from + r * row_stride * bytes, dtype, stride, columns);
+      read_whole_row(to + r * kPointwiseTile, from + r * row_stride * bytes, dtype, stride, columns);
     }
     return;
   }
@@ -148,8 +148,8 @@ inline void pointwise_tile(const PointwiseLoop& loop, int64_t task, float* scrat
     const int64_t bytes = static_cast<int64_t>(size_of(loop.out_dtype[n]));
     const float* const from = scratch + loop.out_registers[n] * kPointwiseChunk;
     for (int64_t r = 0; r < rows; ++r) {
-      write_row(loop.out[n] + (at.out[n] + r * loop.out_strides[n][across]) * bytes, from + r * kPointwiseTile,
-                loop.out_dtype[n], loop.out_strides[n][inner], columns);
+      write_whole_row(loop.out[n] + (at.out[n] + r * loop.out_strides[n][across]) * bytes, from + r * kPointwiseTile,
+                      loop.out_dtype[n], loop.out_strides[n][inner], columns);
     }
   }
 }
@@ -168,13 +168,14 @@ inline void pointwise_chunk(const PointwiseLoop& loop, int64_t task, float* scra
   }
   for (int n = 0; n < loop.inputs; ++n) {
     const int64_t first = at.in[n] * static_cast<int64_t>(size_of(loop.in_dtype[n]));
-    read_row(scratch + n * kPointwiseChunk, loop.in[n] + first, loop.in_dtype[n], loop.in_strides[n][inner], count);
+    read_whole_row(scratch + n * kPointwiseChunk, loop.in[n] + first, loop.in_dtype[n], loop.in_strides[n][inner],
+                   count);
   }
   run_steps(loop, count, scratch);
   for (int n = 0; n < loop.outputs; ++n) {
     const int64_t first = at.out[n] * static_cast<int64_t>(size_of(loop.out_dtype[n]));
-    write_row(loop.out[n] + first, scratch + loop.out_registers[n] * kPointwiseChunk, loop.out_dtype[n],
-              loop.out_strides[n][inner], count);
+    write_whole_row(loop.out[n] + first, scratch + loop.out_registers[n] * kPointwiseChunk, loop.out_dtype[n],
+                    loop.out_strides[n][inner], count);
   }
 }
 

@@ -6,8 +6,8 @@
 // groups.
 #pragma once
 
-#include "kernels/rows.h"
 #include "kernels/table.h"
+#include "kernels/whole_rows.h"
 
 #if defined(__ARM_FEATURE_DOTPROD)
 #include <arm_neon.h>

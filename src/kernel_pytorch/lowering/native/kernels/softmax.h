@@ -1,8 +1,8 @@
 // Softmax along the last dimension, in float32.
 #pragma once
 
-#include "kernels/rows.h"
 #include "kernels/table.h"
+#include "kernels/whole_rows.h"
 
 namespace {
 
@@ -29,9 +29,9 @@ inline void softmax_row(float* x, int64_t count) {
 
 inline void softmax(const RowTask& task, int64_t begin, int64_t end, float* scratch) {
   for (int64_t row = begin; row < end; ++row) {
-    read_row_of(task.in, row, scratch);
+    read_row_at(task.in, row, scratch);
     softmax_row(scratch, row_length(task.in));
-    write_row_of(task.out, row, scratch);
+    write_row_at(task.out, row, scratch);
   }
 }
 
