@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from optimization_fakes import ScriptedTimer
@@ -14,3 +16,10 @@ from optimization_fuzz import check
 @pytest.mark.parametrize("seed", range(40))
 def test_a_generated_model_stays_right(seed: int) -> None:
     assert check(seed, exclude=("compile",), timer=ScriptedTimer())
+
+
+def test_the_recorded_run_is_of_300_models() -> None:
+    record = Path(__file__).parents[2] / "benchmarks" / "evidence" / "optimize_fuzz.txt"
+    text = record.read_text()
+    assert "300 of 300 models" in text, "make it with python benchmarks/optimize_fuzz.py --record"
+    assert ", 0 wrong\n" in text

@@ -19,6 +19,7 @@ PIECES = (
     "dropout",
     "attention",
     "convolution",
+    "batch norm",
     "shared",
     "branch",
     "buffer",
@@ -54,6 +55,19 @@ class Convolution(nn.Module):
         super().__init__()
         self.inner = nn.Conv2d(1, 4, 3, padding=1)
         self.width = width
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.inner(x.unsqueeze(1)).mean(1)
+
+
+class Normalized(nn.Module):
+    """A convolution with a batch norm whose statistics are not zero and one."""
+
+    def __init__(self, draw: random.Random) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Conv2d(1, 4, 3, padding=1, bias=draw.random() < 0.5), nn.BatchNorm2d(4))
+        self.inner[1].running_mean.normal_()
+        self.inner[1].running_var.uniform_(0.5, 2)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.inner(x.unsqueeze(1)).mean(1)
@@ -107,6 +121,7 @@ class Generated(nn.Module):
             "dropout": lambda: nn.Dropout(0.25),
             "attention": lambda: Attention(width, draw.random() < 0.5),
             "convolution": lambda: Convolution(width),
+            "batch norm": lambda: Normalized(draw),
             "branch": lambda: Branch(width),
             "buffer": Counter,
         }
