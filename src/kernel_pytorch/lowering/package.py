@@ -246,12 +246,13 @@ class PackagedProgram:
     eager: torch.nn.Module = field(repr=False)
     inputs: Mapping[str, tuple[Any, ...]] = field(repr=False)
     """The example inputs, by the one method's name."""
-    _folder: tempfile.TemporaryDirectory[str] = field(repr=False)
+    folder: tempfile.TemporaryDirectory[str] = field(repr=False)
+    """Holds the file, and goes with this object."""
 
     @property
     def path(self) -> Path:
-        """The file, in a temporary folder that goes with this object; ``save`` copies it."""
-        return Path(self._folder.name) / "model.pt2"
+        """The file; ``save`` copies it."""
+        return Path(self.folder.name) / "model.pt2"
 
     def save(self, path: str | Path) -> None:
         """Write the ``.pt2``, whole or not at all."""
