@@ -9,7 +9,7 @@ import transformers
 
 import kernel_pytorch as kp
 from kernel_pytorch.cli import main
-from kernel_pytorch.lowering import decoded, lower_encoder_decoder
+from kernel_pytorch.lowering import checkpoint, decoded, lower_encoder_decoder
 
 
 def t5() -> tuple[torch.nn.Module, torch.Tensor]:
@@ -91,7 +91,7 @@ def test_a_checkpoint_folder_is_lowered_from_the_shell(tmp_path: Path) -> None:
 def test_speech_is_lowered_from_a_folder(
     make: Callable[[], tuple[torch.nn.Module, torch.Tensor]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kp.lowering.checkpoint, "_SECONDS", 1)
+    monkeypatch.setattr(checkpoint, "_SECONDS", 1)
     torch.manual_seed(0)
     model, x = make()
     model.eval().save_pretrained(tmp_path)
