@@ -90,7 +90,7 @@ def test_pages_in_common_leave_those_of_the_backend_and_are_linked(tmp_path: Pat
 
 def test_what_is_not_there_is_said(rendered: dict[str, dict[str, str]]) -> None:
     overview = rendered["amd"]["amd-overview.md"]
-    assert "No `.pte` path for this target yet" in overview
+    assert "No `.pte`: ExecuTorch has no delegate of ours for this hardware" in overview
     assert "find_package" not in overview
     assert "Not measured" in rendered["amd"]["guides/amd-performance.md"]
     assert "NVIDIA H200" in rendered["nvidia"]["guides/nvidia-performance.md"]
@@ -119,7 +119,7 @@ def test_a_gpus_page_has_every_fp8_recipe_and_architecture(name: str, rendered: 
     assert "`scaled-mm`" in quantization or name != "nvidia"
     overview = rendered[name][f"{name}-overview.md"]
     assert "torch.export.save" in overview
-    assert "aoti_load_package" in overview
+    assert "a `.pt2` package of `kp.lower`" in overview
     assert "https://" in overview, "the vendor's documentation"
 
 

@@ -510,7 +510,7 @@ def _heads_memory(call: _Call) -> int:
 def choose(predictions: tuple[Prediction, ...], pinned: Schedule | None) -> tuple[Schedule, str]:
     """Return the pinned schedule, or the one predicted fastest; raise an error if the pinned one cannot run.
 
-    Among predictions that are too close to tell apart, the schedule that needs the least memory wins.
+    Among predictions that are too close to tell apart, the one with the least memory is chosen.
 
     Example:
         >>> from kernel_pytorch.distributed.cost import Prediction, choose

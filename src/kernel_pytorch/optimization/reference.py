@@ -5,10 +5,8 @@ in its own dtype, as it is and with its weights moved at random by one rounding:
 same quality are from the truth. Where a model cannot run in float64, the original run is the truth.
 
 Memory in float64, in bytes: 8 for each weight, gradient and activation at once; outputs and gradients that are kept
-wait in host memory. By this count the training step of ``benchmarks/optimize.py`` on a GPU, with 1.9 billion
-parameters and 8,192 tokens, takes 31 GB for weights and gradients, 26 GB for activations and 34 GB for logits and
-their gradients, beside 25 GB that stay: the original weights and the references. That fits a GPU with 139 GiB.
-Where memory runs out, the original run is the truth, and the report says so.
+wait in host memory. By this count the training step of ``benchmarks/optimize.py`` on a GPU fits an H200. Where memory
+runs out, the original run is the truth, and the report says so.
 """
 
 from __future__ import annotations
