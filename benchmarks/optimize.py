@@ -33,7 +33,7 @@ import kernel_pytorch as kp
 from kernel_pytorch import benchmarking
 from kernel_pytorch.evidence import Measurement, Quantiles, clean_commit, versions, write_record
 from kernel_pytorch.hardware_abstraction.source_digest import part_digest
-from kernel_pytorch.hardware_abstraction.timing import quantiles, require_quiet
+from kernel_pytorch.hardware_abstraction.timing import BusyMachineError, quantiles, require_quiet
 from kernel_pytorch.optimization import Context, Edits, Progress, Sites, registered_candidates
 from kernel_pytorch.optimization.combinations import build
 from kernel_pytorch.optimization.examples import examples_of
@@ -236,8 +236,13 @@ def only(arms: dict[str, Edits], edits: Edits | None) -> None:
         edits.redo()
 
 
-def measure(case: Case, device: torch.device, budget: float | None, exclude: tuple[str, ...]) -> list[Measurement]:
-    """Optimise one model, and time eager, torch.compile, the rivals and the result in turns."""
+def measure(
+    case: Case, device: torch.device, budget: float | None, exclude: tuple[str, ...], *, quiet: bool = False
+) -> list[Measurement]:
+    """Optimise one model, and time eager, torch.compile, the rivals and the result in turns.
+
+    With ``quiet``, a machine that is too noisy for kp.optimize to decide is an error.
+    """
     model, inputs = case.make(device)
     started = time.perf_counter()
 
@@ -251,6 +256,8 @@ def measure(case: Case, device: torch.device, budget: float | None, exclude: tup
     spent = time.perf_counter() - started
     print(best.report, flush=True)
     plan, noise = best.plan, best.report.noise
+    if quiet and any("too noisy" in note for note in best.report.notes):
+        raise BusyMachineError(f"{case.name}: {best.report.notes[-1]}; finished models are kept with --state")
     (example,) = examples_of(inputs)
     workload = Workload(model, case.goal == "training")
     found = best.revert.edits
@@ -384,7 +391,7 @@ def main() -> None:
             continue
         if arguments.record:
             require_quiet(where)
-        done[case.name] = measure(case, device, arguments.budget, tuple(arguments.exclude))
+        done[case.name] = measure(case, device, arguments.budget, tuple(arguments.exclude), quiet=arguments.record)
         keep(arguments.state, key, case.name, done[case.name])
         gc.collect()
         torch.compiler.reset()
