@@ -18,7 +18,7 @@ _MOST_FOLDED = 1 << 20
 def narrowed(weight: torch.Tensor) -> torch.Tensor:
     """Return a float32 tensor in bfloat16 or float16 where that loses nothing, as it is otherwise.
 
-    A checkpoint in bfloat16 that was loaded in float32 is then held in half the memory; products stay in float32.
+    A checkpoint in bfloat16 that was loaded in float32 is then held in 16 bits; products stay in float32.
 
     Example:
         >>> narrowed(torch.tensor([0.5, 3.0])).dtype, narrowed(torch.tensor([0.1])).dtype
