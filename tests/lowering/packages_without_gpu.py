@@ -157,22 +157,23 @@ def launches_of(module):
 
 
 def main() -> None:
-    found = {}
-    for name in sys.argv[2:]:
+    device, found, made = kp.device(sys.argv[1]), {}, []
+    for name in sys.argv[2:]:  # all are compiled before any is interpreted: that patches triton.language for good
         torch.manual_seed(0)
         model, inputs, *dynamic = cases()[name]
-        device = kp.device(sys.argv[1])
         module, calls = packaged(model.eval(), inputs, device, *dynamic)
-        compiled = []
-        for kernel, given, options in launches_of(module):
-            row = _compile(
+        compiled = [
+            _compile(
                 (kernel, (), {**given, **options}),
                 device=device,
                 case=name,
                 number_format="",
                 kernel=kernel_name(kernel),
-            )
-            compiled.append(row.function)
+            ).function
+            for kernel, given, options in launches_of(module)
+        ]
+        made.append((name, model, inputs, bool(dynamic), module, calls, compiled))
+    for name, model, inputs, dynamic, module, calls, compiled in made:
         for key, value in model.state_dict().items():  # real weights in the place of fake ones
             module._parameters[key] = torch.nn.Parameter(value)
         if dynamic:  # a length that was not the example's
