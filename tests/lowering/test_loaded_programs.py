@@ -136,7 +136,7 @@ def test_inputs_are_a_tuple(inputs) -> None:
         kp.lower(torch.nn.LayerNorm(8).eval(), inputs)
 
 
-@pytest.mark.parametrize("call", ["kp.lower", "kp.load('x.pte')"])
+@pytest.mark.parametrize("call", ["kp.lower(torch.nn.Linear(2, 2), (torch.ones(1, 2),))", "kp.load('x.pte')"])
 def test_without_executorch_it_says_what_to_install(call: str, tmp_path) -> None:
     (tmp_path / "x.pte").write_bytes(b"")
     code = f"""
@@ -145,6 +145,7 @@ sys.modules["executorch"] = None
 def missing(name):
     raise importlib.metadata.PackageNotFoundError(name)
 importlib.metadata.distribution = missing
+import torch
 import kernel_pytorch as kp
 try:
     {call}

@@ -9,8 +9,8 @@ from torch.export import Dim
 import kernel_pytorch as kp
 from kernel_pytorch.cli import main
 from kernel_pytorch.lowering import KernelPartitioner, KernelQuantizer, PartitionerOptions
-from kernel_pytorch.lowering import program as lowered
 from kernel_pytorch.lowering.build import _run, _tool, build, executorch_root
+from kernel_pytorch.lowering.difference import difference
 from kernel_pytorch.lowering.rewrite import recognised_mask
 from lowering_models import Block
 
@@ -114,7 +114,7 @@ def test_the_runner_links_neither_python_nor_torch() -> None:
     libraries = [line.split()[0] for line in needed.splitlines()]
     assert any(name.startswith("libkernel_pytorch_backend") for name in libraries)
     assert not [name for name in libraries if name.startswith(("libpython", "libtorch", "libc10"))]
-    assert build().library.stat().st_size < 1_100_000  # kernels for five instruction sets
+    assert build().library.stat().st_size < 1_250_000  # kernels for five instruction sets
 
 
 CONSUMER = """
@@ -368,7 +368,7 @@ def test_a_quantized_block_has_its_linears_where_they_belong(
         report.count(OURS, "aten::native_layer_norm") + report.count(OURS, "kernel_pytorch_lowering::rms_norm") == 2
     )
     assert program.compare()[0].snr > 40  # against the quantized model in eager mode
-    assert lowered.difference(0, program(x), model(x)).snr > least  # against the model as it was
+    assert difference(0, program(x), model(x)).snr > least  # against the model as it was
     assert len(program.buffer) * smaller < size
 
 
@@ -392,7 +392,7 @@ def test_integers_are_not_quantized(recipe: str, least: int) -> None:
     model, x = Positions().eval(), torch.randn(1, 16, 64)
     program = kp.lower(model, (x,), recipe=recipe)
     assert program.compare()[0].snr > 40
-    assert lowered.difference(0, program(x), model(x)).snr > least
+    assert difference(0, program(x), model(x)).snr > least
     assert len(program.buffer) < len(kp.lower(model, (x,)).buffer)
 
 

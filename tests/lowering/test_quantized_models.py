@@ -8,7 +8,7 @@ import transformers
 
 import kernel_pytorch as kp
 from kernel_pytorch.lowering import CachedLanguageModel, KernelPartitioner, KernelQuantizer, PartitionerOptions
-from kernel_pytorch.lowering import program as lowered
+from kernel_pytorch.lowering.difference import difference
 from kernel_pytorch.lowering.patterns import quantized_rows, quantized_weights
 from kernel_pytorch.lowering.recipes import RECIPES, _by_quantize, find_recipe, quantized
 
@@ -49,7 +49,7 @@ def test_a_quantized_llama_stays_in_one_delegate(llama: torch.nn.Module, recipe:
     assert program.compare()[0].snr > 100  # against torchao's dequantized reference
     assert program.compare(torch.tensor([[3]]), torch.tensor([5]))[0].snr > 100  # a token after it
     (found,) = (program(*given),)
-    assert lowered.difference(0, found, exact).snr > LEAST_SNR[recipe]
+    assert difference(0, found, exact).snr > LEAST_SNR[recipe]
 
 
 def test_every_recipe_without_calibration_is_tested() -> None:
@@ -71,7 +71,7 @@ def test_the_accuracy_of_a_linear_is_the_documented_one(recipe: str) -> None:
     model, x = torch.nn.Sequential(torch.nn.Linear(1024, 256, bias=False)), torch.randn(64, 1024)
     torch.nn.init.normal_(model[0].weight)
     quantized_model = _by_quantize(find_recipe(recipe), model)
-    assert abs(lowered.difference(0, quantized_model(x), model(x)).snr - DOCUMENTED[recipe]) < 1
+    assert abs(difference(0, quantized_model(x), model(x)).snr - DOCUMENTED[recipe]) < 1
 
 
 class Shared(torch.nn.Module):
@@ -101,7 +101,7 @@ def test_what_pt2e_makes_is_taken_too() -> None:
     names = [str(node.target) for node in delegated.nodes]
     assert sum("quantized_linear" in name for name in names) == 2, names
     found = kp.load(bytes(made.to_executorch().buffer))(x)
-    assert lowered.difference(0, found, exact).snr > 30  # a range for each row, and PT2E's for all of them
+    assert difference(0, found, exact).snr > 30  # a range for each row, and PT2E's for all of them
 
 
 def test_options_leave_quantized_linears_to_xnnpack() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import statistics
 import time
 from collections.abc import Callable
@@ -23,7 +24,8 @@ __all__ = [
 ]
 
 MOST_SPREAD = 0.25
-"""Largest accepted difference of the 5 % and 95 % quantiles of a repeated run, relative to its median."""
+"""Largest accepted difference of the 5 % and 95 % quantiles of a repeated run, relative to its median. The environment
+variable ``KERNEL_PYTORCH_MOST_SPREAD`` overrides it, for programs that are tested on shared machines."""
 _ATTEMPTS = 3
 
 
@@ -142,15 +144,16 @@ def require_quiet(device: Device) -> None:
     """
     if device.torch_device is None:
         raise ValueError(f"device={device.name!r} is not here; nothing can be timed on it")
+    most = float(os.environ.get("KERNEL_PYTORCH_MOST_SPREAD", MOST_SPREAD))
     size = 384 if torch.device(device.torch_device).type == "cpu" else 4096
     left, right = (torch.ones(size, size, device=device.torch_device) for _ in range(2))  # draws no random numbers
     found: list[float] = []
     for _ in range(_ATTEMPTS):
         found.append(spread(sample_seconds(partial(torch.mm, left, right), device, 0.2)))
-        if found[-1] <= MOST_SPREAD:
+        if found[-1] <= most:
             return
     raise BusyMachineError(
         f"device={device.name!r} is busy: the times of one repeated matmul are {min(found):.0%} apart (5 % to 95 % "
-        f"quantile), and more than {MOST_SPREAD:.0%} cannot be measured with; end other programs or wait, and run "
+        f"quantile), and more than {most:.0%} cannot be measured with; end other programs or wait, and run "
         "again"
     )

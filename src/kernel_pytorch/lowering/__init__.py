@@ -56,10 +56,19 @@ _HOME = {name: module for module, names in _MODULES.items() for name in names}
 def __getattr__(name: str) -> object:
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return imported(_HOME[name], name)
+
+
+def imported(module: str, name: str) -> object:
+    """Return a name of a module of this package; raise ImportError with what to install where a library is missing.
+
+    Example:
+        >>> imported("sampling", "Sampling").__name__
+        'Sampling'
+    """
     try:
         with quiet_imports():  # torchao names each extension that does not fit this machine
-            module = importlib.import_module(f"{__name__}.{_HOME[name]}")
-        return getattr(module, name)
+            return getattr(importlib.import_module(f"{__name__}.{module}"), name)
     except ModuleNotFoundError as error:
         missing = (error.name or "").partition(".")[0]
         if missing not in _NEEDED:

@@ -130,9 +130,10 @@ def lower(
         return lower_package(
             model, inputs, backend=backend, dynamic_shapes=dynamic_shapes, options=options, tell=tell or _silent
         )
-    from kernel_pytorch.lowering.program import lower as lower_program
+    from kernel_pytorch.lowering import imported
 
-    return lower_program(
+    lower_program: Any = imported("program", "lower")  # AOTInductor needs no ExecuTorch, so it is imported here
+    program: LoweredProgram = lower_program(
         model,
         inputs,
         backend=backend,
@@ -143,6 +144,7 @@ def lower(
         measure=measure,
         tell=tell,
     )
+    return program
 
 
 def _silent(text: str) -> None:

@@ -175,8 +175,9 @@ class TextGenerator:
 
         Example:
             >>> import pathlib, tempfile
+            >>> import kernel_pytorch as kp
             >>> from kernel_pytorch.testing.checkpoints import tiny_checkpoint
-            >>> first = TextGenerator.from_pretrained(tiny_checkpoint(pathlib.Path(tempfile.mkdtemp())))
+            >>> first = kp.TextGenerator.from_pretrained(tiny_checkpoint(pathlib.Path(tempfile.mkdtemp())))
             >>> _ = first.generate("once upon a time", max_tokens=2)
             >>> first.fork().generate("once upon a time", max_tokens=2).reused_tokens > 0
             True
