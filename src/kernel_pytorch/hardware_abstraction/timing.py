@@ -24,8 +24,9 @@ __all__ = [
 ]
 
 MOST_SPREAD = 0.25
-"""Largest accepted difference of the 5 % and 95 % quantiles of a repeated run, relative to its median. The environment
-variable ``KERNEL_PYTORCH_MOST_SPREAD`` overrides it, for programs that are tested on shared machines."""
+"""Largest accepted difference of the 5 % and 95 % quantiles of a repeated run, relative to its median.
+
+The environment variable ``KERNEL_PYTORCH_MOST_SPREAD`` overrides it, for tests on shared machines."""
 _ATTEMPTS = 3
 
 
