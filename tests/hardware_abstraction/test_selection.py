@@ -253,6 +253,13 @@ def test_explain_of_a_function_that_calls_no_op() -> None:
         kp.explain(torch.relu, X)
 
 
+def test_explain_of_what_is_no_function_or_no_device() -> None:
+    with pytest.raises(TypeError, match="function='rms_norm': explain takes the function itself"):
+        kp.explain("rms_norm", X)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="name=5: a int names no device"):
+        kp.explain(kp.rms_norm, X, device=5)  # type: ignore[arg-type]
+
+
 def test_explain_in_one_thread_does_not_affect_others() -> None:
     inside, done = threading.Event(), threading.Event()
     found: list[object] = []

@@ -111,6 +111,20 @@ def test_without_a_compiler_it_says_what_to_install(
         building.build()
 
 
+def test_the_tools_of_installed_packages_come_before_the_systems(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The system's CMake can be older than ExecuTorch needs."""
+    system = tmp_path / "cmake"
+    system.write_text("#!/bin/sh\n")
+    system.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "elsewhere" / "python"))
+    assert building._tool("cmake") != str(system)
+    monkeypatch.setattr(importlib.metadata, "files", lambda _name: None)
+    assert building._tool("cmake") == str(system)
+
+
 BUILD = """
 import sys
 from kernel_pytorch.lowering import build as building

@@ -58,7 +58,7 @@ def test_a_kernel_that_fails_does_not_stop_the_others_and_a_second_run_goes_on(
     monkeypatch.setattr(contract_run, "devices", lambda: (kp.device("cpu"),))
     monkeypatch.setattr(contract_run, "backend", lambda _name: SimpleNamespace(kernels=(bad, KERNEL_TORCH)))
     with pytest.raises(
-        SystemExit, match="1 kernels failed:\nrms_norm/bad on .*: RuntimeError: no such instruction"
+        SystemExit, match=r"1 kernels failed:\nrms_norm/bad on .*: RuntimeError: no such instruction"
     ):
         contract_run.main(["--state", str(state)])
     assert "1 of 2 kernels passed" in capsys.readouterr().out
