@@ -148,8 +148,12 @@ class Runner:
         return {row["step"] for row in rows if row["status"] == 0 and row["commit"] == self.commit}
 
     def check_clean(self) -> None:
-        """Raise an error if the checkout has local changes."""
-        changed = self.git("status", "--porcelain")
+        """Raise an error if the checkout has local changes, or is none."""
+        try:
+            changed = self.git("status", "--porcelain")
+        except (OSError, subprocess.CalledProcessError) as error:
+            reason = str(getattr(error, "stderr", "")).strip() or error
+            raise SystemExit(f"records name a commit, and {self.root} is no git checkout: {reason}") from error
         if changed:
             raise SystemExit(f"records need a clean checkout, commit or remove these first:\n{changed}")
 

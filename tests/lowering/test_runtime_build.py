@@ -4,6 +4,7 @@ import errno
 import importlib.metadata
 import json
 import os
+import platform
 import re
 import shutil
 import subprocess
@@ -18,6 +19,7 @@ import torch
 import kernel_pytorch as kp
 from kernel_pytorch.lowering import build as building
 from kernel_pytorch.lowering.build import BuildError, Runtime, runtime_prefix
+from kernel_pytorch.lowering.wheel import carried_runtime
 
 
 @pytest.fixture
@@ -109,6 +111,28 @@ def test_without_a_compiler_it_says_what_to_install(
         BuildError, match=r"brings a runtime for ExecuTorch 0\.1, and .* pip install executorch==0\.1, or"
     ):
         building.build()
+
+
+@pytest.mark.parametrize(
+    ("machine", "wheel", "message"),
+    [
+        ("riscv64", None, "machine='riscv64': use .* or, cross-compiled, aarch64"),
+        ("aarch64", None, "machine='aarch64': name ExecuTorch's wheel for it in KERNEL_PYTORCH_EXECUTORCH"),
+        ("aarch64", "missing.whl", r"missing\.whl' is no wheel that can be read"),
+        ("aarch64", "text.whl", r"text\.whl' is no wheel that can be read"),
+        ("aarch64", "other.whl", r"other\.whl' is no wheel of ExecuTorch for aarch64"),
+    ],
+)
+def test_wheels_for_machines_that_cannot_be_built(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, machine: str, wheel: str | None, message: str
+) -> None:
+    monkeypatch.setattr(platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr(building, "_tool", lambda name: name)
+    (tmp_path / "text.whl").write_text("no archive")
+    with zipfile.ZipFile(tmp_path / "other.whl", "w") as archive:
+        archive.writestr("executorch-1.5.1.dist-info/WHEEL", "Tag: cp311-cp311-manylinux_2_28_x86_64\n")
+    with pytest.raises(BuildError, match=message):
+        carried_runtime(tmp_path / "out", machine=machine, executorch=tmp_path / wheel if wheel else None)
 
 
 def test_the_tools_of_installed_packages_come_before_the_systems(

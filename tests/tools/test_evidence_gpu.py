@@ -237,6 +237,11 @@ def test_results_are_in_the_archive_when_the_run_is_terminated(checkout: Path, t
         assert "./records/a.gpu.json" in archive.getnames()
 
 
+def test_a_folder_that_is_no_checkout_is_named(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match=r"is no git checkout: .*not a git repository"):
+        Runner(tmp_path, tmp_path / "out").check_clean()
+
+
 def test_the_status_of_an_unfinished_run_is_the_benchmarks() -> None:
     assert benchmarking.UNFINISHED == UNFINISHED
 
