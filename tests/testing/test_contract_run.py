@@ -64,7 +64,7 @@ def test_a_kernel_that_fails_does_not_stop_the_others_and_a_second_run_goes_on(
     assert "1 of 2 kernels passed" in capsys.readouterr().out
 
     monkeypatch.setattr(contract_run, "backend", lambda _name: SimpleNamespace(kernels=(KERNEL_TORCH,)))
-    monkeypatch.setattr(contract_run, "run_tests", lambda *_: pytest.fail("it was tested already"))
+    monkeypatch.setattr(contract_run, "run_case", lambda *_: pytest.fail("it was tested already"))
     contract_run.main(["--state", str(state)])
     with pytest.raises(SystemExit) as ended:
         contract_run.main(["--state", str(tmp_path / "other.jsonl"), "--seconds", "-1"])

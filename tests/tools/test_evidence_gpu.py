@@ -252,6 +252,6 @@ def test_the_list_needs_no_gpu_and_unknown_names_are_refused(
     assert main(["--list", "--out", str(tmp_path / "out")], STEPS, checkout) == 0
     shown = capsys.readouterr().out.splitlines()
     assert len(shown) == len(STEPS)
-    assert shown[0].startswith("to do          contract")
-    with pytest.raises(SystemExit, match="--only fp9: use one of contract, "):
+    assert shown[0].startswith("to do          attention")
+    with pytest.raises(SystemExit, match="--only fp9: use one of attention, "):
         main(["--only", "fp9"], STEPS, checkout)
