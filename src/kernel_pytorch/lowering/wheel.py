@@ -91,7 +91,7 @@ def carried_runtime(folder: Path, *, machine: str | None = None, executorch: Pat
             root = _unpacked(executorch, Path(scratch) / "wheel", machine)
         made = Path(scratch) / "build"
         configure_and_install(made, folder.absolute(), executorch=root, definitions=definitions)
-    (record,) = root.parent.glob("executorch-*.dist-info")
+        (record,) = root.parent.glob("executorch-*.dist-info")
     built = {
         "executorch": re.fullmatch(r"executorch-(.+)\.dist-info", record.name)[1],  # type: ignore[index]
         "sources": sources_digest(),
