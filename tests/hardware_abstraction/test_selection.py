@@ -333,6 +333,21 @@ def test_nested_policies_add_up_and_are_restored() -> None:
     assert current() == Policy()
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"kernel": 3}, "kernel=3: name a kernel, as 'triton', or one for each op"),
+        ({"kernel": {"rms_norm": 3}}, r"kernel=\{'rms_norm': 3\}: name a kernel"),
+        ({"measure": "yes"}, "measure='yes': use True or False"),
+        ({"deterministic": 1}, "deterministic=1: use True or False"),
+    ],
+)
+def test_a_policy_of_wrong_types(arguments: dict, message: str) -> None:
+    with pytest.raises(TypeError, match=message), kp.policy(**arguments):
+        pass
+    assert kp.explain(kp.rms_norm, X).kernel is not None, "the outer policy is in force"
+
+
 def test_a_policy_is_restored_after_an_error() -> None:
     with pytest.raises(KeyError), kp.policy(kernel="torch"):
         raise KeyError
