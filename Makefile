@@ -9,7 +9,7 @@
 # make tidy      clang-tidy over the C++ sources (about a minute)
 # make docs      build the site in docs/_build/html; anything doubtful fails the build
 # make test-gpu  run the backend contract on the devices that are here, and record which kernels passed
-# make evidence-gpu  on a GPU: run the GPU tests and make every GPU record, with a time limit for each step; resumable
+# make evidence-gpu  on a GPU: test every kernel and make the GPU records, with a time limit for each step; resumable
 # make docs-gpu  run every block of the documentation on the GPU that is here, and record which passed
 # make evidence  make the records and pages that need no hardware anew
 # make probe     lower and run every operator anew: the table of operators of the cpu backend (about ten minutes)

@@ -3,14 +3,17 @@ apart; PyTorch's SDPA backends for dense masks, and compiled FlexAttention for a
 FlexAttention has no backward, SDPA gets the other masks as dense tensors too.
 
 Run it with ``python benchmarks/attention.py``; add ``--record`` in a clean checkout to keep the result, from which
-later calls choose their kernels. ``--only REGEX`` runs some of the workloads. Each kernel is checked against float64
-first, on each kind of mask at a small length. FlexAttention gets the mask as its users write it.
+later calls choose their kernels. ``--only REGEX`` runs some of the workloads. ``--state FILE --seconds N`` splits a
+run in several, at one commit on one kind of device; the exit status is 75 while workloads are left. Each kernel is
+checked against float64 first, on each kind of mask at a small length. FlexAttention gets the mask as its users write
+it.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib.util
 import re
 import time
 from collections.abc import Callable, Iterator
@@ -27,7 +30,8 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import kernel_pytorch as kp
 from kernel_pytorch import benchmarking, masks
-from kernel_pytorch.evidence import Measurement, Quantiles, clean_commit, write_record
+from kernel_pytorch.benchmarking import UNFINISHED, Checkpoint
+from kernel_pytorch.evidence import Measurement, Quantiles, clean_commit, versions, write_record
 from kernel_pytorch.hardware_abstraction import Policy, select
 from kernel_pytorch.hardware_abstraction.dispatch import function_of
 from kernel_pytorch.hardware_abstraction.op import Call, Kernel, Phase, registered_op
@@ -509,6 +513,7 @@ def main() -> None:
     parser.add_argument("--device", help="a torch device; the best here when left out")
     parser.add_argument("--only", default="", help="a regular expression: the workloads whose names it finds")
     parser.add_argument("--seconds", type=float, default=1e9, help="stop starting new workloads after this long")
+    parser.add_argument("--state", type=Path, help="keep finished workloads in this file, and go on where it ends")
     parser.add_argument("--sample", type=float, default=0.05, help="seconds for one measurement, about")
     arguments = parser.parse_args()
     if arguments.record and arguments.only:
@@ -516,22 +521,45 @@ def main() -> None:
     commit = clean_commit(benchmarking.checkout()) if arguments.record else ""
     console, device = Console(soft_wrap=True), kp.device(arguments.device)
     started = time.perf_counter()
-    bandwidth = measure_rates(device).bandwidth
+    bandwidth = measure_rates(device).bandwidth if arguments.record else None
     gpu = device.backend != "cpu"
     works = [work for work in (gpu_workloads() if gpu else cpu_workloads()) if re.search(arguments.only, work.name)]
     checks = Checks(device, console)
-    measurements: list[Measurement] = []
-    if gpu:
-        measurements += mask_costs(works)
-        measurements += memory() if not arguments.only else []
+    libraries = [name for name in ("flash_attn", "cudnn") if gpu and importlib.util.find_spec(name) is not None]
+    name = benchmarking.record_name("attention-libraries" if libraries else "attention", device)
+    state = Checkpoint(arguments.state, (commit, device.name, versions(), libraries, arguments.sample), Measurement)
+    others = "masks and memory"
+
+    def keep() -> list[Measurement]:
+        rows = [row for case in (others, *(work.name for work in works)) for row in state.rows.get(case, ())]
+        timed = {row.subject for row in rows}
+        kernels = [kernel for kernel in backend(device.backend).kernels if kernel.op == OP.name]
+        if arguments.record and rows:
+            record = benchmarking.record(
+                OP.name,
+                device,
+                [kernel for kernel in kernels if f"kernel:{kernel.name}" in timed],
+                rows,
+                command="python benchmarks/attention.py --record",
+                commit=commit,
+                copy_bandwidth=bandwidth,
+            )
+            write_record(record, arguments.out / name)
+        return rows
+
+    left = []
     for work in works:
+        if work.name in state.rows:
+            continue
         if time.perf_counter() - started > arguments.seconds:
+            left.append(work.name)
             console.print(f"left out for lack of time: {work.name}", markup=False)
             continue
+        measured: list[Measurement] = []
         torch._dynamo.reset()  # past its recompile limit torch.compile runs FlexAttention unfused, without an error
         for number_format in ("bfloat16",) if gpu else ("float32", "bfloat16"):
             for row in measure(work, number_format, checks, arguments.sample):
-                measurements.append(row)
+                measured.append(row)
                 rate = f"{row.flops / row.seconds.median / 1e12:8.3g} TFLOP/s"
                 console.print(
                     f"{time.perf_counter() - started:5.0f} s {row.case:52} {row.format:8} {row.phase:8} "
@@ -539,23 +567,20 @@ def main() -> None:
                     markup=False,
                     highlight=False,
                 )
-        if arguments.record:  # after every workload: what was measured is kept whatever happens to the next
-            timed = {row.subject for row in measurements}
-            kernels = [kernel for kernel in backend(device.backend).kernels if kernel.op == OP.name]
-            record = benchmarking.record(
-                OP.name,
-                device,
-                [kernel for kernel in kernels if f"kernel:{kernel.name}" in timed],
-                measurements,
-                command="python benchmarks/attention.py --record",
-                commit=commit,
-                copy_bandwidth=bandwidth,
-            )
-            write_record(record, arguments.out / benchmarking.record_name("attention-libraries", device))
+        state.add(work.name, measured)
+        keep()  # after every workload: what was measured is kept whatever happens to the next
+    if gpu and others not in state.rows:
+        if time.perf_counter() - started > arguments.seconds:
+            left.append(others)
+        else:
+            state.add(others, [*mask_costs(works), *(() if arguments.only else memory())])
+    measurements = keep()
     for line in summary(works, measurements, device):
         console.print(line, markup=False, highlight=False)
     if checks.failed:
         raise SystemExit("\n".join(["kernels that were not timed:", *checks.failed]))
+    if left and arguments.state:
+        raise SystemExit(UNFINISHED)
 
 
 if __name__ == "__main__":

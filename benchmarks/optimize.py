@@ -9,15 +9,15 @@ Liger and torchao take part where they can be imported. A prefill computes the l
 generation does, and may use steps of 15 dB, such as FP8. ``--small`` runs tiny versions to check the program itself.
 
 ``--state FILE`` keeps each finished model, so that a run can be split: ``--seconds 400`` begins no model after so
-many seconds, and the next run goes on with those that are missing. What was measured with other code is measured
-again. The record is written once all models are there.
+many seconds, and the next run goes on with those that are missing; the exit status is 75 while there are such. What
+was measured with other code is measured again. The record is written after each model, and its command names the
+models. A model that fails does not stop the next ones.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
-import json
 import math
 import shlex
 import time
@@ -26,12 +26,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import torch
 
 import kernel_pytorch as kp
 from kernel_pytorch import benchmarking
+from kernel_pytorch.benchmarking import UNFINISHED, Checkpoint
 from kernel_pytorch.evidence import Measurement, Quantiles, clean_commit, versions, write_record
+from kernel_pytorch.hardware_abstraction.rates import measure_rates
 from kernel_pytorch.hardware_abstraction.source_digest import part_digest
 from kernel_pytorch.hardware_abstraction.timing import BusyMachineError, quantiles, require_quiet
 from kernel_pytorch.optimization import Context, Edits, Progress, Sites, registered_candidates
@@ -324,28 +325,14 @@ def table(rows: list[Measurement], losses: dict[str, float] | None = None) -> st
     return "\n".join(lines)
 
 
-def finished(state: Path | None, key: str) -> dict[str, list[Measurement]]:
-    """What earlier runs measured with the same code, by case."""
-    if state is None or not state.exists():
-        return {}
-    lines = [json.loads(line) for line in state.read_text().splitlines()]
-    return {line["case"]: msgspec.convert(line["rows"], list[Measurement]) for line in lines if line["key"] == key}
-
-
-def keep(state: Path | None, key: str, case: str, rows: list[Measurement]) -> None:
-    if state is not None:
-        with state.open("a") as file:
-            file.write(json.dumps({"key": key, "case": case, "rows": msgspec.to_builtins(rows)}) + "\n")
-
-
-def command(arguments: argparse.Namespace) -> str:
-    """How to make the record again, in one run."""
+def command(arguments: argparse.Namespace, done: Iterable[str]) -> str:
+    """How to make the record again, in one run; ``done`` names its models if they are not all that were asked for."""
     words = ["python", "benchmarks/optimize.py", "--record"]
     for name in ("device", "models", "budget"):
         if getattr(arguments, name) is not None:
             words += [f"--{name}", str(getattr(arguments, name))]
-    for name in ("only", "exclude"):
-        words += [word for value in getattr(arguments, name) or () for word in (f"--{name}", value)]
+    for name, values in (("only", done or arguments.only), ("exclude", arguments.exclude)):
+        words += [word for value in values or () for word in (f"--{name}", value)]
     return shlex.join(words)
 
 
@@ -383,30 +370,49 @@ def main() -> None:
     device = torch.device(where.torch_device or "cpu")
     models = arguments.models or ("small" if device.type == "cpu" else "large")
     chosen = cases(models, arguments.small, arguments.only or [""], parser)
-    key = repr((part_digest("optimization/"), where.name, versions(), arguments.small, commit))
-    done = finished(arguments.state, key)
+    key = (part_digest("optimization/"), where.name, versions(), arguments.small, arguments.budget, commit)
+    done = Checkpoint(arguments.state, key, Measurement)
+    bandwidth = measure_rates(where).bandwidth if arguments.record else None
+    failures = []
+
+    def keep() -> list[Measurement]:
+        names = [case.name for case in chosen if case.name in done.rows]
+        rows = [row for name in names for row in done.rows[name]]
+        if arguments.record and rows:
+            record = benchmarking.record(
+                "optimize", where, (), rows, command=command(arguments, names if len(names) < len(chosen) else ()),
+                commit=commit, copy_bandwidth=bandwidth, parts=("optimization/",),
+            )  # fmt: skip
+            write_record(record, arguments.out / benchmarking.record_name("optimize", where))
+        return rows
+
     started = time.perf_counter()
     for case in chosen:
-        if case.name in done or time.perf_counter() - started > arguments.seconds:
+        if case.name in done.rows or time.perf_counter() - started > arguments.seconds:
             continue
-        if arguments.record:
-            require_quiet(where)
-        done[case.name] = measure(case, device, arguments.budget, tuple(arguments.exclude), quiet=arguments.record)
-        keep(arguments.state, key, case.name, done[case.name])
+        try:
+            if arguments.record:
+                require_quiet(where)
+            rows = measure(case, device, arguments.budget, tuple(arguments.exclude), quiet=arguments.record)
+        except Exception as error:  # memory, a library, a busy machine: the next model may do
+            failures.append(f"{case.name}: {type(error).__name__}: {error}")
+            print(f"FAILED {failures[-1]}", flush=True)
+        else:
+            done.add(case.name, rows)
+            keep()
         gc.collect()
         torch.compiler.reset()
         if device.type != "cpu":
             torch.accelerator.empty_cache()
-    rows = [row for case in chosen for row in done.get(case.name, ())]
+    rows = keep()
     spent = time.perf_counter() - started
-    print(f"\n{len(done)} of {len(chosen)} models, in {spent:.0f} s\n{table(rows)}")
-    if arguments.record and all(case.name in done for case in chosen):
-        record = benchmarking.record(
-            "optimize", where, (), rows, command=command(arguments), commit=commit, parts=("optimization/",)
-        )
-        path = arguments.out / benchmarking.record_name("optimize", where)
-        write_record(record, path)
-        print(f"recorded in {path.name}")
+    left = [case.name for case in chosen if case.name not in done.rows]
+    print(f"\n{len(chosen) - len(left)} of {len(chosen)} models, in {spent:.0f} s\n{table(rows)}")
+    if failures:
+        raise SystemExit("\n".join([f"{len(failures)} models failed:", *failures]))
+    if left and arguments.state:
+        print(f"left for another run: {', '.join(left)}")
+        raise SystemExit(UNFINISHED)
 
 
 if __name__ == "__main__":

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
+import msgspec
 import torch
 
 from kernel_pytorch.evidence import Benchmark, EvidenceError, Measurement, Quantiles, facts, now, versions
@@ -19,7 +21,23 @@ from kernel_pytorch.hardware_abstraction.source_digest import part_digest
 from kernel_pytorch.hardware_abstraction.timing import quantiles, sample_seconds
 from kernel_pytorch.testing.budget import Comparison, compare, exceeded
 
-__all__ = ["GateError", "Plan", "Step", "checkout", "plan", "record", "record_name", "run", "source_name"]
+__all__ = [
+    "UNFINISHED",
+    "Checkpoint",
+    "GateError",
+    "Plan",
+    "Step",
+    "checkout",
+    "plan",
+    "record",
+    "record_name",
+    "run",
+    "source_name",
+]
+
+UNFINISHED = 75
+"""Exit status of a run that kept what it measured in a ``Checkpoint`` and has more to measure (EX_TEMPFAIL)."""
+_Row = TypeVar("_Row")
 
 _MOST_CPU_FLOPS = 10**11  # about a second a run
 _REFERENCE_COPIES = 12  # float64 tensors alive at once while a gate runs, counted in copies of the inputs
@@ -38,6 +56,35 @@ class Step:
 
     def __str__(self) -> str:
         return f"{self.case.name} {self.number_format}"
+
+
+class Checkpoint(Generic[_Row]):
+    """The rows of finished cases, kept in a file of JSON lines so that another run can go on.
+
+    Args:
+        path: the file; None keeps nothing.
+        key: what the rows depend on, such as the device, versions and commit; rows of another key are not read.
+        row: the type of a row, a ``msgspec.Struct``.
+    """
+
+    def __init__(self, path: Path | None, key: object, row: type[_Row]) -> None:
+        self.path, self.key = path, repr(key)
+        self.rows: dict[str, list[_Row]] = {}
+        """By case, in the order in which they were finished."""
+        if path is not None and path.exists():
+            for text in path.read_text(encoding="utf-8").splitlines():
+                line = json.loads(text)
+                if line["key"] == self.key:
+                    self.rows[line["case"]] = msgspec.convert(line["rows"], list[row])  # type: ignore[valid-type]
+
+    def add(self, case: str, rows: list[_Row]) -> None:
+        """Keep the rows of a finished case."""
+        self.rows[case] = rows
+        if self.path is not None:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            line = {"key": self.key, "case": case, "rows": msgspec.to_builtins(rows)}
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(line) + "\n")
 
 
 @dataclass(frozen=True)

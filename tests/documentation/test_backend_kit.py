@@ -148,11 +148,16 @@ def test_the_project_is_measured_and_its_pages_show_it(walk: Walk) -> None:
 # Names and places
 
 
-@pytest.mark.parametrize("name", ["Acme", "1st", "a-b", "class", "", "ünit", "a__b", "a_", "../x"])
+@pytest.mark.parametrize("name", ["Acme", "1st", "a-b", "", "ünit", "a__b", "a_", "../x"])
 def test_a_name_that_is_no_name_is_refused(name: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="one lower-case word"):
         create_project(name, tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_keyword_is_refused_as_a_name(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="name='class': is a keyword of Python"):
+        create_project("class", tmp_path / "out")
 
 
 @pytest.mark.parametrize("name", ["cpu", "nvidia", "xnnpack", "kernel_pytorch", "kernel_pytorch_two"])

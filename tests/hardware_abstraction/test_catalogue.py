@@ -381,10 +381,19 @@ def test_h200_is_an_h100_with_more_memory() -> None:
 def test_catalogue_device() -> None:
     for name in NAMES:
         assert catalogue_device(name).name == name
+        assert catalogue_device(name.upper()).name == name
+        assert catalogue_device(name.partition("/")[2]).name == name
 
 
 @pytest.mark.parametrize(
-    ("wrong", "meant"), [("nvidia/h20", "nvidia/h200"), ("h200", "nvidia/h200"), ("AMD/MI300X", "amd/mi300x")]
+    ("wrong", "meant"),
+    [
+        ("nvidia/h20", "nvidia/h200"),
+        ("h20", "nvidia/h200"),
+        ("gfx942", "amd/mi300x"),
+        ("SM_90", "nvidia/gh200"),
+        ("amd", "amd/mi250x"),
+    ],
 )
 def test_unknown_name_suggests_and_lists(wrong: str, meant: str) -> None:
     with pytest.raises(ValueError, match=f"^name='{wrong}': ") as caught:

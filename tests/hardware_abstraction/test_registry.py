@@ -82,16 +82,27 @@ def test_a_kernel_is_added_last() -> None:
             "before='fast': rms_norm has no such",
         ),
         ({"it": AddedKernel(backend="cpu", kernel=KERNEL_TORCH)}, "lists kernel 'torch' of 'rms_norm' twice"),
+        ({"it": AddedKernel(backend="cpu", kernel=replace(MINE, op="rmsnorm"))}, "op='rmsnorm': no such op"),
         ({"it": 3}, "is a int; the entry point must name an AddedKernel"),
     ],
     indirect=["added"],
-    ids=["backend", "before", "twice", "type"],
+    ids=["backend", "before", "twice", "op", "type"],
 )
 @pytest.mark.usefixtures("added")
 def test_a_broken_kernel_is_reported_and_left_out(error: str) -> None:
     assert _names() == ["torch"]
     (found,) = broken_backends()
     assert error in found.error
+
+
+def test_names_in_capitals_and_third_parties_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert kp.device("NVIDIA/H200") is kp.device("nvidia/h200")
+    theirs = replace(kp.device("h200"), name="acme/npu1", backend="acme")
+    acme = replace(backend("cpu"), name="acme", catalogue=(theirs,), probe=tuple)
+    monkeypatch.setattr(registry, "backends", lambda: (*backends(), acme))
+    assert kp.device("NPU1") is theirs
+    with pytest.raises(ValueError, match=r"did you mean 'acme/npu1'.* It has .*acme/npu1"):
+        kp.device("npu2")
 
 
 def test_short_names_of_the_catalogue() -> None:
@@ -102,7 +113,7 @@ def test_short_names_of_the_catalogue() -> None:
 
 
 def test_a_device_without_a_backend_gets_the_torch_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ValueError, match="device='mps': no backend knows this device"):
+    with pytest.raises(ValueError, match="device='mps': torch has no such device here"):
         kp.device("mps")
     monkeypatch.setattr(registry, "_runs", lambda kind: kind == "mps")
     monkeypatch.setattr(registry, "_present", registry._present.__wrapped__)
@@ -114,7 +125,7 @@ def test_a_device_without_a_backend_gets_the_torch_kernels(monkeypatch: pytest.M
         assert any(kernel.op == op for kernel in kernels)
     q = torch.ones(1, 1, 4, 8)
     assert kp.explain(kp.attention, q, q, q, kp.masks.window(2), device=mps).kernel.name == "tiled"
-    with pytest.raises(ValueError, match="device='cuda:7': no backend knows this device"):
+    with pytest.raises(ValueError, match="device='cuda:7': torch has no such device here"):
         kp.device("cuda:7")
 
 

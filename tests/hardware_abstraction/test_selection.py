@@ -253,6 +253,13 @@ def test_explain_of_a_function_that_calls_no_op() -> None:
         kp.explain(torch.relu, X)
 
 
+def test_explain_of_what_is_no_function_or_no_device() -> None:
+    with pytest.raises(TypeError, match="function='rms_norm': explain takes the function itself"):
+        kp.explain("rms_norm", X)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="name=5: a int names no device"):
+        kp.explain(kp.rms_norm, X, device=5)  # type: ignore[arg-type]
+
+
 def test_explain_in_one_thread_does_not_affect_others() -> None:
     inside, done = threading.Event(), threading.Event()
     found: list[object] = []
@@ -324,6 +331,21 @@ def test_nested_policies_add_up_and_are_restored() -> None:
                 assert current() == Policy(kernel="torch", measure=True)
         assert current() == Policy(deterministic=True)
     assert current() == Policy()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"kernel": 3}, "kernel=3: name a kernel, as 'triton', or one for each op"),
+        ({"kernel": {"rms_norm": 3}}, r"kernel=\{'rms_norm': 3\}: name a kernel"),
+        ({"measure": "yes"}, "measure='yes': use True or False"),
+        ({"deterministic": 1}, "deterministic=1: use True or False"),
+    ],
+)
+def test_a_policy_of_wrong_types(arguments: dict, message: str) -> None:
+    with pytest.raises(TypeError, match=message), kp.policy(**arguments):
+        pass
+    assert kp.explain(kp.rms_norm, X).kernel is not None, "the outer policy is in force"
 
 
 def test_a_policy_is_restored_after_an_error() -> None:

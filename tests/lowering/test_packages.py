@@ -146,6 +146,8 @@ def test_loading_says_what_is_wrong(package: PackagedProgram, tmp_path: Path) ->
         match=r"model\.pt2: input 0 is float32\[2, 21, 32\] on cpu; it was lowered for float32\[2, 20, 32\] on cpu",
     ):
         loaded(torch.randn(2, 21, 32))
+    with pytest.raises(ValueError, match="input 0 is a ndarray; it was lowered for"):
+        loaded(torch.randn(2, 20, 32).numpy())
     with pytest.raises(ValueError, match="input 0 is float64"):
         loaded(torch.randn(2, 20, 32).double())
     with pytest.raises(ValueError, match="takes 1 inputs, and 2 were given"):

@@ -4,6 +4,7 @@ import errno
 import importlib.metadata
 import json
 import os
+import platform
 import re
 import shutil
 import subprocess
@@ -17,7 +18,9 @@ import torch
 
 import kernel_pytorch as kp
 from kernel_pytorch.lowering import build as building
+from kernel_pytorch.lowering import wheel as wheel_module
 from kernel_pytorch.lowering.build import BuildError, Runtime, runtime_prefix
+from kernel_pytorch.lowering.wheel import carried_runtime
 
 
 @pytest.fixture
@@ -111,9 +114,73 @@ def test_without_a_compiler_it_says_what_to_install(
         building.build()
 
 
+@pytest.mark.parametrize(
+    ("machine", "wheel", "message"),
+    [
+        ("riscv64", None, "machine='riscv64': use .* or, cross-compiled, aarch64"),
+        ("aarch64", None, "machine='aarch64': name ExecuTorch's wheel for it in KERNEL_PYTORCH_EXECUTORCH"),
+        ("aarch64", "missing.whl", r"missing\.whl' is no wheel that can be read"),
+        ("aarch64", "text.whl", r"text\.whl' is no wheel that can be read"),
+        ("aarch64", "other.whl", r"other\.whl' is no wheel of ExecuTorch for aarch64"),
+    ],
+)
+def test_wheels_for_machines_that_cannot_be_built(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, machine: str, wheel: str | None, message: str
+) -> None:
+    monkeypatch.setattr(platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr(building, "_tool", lambda name: name)
+    (tmp_path / "text.whl").write_text("no archive")
+    with zipfile.ZipFile(tmp_path / "other.whl", "w") as archive:
+        archive.writestr("executorch-1.5.1.dist-info/WHEEL", "Tag: cp311-cp311-manylinux_2_28_x86_64\n")
+    with pytest.raises(BuildError, match=message):
+        carried_runtime(tmp_path / "out", machine=machine, executorch=tmp_path / wheel if wheel else None)
+
+
+@pytest.mark.skipif(not shutil.which("readelf"), reason="needs readelf")
+def test_the_runtime_of_another_machines_wheel_names_its_executorch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The compiler is replaced; the wheel of ExecuTorch is another version than the installed one."""
+    given: list[Path] = []
+
+    def install(made: Path, installed: Path, *, executorch: Path, definitions: tuple[str, ...]) -> None:
+        given.append(executorch)
+        assert (executorch / "lib.txt").read_text() == "theirs"
+        assert any(text.endswith("aarch64-linux-gnu.cmake") for text in definitions)
+        for place in (Runtime(installed).library, Runtime(installed).runner):
+            place.parent.mkdir(parents=True)
+            shutil.copy(sys.executable, place)
+
+    monkeypatch.setattr(platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr(building, "_tool", lambda name: name)
+    monkeypatch.setattr(wheel_module, "configure_and_install", install)
+    with zipfile.ZipFile(tmp_path / "executorch.whl", "w") as archive:
+        archive.writestr("executorch-9.8.7.dist-info/WHEEL", "Tag: cp311-cp311-manylinux_2_28_aarch64\n")
+        archive.writestr("executorch/lib.txt", "theirs")
+    tag = carried_runtime(tmp_path / "out", machine="aarch64", executorch=tmp_path / "executorch.whl")
+    assert tag.endswith("_aarch64")
+    record = json.loads((tmp_path / "out" / "runtime.json").read_text())
+    assert (record["executorch"], record["machine"]) == ("9.8.7", "aarch64")
+
+
+def test_the_tools_of_installed_packages_come_before_the_systems(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The system's CMake can be older than ExecuTorch needs."""
+    system = tmp_path / "cmake"
+    system.write_text("#!/bin/sh\n")
+    system.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "elsewhere" / "python"))
+    assert building._tool("cmake") != str(system)
+    monkeypatch.setattr(importlib.metadata, "files", lambda _name: None)
+    assert building._tool("cmake") == str(system)
+
+
 BUILD = """
 import sys
 from kernel_pytorch.lowering import build as building
+from kernel_pytorch.lowering import wheel as wheel_module
 building._tool = lambda name: sys.argv[1]
 said = []
 print(building.build(tell=said.append).prefix)

@@ -1,6 +1,8 @@
 """The recorded contract run: it lists passed cases, and ends if a kernel exceeds its budget."""
 
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,6 +11,7 @@ import kernel_pytorch as kp
 from kernel_pytorch.evidence import EvidenceError
 from kernel_pytorch.hardware_abstraction import registered_op
 from kernel_pytorch.ops.rms_norm import KERNEL_TORCH, torch_kernel
+from kernel_pytorch.testing import contract_run
 from kernel_pytorch.testing.contract_run import run_tests
 
 
@@ -42,3 +45,27 @@ def test_a_wrong_kernel_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     finally:
         monkeypatch.undo()
         forget_choices()
+
+
+def test_a_kernel_that_fails_does_not_stop_the_others_and_a_second_run_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def broken(_call: object, _device: object) -> None:
+        raise RuntimeError("no such instruction")
+
+    bad = replace(KERNEL_TORCH, name="bad", supports=broken)
+    state = tmp_path / "state.jsonl"
+    monkeypatch.setattr(contract_run, "devices", lambda: (kp.device("cpu"),))
+    monkeypatch.setattr(contract_run, "backend", lambda _name: SimpleNamespace(kernels=(bad, KERNEL_TORCH)))
+    with pytest.raises(
+        SystemExit, match=r"1 kernels failed:\nrms_norm/bad on .*: RuntimeError: no such instruction"
+    ):
+        contract_run.main(["--state", str(state)])
+    assert "1 of 2 kernels passed" in capsys.readouterr().out
+
+    monkeypatch.setattr(contract_run, "backend", lambda _name: SimpleNamespace(kernels=(KERNEL_TORCH,)))
+    monkeypatch.setattr(contract_run, "run_case", lambda *_: pytest.fail("it was tested already"))
+    contract_run.main(["--state", str(state)])
+    with pytest.raises(SystemExit) as ended:
+        contract_run.main(["--state", str(tmp_path / "other.jsonl"), "--seconds", "-1"])
+    assert ended.value.code == contract_run.UNFINISHED

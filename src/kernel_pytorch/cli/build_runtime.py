@@ -8,7 +8,7 @@ __all__ = ["build_runtime"]
 
 
 def build_runtime(backend: str, *, only_path: bool = False) -> None:
-    from kernel_pytorch.lowering.target import lowering_of
+    from kernel_pytorch.lowering import lowering_of
 
     with Console(stderr=only_path).status("looking for the runtime") as status:
         ready = lowering_of(backend).build(tell=status.update)

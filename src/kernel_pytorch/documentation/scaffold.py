@@ -58,7 +58,9 @@ def create_project(name: str, folder: Path | None = None) -> Path:
 
 
 def _check_name(name: str) -> None:
-    if not re.fullmatch(r"[a-z](_?[a-z0-9])*", name) or keyword.iskeyword(name):
+    if keyword.iskeyword(name):
+        raise ValueError(f"name={name!r}: is a keyword of Python; use another word, such as 'acme'")
+    if not re.fullmatch(r"[a-z](_?[a-z0-9])*", name):
         raise ValueError(f"name={name!r}: a backend's name is one lower-case word, such as 'acme' or 'my_npu'")
     known = {record.name for record in backends()} | {broken.name for broken in broken_backends()}
     if name in known:

@@ -450,17 +450,26 @@ _DEVICES = (
 CATALOGUE: Mapping[str, Device] = MappingProxyType({known.name: known for known in _DEVICES})
 
 
-def catalogue_device(name: str) -> Device:
-    """Return the catalogue's device of this name; raise an error that lists the names if there is none.
+def catalogue_device(name: str, catalogue: Mapping[str, Device] = CATALOGUE) -> Device:
+    """Return the catalogue's device of this name, in any case and with or without the vendor.
+
+    Raises an error with similar names, the devices of an architecture of this name, and all names.
 
     Example:
         >>> h200 = catalogue_device("nvidia/h200")
         >>> h200.arch, h200.compute_units, h200.present
         ('sm_90', 132, False)
+        >>> catalogue_device("H200") is h200
+        True
     """
-    if name in CATALOGUE:
-        return CATALOGUE[name]
-    # 0.5 and not the default 0.6, so that a bare "h200" still finds "nvidia/h200".
-    close = difflib.get_close_matches(name.lower(), CATALOGUE, n=3, cutoff=0.5)
-    hint = f"; did you mean {' or '.join(repr(match) for match in close)}?" if close else "."
-    raise ValueError(f"name={name!r}: not in the catalogue{hint} It has {', '.join(CATALOGUE)}")
+    lower = name.lower()
+    found = [known for full, known in catalogue.items() if lower in (full.lower(), full.lower().partition("/")[2])]
+    exact = [known for known in found if known.name == name]
+    if exact or len(found) == 1:
+        return (exact or found)[0]
+    of_arch = [repr(known.name) for known in catalogue.values() if lower in (known.arch, known.vendor)]
+    spelled = {full.partition("/")[2]: full for full in catalogue} | {full: full for full in catalogue}
+    close = dict.fromkeys(repr(spelled[match]) for match in difflib.get_close_matches(lower, spelled, n=4))
+    meant = [repr(known.name) for known in found] or of_arch or [*close]
+    hint = f"; did you mean {' or '.join(meant)}?" if meant else "."
+    raise ValueError(f"name={name!r}: not in the catalogue{hint} It has {', '.join(catalogue)}")

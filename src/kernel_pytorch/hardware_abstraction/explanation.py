@@ -61,9 +61,11 @@ def explain(
     """
     from kernel_pytorch.hardware_abstraction.registry import device as find_device
 
+    if not callable(function):
+        raise TypeError(f"function={function!r}: explain takes the function itself, such as kp.rms_norm")
     # Of this thread alone: what other threads call meanwhile must run.
     thread = threading.get_ident()
-    _asking[thread] = find_device(device) if isinstance(device, (str, torch.device)) else device
+    _asking[thread] = device if device is None or isinstance(device, Device) else find_device(device)
     try:
         function(*arguments, **keywords)
     except _Explained as ended:

@@ -119,6 +119,9 @@ def policy(
         >>> with kp.policy(deterministic=True, kernel={"rms_norm": "torch"}):
         ...     y = kp.rms_norm(torch.randn(4, 64))
     """
+    for argument, value in (("deterministic", deterministic), ("measure", measure)):
+        if value is not None and not isinstance(value, bool):
+            raise TypeError(f"{argument}={value!r}: use True or False, or leave it out to keep the outer policy's")
     outer = _ambient.get()
     base = outer.policy
     inner = Policy(
@@ -142,8 +145,14 @@ def _merged(base: Policy, kernel: str | Mapping[str, str] | None) -> tuple[tuple
         return base.kernels
     if isinstance(kernel, str):
         return ()
-    for op in kernel:
+    if not isinstance(kernel, Mapping):
+        raise TypeError(
+            f"kernel={kernel!r}: name a kernel, as 'triton', or one for each op, as {{'attention': 'tiled'}}"
+        )
+    for op, name in kernel.items():
         registered_op(op)  # an error that lists the ops
+        if not isinstance(name, str):
+            raise TypeError(f"kernel={{{op!r}: {name!r}}}: name a kernel, as 'triton'")
     return tuple(sorted({**dict(base.kernels), **kernel}.items()))
 
 

@@ -16,7 +16,7 @@ import torch
 
 from kernel_pytorch.hardware_abstraction.catalogue import CATALOGUE, catalogue_device
 from kernel_pytorch.hardware_abstraction.device import Device
-from kernel_pytorch.hardware_abstraction.op import Kernel
+from kernel_pytorch.hardware_abstraction.op import Kernel, registered_op
 
 __all__ = [
     "AddedKernel",
@@ -147,6 +147,8 @@ def _load() -> _Loaded:
                 raise ValueError(f"entry point {entry.name!r} names a backend that calls itself {record.name!r}")
             if record.name in loaded.backends:
                 raise ValueError(f"a backend called {record.name!r} is already there; choose another name")
+            for kernel in record.kernels:
+                registered_op(kernel.op)  # a kernel of a misspelled op would never be selected
             loaded.backends[record.name] = record
         except Exception as error:  # a plug-in may fail in any way; the built-in backends must still load
             loaded.broken.append(_broken(entry.name, entry.value, error))
@@ -160,6 +162,7 @@ def _load() -> _Loaded:
             if added.backend not in loaded.backends:
                 known = ", ".join(loaded.backends)
                 raise ValueError(f"backend={added.backend!r}: no such backend; there are {known}")
+            registered_op(added.kernel.op)
             loaded.backends[added.backend] = added.added_to(loaded.backends[added.backend])
         except Exception as error:
             loaded.broken.append(_broken(entry.name, entry.value, error))
@@ -259,7 +262,7 @@ def device(name: str | torch.device | None = None, *, measure: bool = False) -> 
 
     Args:
         name: None for the best device of this machine, a torch device (``"cuda:0"``), or a catalogue name
-            (``"nvidia/h200"``, or ``"h200"`` if that is unique), which need not be present.
+            (``"nvidia/h200"``, or ``"H200"`` if that is unique), which need not be present.
         measure: also measure bandwidth and matmul rates (about a second). The device must be present. Raises
             BusyMachineError if other programs are running.
 
@@ -270,6 +273,8 @@ def device(name: str | torch.device | None = None, *, measure: bool = False) -> 
     """
     if name is None:
         chosen = devices()[0]
+    elif not isinstance(name, (str, torch.device)):
+        raise TypeError(f"name={name!r}: a {type(name).__name__} names no device; use a string or a torch.device")
     else:
         wanted = None
         with contextlib.suppress(RuntimeError):  # torch cannot parse it: a catalogue name
@@ -283,12 +288,10 @@ def device(name: str | torch.device | None = None, *, measure: bool = False) -> 
 
 
 def _catalogued(name: str) -> Device:
-    """Return the device of this name in the backends' catalogues, with or without the vendor."""
-    named = {known.name: known for record in (*backends(), _generic()) for known in record.catalogue}
-    if name in named:
-        return named[name]
-    short = [known for full, known in named.items() if full.partition("/")[2] == name.lower()]
-    return short[0] if len(short) == 1 else catalogue_device(name)
+    """Return the device of this name in the backends' catalogues."""
+    return catalogue_device(
+        name, {known.name: known for record in (*backends(), _generic()) for known in record.catalogue}
+    )
 
 
 _DESCRIBED = frozenset({"cpu", "cuda", "xpu", "meta"})
@@ -326,7 +329,10 @@ def _present(torch_device: torch.device) -> Device:
             torch_device=str(torch_device),
         )
     here = ", ".join(str(known.torch_device) for known in devices())
-    raise ValueError(f"device={str(torch_device)!r}: no backend knows this device; here are {here}")
+    raise ValueError(
+        f"device={str(torch_device)!r}: torch has no such device here; it has {here}. For hardware that is absent "
+        "name a device of the catalogue, such as 'nvidia/h200'"
+    )
 
 
 def device_of(torch_device: torch.device) -> Device:

@@ -259,10 +259,20 @@ def _no_room(folder: Path, error: OSError) -> BuildError:
 
 def _tool(name: str) -> str:
     beside = Path(sys.executable).parent / name
-    found = str(beside) if beside.exists() else shutil.which(name)
+    found = str(beside) if beside.exists() else _of_package(name) or shutil.which(name)
     if found is None:
         raise BuildError(f"{name} was not found: {_INSTALL}")
     return found
+
+
+def _of_package(name: str) -> str | None:
+    """The program that the Python package of this name brings; the system's CMake can be too old for ExecuTorch."""
+    try:
+        files = importlib.metadata.files(name) or ()
+    except importlib.metadata.PackageNotFoundError:
+        return None
+    programs = (Path(str(file.locate())) for file in files if file.name == name and file.parent.name == "bin")
+    return next((str(program) for program in programs if os.access(program, os.X_OK)), None)
 
 
 def _run(command: list[str]) -> None:

@@ -144,7 +144,9 @@ def _format(dtype: torch.dtype) -> str:
 
 def _shown(value: Any, wanted: _Input) -> str:
     if not isinstance(value, torch.Tensor):
-        return repr(value)
+        return (
+            repr(value) if isinstance(value, (bool, int, float, str, type(None))) else f"a {type(value).__name__}"
+        )
     strides = "" if wanted.strides is None else f" with strides {tuple(value.stride())}"
     return f"{_format(value.dtype)}{list(value.shape)} on {value.device.type}{strides}"
 

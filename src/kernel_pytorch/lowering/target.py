@@ -23,6 +23,7 @@ from kernel_pytorch.lowering.backend import KernelPyTorchBackend
 from kernel_pytorch.lowering.build import SOURCES, Runtime, build
 from kernel_pytorch.lowering.partitioner import KernelPartitioner, PartitionerOptions
 from kernel_pytorch.lowering.probes import PROBES, Probe
+from kernel_pytorch.lowering.quiet import quiet_imports
 from kernel_pytorch.lowering.recipes import RECIPES, QuantizationRecipe, quantized
 
 __all__ = ["CPU", "Lowering", "lowering_from", "lowering_of", "register_delegates"]
@@ -130,7 +131,8 @@ CPU = Lowering(
 def lowering_from(path: str) -> Lowering:
     """The record that ``"package.module:NAME"`` names."""
     module, _, attribute = path.partition(":")
-    found = getattr(importlib.import_module(module), attribute, None)
+    with quiet_imports():  # a third party's module may be the first to import ExecuTorch and torchao
+        found = getattr(importlib.import_module(module), attribute, None)
     if not isinstance(found, Lowering):
         raise TypeError(f"lowering={path!r} names a {type(found).__name__}, not a Lowering")
     return found
@@ -141,7 +143,10 @@ def lowering_of(name: str) -> Lowering:
     path = backend(name).lowering
     if path is None:
         able = ", ".join(record.name for record in backends() if record.lowering is not None)
-        raise ValueError(f"backend={name!r}: no .pte path for this target yet; programs are lowered for {able}")
+        package = "; runtime='aoti' makes a .pt2 package for it" if name in ("nvidia", "amd", "intel") else ""
+        raise ValueError(
+            f"backend={name!r}: no .pte path for this target yet; programs are lowered for {able}{package}"
+        )
     return lowering_from(path)
 
 

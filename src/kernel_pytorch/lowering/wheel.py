@@ -72,20 +72,26 @@ def carried_runtime(folder: Path, *, machine: str | None = None, executorch: Pat
     definitions: tuple[str, ...] = (f"-DKERNEL_PYTORCH_RPATH={_RPATH}",)
     if machine != platform.machine():
         toolchain = SOURCES / "cmake" / f"{machine}-linux-gnu.cmake"
-        if not toolchain.is_file() or executorch is None:
+        if not toolchain.is_file():
+            known = sorted(
+                file.name.removesuffix("-linux-gnu.cmake") for file in toolchain.parent.glob("*-linux-gnu.cmake")
+            )
             raise BuildError(
-                f"machine={machine!r}: needs {toolchain.name} among the sources and a wheel of ExecuTorch for it"
+                f"machine={machine!r}: use {platform.machine()} or, cross-compiled, {', '.join(known)}"
+            )
+        if executorch is None:
+            raise BuildError(
+                f"machine={machine!r}: name ExecuTorch's wheel for it in KERNEL_PYTORCH_EXECUTORCH; make cross "
+                "downloads the one for aarch64"
             )
         definitions += (f"-DCMAKE_TOOLCHAIN_FILE={toolchain}",)
     with tempfile.TemporaryDirectory() as scratch:
         root = executorch_root()
         if executorch is not None:
-            with zipfile.ZipFile(executorch) as archive:
-                archive.extractall(Path(scratch) / "wheel")
-            root = Path(scratch) / "wheel" / "executorch"
+            root = _unpacked(executorch, Path(scratch) / "wheel", machine)
         made = Path(scratch) / "build"
         configure_and_install(made, folder.absolute(), executorch=root, definitions=definitions)
-    (record,) = root.parent.glob("executorch-*.dist-info")
+        (record,) = root.parent.glob("executorch-*.dist-info")
     built = {
         "executorch": re.fullmatch(r"executorch-(.+)\.dist-info", record.name)[1],  # type: ignore[index]
         "sources": sources_digest(),
@@ -95,6 +101,19 @@ def carried_runtime(folder: Path, *, machine: str | None = None, executorch: Pat
     runtime = Runtime(folder)
     asked = ["readelf", "--version-info", "--wide", str(runtime.library), str(runtime.runner)]
     return platform_tag(subprocess.run(asked, capture_output=True, text=True, check=True).stdout, machine)
+
+
+def _unpacked(wheel: Path, folder: Path, machine: str) -> Path:
+    """Unpack a wheel of ExecuTorch for this machine, and return its package's folder."""
+    try:
+        with zipfile.ZipFile(wheel) as archive:
+            archive.extractall(folder)
+    except (OSError, zipfile.BadZipFile) as error:
+        raise BuildError(f"executorch={str(wheel)!r} is no wheel that can be read: {error}") from error
+    tags = [file.read_text(encoding="utf-8") for file in folder.glob("executorch-*.dist-info/WHEEL")]
+    if not tags or not re.search(rf"^Tag: .*_{re.escape(machine)}$", tags[0], re.MULTILINE):
+        raise BuildError(f"executorch={str(wheel)!r} is no wheel of ExecuTorch for {machine}")
+    return folder / "executorch"
 
 
 def main() -> int:
