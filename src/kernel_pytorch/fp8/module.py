@@ -34,13 +34,21 @@ from kernel_pytorch.fp8.autograd import (
 )
 from kernel_pytorch.fp8.autotune import Measured, call_of, can_measure, may_have_matrix_units, measured_for, rounded
 from kernel_pytorch.fp8.checkpoint import reset_layer_state
-from kernel_pytorch.fp8.fsdp import GatheredWeight, plain_weight, restore
+from kernel_pytorch.fp8.fsdp import GatheredWeight, ShardedWeight, plain_weight, restore
 from kernel_pytorch.fp8.quantize import ScaledTensor
 from kernel_pytorch.fp8.recipe import Recipe, recipe_of
 from kernel_pytorch.fp8.rms_norm import request_cast
 from kernel_pytorch.fp8.transforms import refuse, refuse_transforms, transforms_active
 
-__all__ = ["BUFFERS", "Float8Conv1D", "Float8Linear", "WeightCache", "accumulate", "conv1d_class"]
+__all__ = [
+    "BUFFERS",
+    "Float8Conv1D",
+    "Float8Linear",
+    "WeightCache",
+    "accumulate",
+    "conv1d_class",
+    "unsupported_weight",
+]
 
 BUFFERS = {
     "fp8_forward_counts": ((COUNTS_SHAPE[0] - 1, *COUNTS_SHAPE[1:]), torch.int64),
@@ -122,6 +130,7 @@ class _CallKind(NamedTuple):
     weight_requires_grad: bool
     weight_dtype: torch.dtype
     weight_device: torch.device
+    weight_type: type
     bias_dtype: torch.dtype | None
     grad_enabled: bool
     autocast_dtype: torch.dtype | None
@@ -238,6 +247,7 @@ class Float8Linear(nn.Linear):
             weight.requires_grad,
             weight.dtype,
             weight.device,
+            type(weight),
             None if bias is None else bias.dtype,
             is_grad_enabled(),
             torch.get_autocast_dtype(kind) if mixed else None,
@@ -266,6 +276,10 @@ class Float8Linear(nn.Linear):
 
     def _new_call_for(self, x: torch.Tensor, own: bool) -> tuple[Recipe, GemmSpec] | None:
         weight, recording = self.matrix(), is_grad_enabled()
+        if not is_compiling():
+            why = unsupported_weight(self.weight)
+            if why is not None:
+                raise TypeError(f"a layer that kp.fp8.convert has converted: {why}")
         if self.fp8_auto and not may_have_matrix_units(x.device.type):
             return None
         rows = rounded(math.prod(x.shape[:-1])) if self.fp8_auto else 0
@@ -414,6 +428,19 @@ class Float8Linear(nn.Linear):
         return f"{super().extra_repr()}, fp8={self.fp8_recipe} ({gemms})"
 
 
+def unsupported_weight(weight: Any) -> str | None:
+    """Return why an FP8 layer cannot use a weight that is a tensor subclass; None for a plain tensor."""
+    if isinstance(weight, (GatheredWeight, ShardedWeight)) or not hasattr(weight, "__tensor_flatten__"):
+        return None
+    kind = type(weight).__name__
+    if kind == "DTensor":
+        return (
+            "its weight is a DTensor: use kp.fp8.convert before fully_shard, and call the module that fully_shard "
+            "was applied to; tensor parallelism (parallelize_module) is not supported"
+        )
+    return f"its weight is a {kind}, which is quantized or computed already: FP8 training needs a plain tensor"
+
+
 def _conv1d(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
     """Compute a ``Conv1D``; weight is (K, N)."""
     return torch.addmm(bias, x.reshape(-1, x.shape[-1]), weight).view(*x.shape[:-1], weight.shape[1])
@@ -462,6 +489,8 @@ def accumulate(model: nn.Module) -> Iterator[None]:
         ...         model(batch).sum().backward()
         >>> optimizer.step()
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model={model!r}: expected a torch.nn.Module")
     layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, Float8Linear)}
     outer = {name: layer.weight_cache for name, layer in layers.items()}
     for name, layer in layers.items():

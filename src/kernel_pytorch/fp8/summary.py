@@ -15,7 +15,7 @@ from torch import nn
 
 from kernel_pytorch.fp8.autograd import COUNTS_SHAPE
 from kernel_pytorch.fp8.autotune import Measured, may_have_matrix_units
-from kernel_pytorch.fp8.conversion import by_reason, check_module, group_names, uncovered
+from kernel_pytorch.fp8.conversion import NOT_SELECTED, by_reason, check_module, group_names, percent, uncovered
 from kernel_pytorch.fp8.fusion import fused_in, norms_in
 from kernel_pytorch.fp8.module import Float8Linear
 from kernel_pytorch.fp8.monitor import CastStats, cast_stats, layers_of
@@ -120,7 +120,7 @@ class Report:
         undecided = sum(UNDECIDED in layer.products.values() for layer in self.layers)
         line = (
             f"{len(inside)} of {len(self.layers) + len(self.not_covered)} linear layers in FP8, "
-            f"{math.floor(100 * covered / max(total, 1))} % of matmul parameters, "
+            f"{percent(covered, total)} of matmul parameters, "
             f"{sum(layer.fell_back for layer in self.layers)} fell back"
         )
         return f"{line}, {undecided} not measured yet" if undecided else line
@@ -203,15 +203,9 @@ def report(model: nn.Module) -> Report:
     converted, others = layers_of(model), uncovered(model)
     reasons = {name: each.reason for name, each in others.items()}
     if not converted:
-        raise ValueError(
-            "; ".join(
-                [
-                    "model: it has no converted layer",
-                    "use kp.fp8.convert(model) first, which converts what is an nn.Linear",
-                    *by_reason(reasons, most=3),
-                ]
-            )
-        )
+        refused = {name: reason for name, reason in reasons.items() if reason != NOT_SELECTED}
+        head = "model: it has no converted layer; use kp.fp8.convert(model) first"
+        raise ValueError("; ".join([head, *by_reason(refused, most=3)]))
     fused = fused_in(model)
     names = {id(layer): name for name, layer in converted.items()}
     norms = {norm: names.get(id(layer)) for norm, layer in norms_in(model).items()}
@@ -221,7 +215,7 @@ def report(model: nn.Module) -> Report:
 
 
 def _notes(layer: LayerReport) -> tuple[str, ...]:
-    """The notes of a layer, with what ``auto`` measured first."""
+    """Return the notes of a layer, preceded by what ``auto`` measured."""
     gains = [f"{found.speedup:.2f}x at {found.rows} rows" for found in layer.measured]
     return (*([f"measured: {', '.join(gains)}"] if gains else []), *layer.notes)
 
