@@ -271,4 +271,4 @@ def registered_op(name: str) -> Op:
     for op in registered_ops():
         if op.name == name:
             return op
-    raise ValueError(f"op={name!r}: no such op; the table has {', '.join(op.name for op in registered_ops())}")
+    raise ValueError(f"op={name!r}: no such op; the registry has {', '.join(op.name for op in registered_ops())}")

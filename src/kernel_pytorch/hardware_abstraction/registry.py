@@ -268,6 +268,8 @@ def device(name: str | torch.device | None = None, *, measure: bool = False) -> 
         >>> kp.device("amd/mi300x").warp_size
         64
     """
+    if name is not None and not isinstance(name, (str, torch.device)):
+        raise TypeError(f"name={name!r}: use a torch device, a name of the catalogue, or None")
     if name is None:
         chosen = devices()[0]
     else:
