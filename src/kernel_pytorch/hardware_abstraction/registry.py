@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from kernel_pytorch.hardware_abstraction.catalogue import CATALOGUE, catalogue_device
+from kernel_pytorch.hardware_abstraction.catalogue import catalogue_device, catalogue_of
 from kernel_pytorch.hardware_abstraction.device import Device
 from kernel_pytorch.hardware_abstraction.op import Kernel
 
@@ -176,7 +176,7 @@ def _generic() -> Backend:
         name="generic",
         title="Devices that PyTorch runs and no backend describes",
         probe=tuple,
-        catalogue=tuple(known for known in CATALOGUE.values() if known.backend == "generic"),
+        catalogue=catalogue_of("generic"),
         kernels=tuple(kernel for kernel in ours[0] if all(kernel in kernels for kernels in ours)),
     )
 

@@ -73,6 +73,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from kernel_pytorch.hardware_abstraction.device import Device
 from kernel_pytorch.hardware_abstraction.formats import FORMATS, Format, format_named
 from kernel_pytorch.hardware_abstraction.op import Call, Case, Draw, Op, TensorSpec
 
@@ -273,8 +274,18 @@ def fake(
     )
 
 
-def fake_backward(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    return (torch.empty_like(x, memory_format=torch.contiguous_format),)
+def as_matrix(x: Any) -> Any:
+    """Detach a tensor and flatten its leading dimensions. Anything else is returned for the check to refuse."""
+    if isinstance(x, torch.Tensor):
+        return x.detach() if x.ndim <= 2 else x.detach().flatten(0, -2)
+    return x
+
+
+def without_float64(device: Device) -> str | None:
+    """Return why a device cannot compute scales, for ``Kernel.supports``; None if it has float64."""
+    if device.supports("float64"):
+        return None
+    return f"computes scales in float64, which {device.arch} does not"
 
 
 def traffic(call: Call) -> int:
@@ -414,7 +425,6 @@ FP8_CAST = Op(
     reference=reference,
     check=check,
     fake=fake,
-    fake_backward=fake_backward,
     cases=CASES,
     compile_cases=(*(f"8192x4096-{kind}" for kind in GRANULARITIES), "8192x4096-tensor-delayed", "both-row"),
     traffic=traffic,
