@@ -154,8 +154,8 @@ def test_only_the_selected_layers_are_converted() -> None:
     names = ["first", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj", "last"]
     assert seen == [(name, nn.Linear) for name in names]
     assert [type(model.get_submodule(name)) is Float8Linear for name in names] == [True] * 4 + [False]
-    assert kp.fp8.report(model).not_covered == {"last": "not selected by layers="}
-    assert "not covered: last (not selected by layers=)" in str(kp.fp8.report(model))
+    assert kp.fp8.report(model).not_covered == {"last": "not selected by layers=, or added later"}
+    assert "not covered: last (not selected by layers=, or added later)" in str(kp.fp8.report(model))
 
 
 def test_a_subclass_is_not_converted() -> None:
@@ -207,7 +207,7 @@ def test_the_report_has_the_reason_for_an_unconverted_class(make: Callable[[], n
     assert report.not_covered["odd"].startswith(reason)
     assert report.remarks == (
         f"not covered: odd ({report.not_covered['odd']})",
-        "not covered: last (not selected by layers=)",
+        "not covered: last (not selected by layers=, or added later)",
     )
 
 
@@ -452,7 +452,7 @@ def test_layers_that_fully_shard_gave_a_class_of_its_own() -> None:
         assert type(layer) not in (nn.Linear, LoRALinear, Float8Linear)
     report = kp.fp8.report(model)
     assert [layer.name for layer in report.layers] == ["0"]
-    assert report.not_covered["1"] == "not selected by layers="
+    assert report.not_covered["1"] == "not selected by layers=, or added later"
     assert list(report.not_covered) == ["1", "2"]
     assert report.not_covered["2"].startswith("LoRALinear is a subclass of nn.Linear")
 
@@ -494,11 +494,17 @@ def test_a_report_has_a_line_for_each_layer(recipe: Recipe) -> None:
     [
         ("delayed", torch.float32, (3, 17, 5), "", ""),
         ("rowwise", torch.bfloat16, (3, 17, 5), "", ""),
-        ("rowwise", torch.float32, (8, 64, 48), "y, dx, dW", "gives bfloat16 alone for scales of rows"),
-        ("rowwise-high-wgrad", torch.float32, (8, 64, 48), "y, dx", "gives bfloat16 alone for scales of rows"),
+        ("rowwise", torch.float32, (8, 64, 48), "y, dx, dW", "supports rowwise scaling with bfloat16 output only"),
+        (
+            "rowwise-high-wgrad",
+            torch.float32,
+            (8, 64, 48),
+            "y, dx",
+            "supports rowwise scaling with bfloat16 output only",
+        ),
         ("blockwise", torch.bfloat16, (128, 512, 512), "", ""),
-        ("blockwise", torch.bfloat16, (3, 512, 512), "y, dx", "takes whole blocks of 128"),
-        ("blockwise", torch.bfloat16, (300, 512, 512), "dW", "takes whole blocks of 128"),
+        ("blockwise", torch.bfloat16, (3, 512, 512), "y, dx", "needs K and N in multiples of 128"),
+        ("blockwise", torch.bfloat16, (300, 512, 512), "dW", "needs K and N in multiples of 128"),
     ],
 )
 def test_a_report_names_gemms_without_matrix_units(

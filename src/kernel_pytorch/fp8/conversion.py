@@ -37,7 +37,7 @@ __all__ = [
 AUTO = "delayed"
 """The recipe whose GEMMs ``auto`` measures. It makes the fewest passes over memory."""
 _IGNORED_BY_DDP = "_ddp_params_and_buffers_to_ignore"
-NOT_SELECTED = "not selected by layers="
+NOT_SELECTED = "not selected by layers=, or added later"
 
 
 def convert(
@@ -103,7 +103,7 @@ def convert(
     selected = _selected(model, layers)
     uses = Counter(id(p) for module in model.modules() for p in module._parameters.values())
     for linear in selected.values():
-        layer = Float8Linear.made_from(linear, chosen, auto, len(selected) == 1)
+        layer = Float8Linear.from_linear(linear, chosen, auto, len(selected) == 1)
         if fsdp_all_gather:
             wrap(layer, shared=uses[id(layer.weight)] > 1)
     if fuse_swiglu:
@@ -148,7 +148,7 @@ def revert(model: nn.Module) -> nn.Module:
     elif hasattr(model, _IGNORED_BY_DDP):
         delattr(model, _IGNORED_BY_DDP)
     for layer in converted:
-        layer.plain()
+        layer.revert()
     return model
 
 

@@ -66,7 +66,7 @@ _CACHES: Mapping[str, Callable[[], Any]] = {
 }
 """Per-instance caches and their initial values. Dropped by copy and pickle."""
 _SET = ("fp8_text", "fp8_auto", "fp8_alone", "fp8_fallback", "fp8_gather")
-"""Further attributes that ``made_from`` sets."""
+"""Further attributes that ``from_linear`` sets."""
 
 
 def _new_buffers(device: torch.device) -> dict[str, torch.Tensor]:
@@ -122,7 +122,7 @@ class _CallKind(NamedTuple):
     """The key of ``_calls``: everything that decides how a call is computed."""
 
     own: bool
-    """Whether x is the layer's own input, not that of the SwiGLU around it."""
+    """Whether x is the input of the layer itself, not that of a fused SwiGLU."""
     shape: torch.Size
     dtype: torch.dtype
     device: torch.device
@@ -168,7 +168,7 @@ class Float8Linear(nn.Linear):
     """The layer in its dtype: a function of x, weight and bias."""
 
     @staticmethod
-    def made_from(linear: nn.Module, recipe: Recipe, auto: bool, alone: bool) -> Float8Linear:
+    def from_linear(linear: nn.Module, recipe: Recipe, auto: bool, alone: bool) -> Float8Linear:
         """Convert the layer in place and return it."""
         layer: Any = linear
         if type(linear) is nn.Linear:
@@ -178,16 +178,16 @@ class Float8Linear(nn.Linear):
             layer.in_features, layer.out_features = layer.weight.shape
         layer.fp8_text, layer.fp8_auto, layer.fp8_fallback, layer.fp8_gather = recipe.text, auto, None, None
         layer.fp8_alone = alone
-        for name, nothing in _CACHES.items():
-            setattr(layer, name, nothing())
+        for name, initial in _CACHES.items():
+            setattr(layer, name, initial())
         for name, buffer in _new_buffers(layer.weight.device).items():
             layer.register_buffer(name, buffer, False)
         layer._clear_caches()
         converted: Float8Linear = layer
         return converted
 
-    def plain(self) -> nn.Module:
-        """Turn the layer back into what it was, in place, and return it."""
+    def revert(self) -> nn.Module:
+        """Undo ``from_linear``, in place, and return the layer."""
         for name in BUFFERS:
             del self._buffers[name]
             self._non_persistent_buffers_set.discard(name)
@@ -230,7 +230,7 @@ class Float8Linear(nn.Linear):
         """Return how calls of this kind are computed, decided and checked once; None if not in FP8.
 
         Args:
-            own: whether x is the layer's own input, not that of the SwiGLU around it.
+            own: whether x is the input of the layer itself, not that of a fused SwiGLU.
         """
         if self.fp8_fallback is not None:
             return None
@@ -398,7 +398,7 @@ class Float8Linear(nn.Linear):
         return {name: kept for name, kept in self.__dict__.items() if name not in _CACHES}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__({name: nothing() for name, nothing in _CACHES.items()} | state)  # type: ignore[no-untyped-call]
+        super().__setstate__({name: initial() for name, initial in _CACHES.items()} | state)  # type: ignore[no-untyped-call]
 
     def __prepare_scriptable__(self) -> NoReturn:
         # torch.jit.script calls this first.
@@ -454,9 +454,9 @@ class Float8Conv1D(Float8Linear):
     def matrix(self) -> torch.Tensor:
         return self.weight.t()
 
-    def plain(self) -> nn.Module:
+    def revert(self) -> nn.Module:
         del self.in_features, self.out_features
-        return super().plain()
+        return super().revert()
 
     def _unconverted(self) -> Any:
         return importlib.import_module("transformers.pytorch_utils").Conv1D

@@ -131,7 +131,9 @@ class Report:
         lines = [f"not covered: {line}" for line in by_reason(self.not_covered)]
         idle = [name or "the model itself" for name, layer in self.norms.items() if layer is None]
         if idle:
-            lines.append(f"fused norms that have quantized no layer's input yet: {', '.join(group_names(idle))}")
+            lines.append(
+                f"fused norms that have quantized no layer's input in eager mode: {', '.join(group_names(idle))}"
+            )
         return tuple(lines)
 
     @property
