@@ -147,7 +147,7 @@ class Float8Linear(nn.Linear):
     fp8_alone: bool
     """Whether it is the only converted layer of the model."""
     fp8_fallback: str | None
-    """Why the layer has fallen back to its own dtype, or None."""
+    """Why the layer has fallen back to its dtype, or None."""
     fp8_gather: bool | str | None
     """True if FSDP2 all-gathers the weight in FP8, or the reason why it does not; None if not asked for."""
     fp8_forward_counts: torch.Tensor

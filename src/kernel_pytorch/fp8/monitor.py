@@ -72,7 +72,7 @@ class Monitor:
 
     Non-finite elements raise a warning. A layer fails an interval if more than half of a tensor's elements
     underflowed or more than one in a thousand exceeded the delayed scale. After three failed intervals in a row it
-    falls back to its own dtype, with a warning.
+    falls back to its dtype, with a warning.
     """
 
     def __init__(self, model: nn.Module, interval: int) -> None:
