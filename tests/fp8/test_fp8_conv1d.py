@@ -118,4 +118,4 @@ def test_its_weight_is_gathered_in_its_dtype() -> None:
     conv, _ = pair()
     kp.fp8.convert(conv, "delayed", fsdp_all_gather=True)
     assert conv[0].fp8_gather == "it stores the transposed weight"
-    assert "all-gathered in fp32: it stores the transposed weight" in kp.fp8.report(conv).layers[0].notes
+    assert "not all-gathered in FP8: it stores the transposed weight" in kp.fp8.report(conv).layers[0].notes

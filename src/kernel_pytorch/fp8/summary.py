@@ -310,7 +310,7 @@ def _layer_report(name: str, layer: Float8Linear, fused: str | None, norm: str |
         notes.append(f"part of the fused SwiGLU {fused!r}" if fused else "part of a fused SwiGLU")
     if layer.fp8_gather is not None:
         reason = layer.fp8_gather
-        notes.append("all-gathered in FP8" if reason is True else f"all-gathered in {dtype}: {reason}")
+        notes.append("all-gathered in FP8" if reason is True else f"not all-gathered in FP8: {reason}")
     if norm is not None:
         notes.append(f"its input is quantized by the norm {norm!r}")
     measured = layer.fp8_measured() if layer.fp8_auto else ()
