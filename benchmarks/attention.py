@@ -387,21 +387,12 @@ def measure(work: Workload, number_format: str, checks: Checks, seconds: float) 
                 else:
                     checks.console.print(f"not timed: {reason.splitlines()[0][:160]}", markup=False)
                 continue
-            times = Quantiles(*quantiles(samples))
-            fastest = min(fastest, times.median)
-            yield Measurement(
-                case=work.name,
-                phase=phase,
-                format=number_format,
-                subject=subject,
-                seconds=times,
-                samples=len(samples),
-                traffic_bytes=OP.traffic(counted),
-                flops=OP.flops(counted),
-                error=checked.error if checked else None,
-                budget=checked.budget if checked else None,
-                problem=OP.problem(counted) if OP.problem else None,
-            )
+            found = benchmarking.measurement(
+                OP, counted, case=work.name, number_format=number_format, subject=subject, samples=samples,
+                checked=checked,
+            )  # fmt: skip
+            fastest = min(fastest, found.seconds.median)
+            yield found
 
 
 def selected(work: Workload, row: Measurement, device: kp.Device) -> str:

@@ -14,7 +14,7 @@ import torch
 from kernel_pytorch.evidence import Benchmark, EvidenceError, Measurement, Quantiles, facts, now, versions
 from kernel_pytorch.hardware_abstraction.device import Device
 from kernel_pytorch.hardware_abstraction.dispatch import function_of
-from kernel_pytorch.hardware_abstraction.op import Case, Kernel, Op, Phase
+from kernel_pytorch.hardware_abstraction.op import Call, Case, Kernel, Op, Phase
 from kernel_pytorch.hardware_abstraction.rates import measure_rates
 from kernel_pytorch.hardware_abstraction.registry import backend
 from kernel_pytorch.hardware_abstraction.source_digest import part_digest
@@ -28,6 +28,7 @@ __all__ = [
     "Plan",
     "Step",
     "checkout",
+    "measurement",
     "plan",
     "record",
     "record_name",
@@ -142,6 +143,38 @@ def gate(op: Op, kernel: Kernel, arguments: dict[str, Any]) -> tuple[Comparison,
     return compared
 
 
+def measurement(
+    op: Op,
+    call: Call,
+    *,
+    case: str,
+    number_format: str,
+    subject: str,
+    samples: list[float],
+    checked: Comparison | None,
+) -> Measurement:
+    """Return the record of one subject on one call.
+
+    Args:
+        subject: ``"kernel:NAME"`` or ``"baseline:NAME"``.
+        samples: seconds of each run.
+        checked: the result closest to its error budget; None for a baseline.
+    """
+    return Measurement(
+        case=case,
+        phase=call.phase,
+        format=number_format,
+        subject=subject,
+        seconds=Quantiles(*quantiles(samples)),
+        samples=len(samples),
+        traffic_bytes=op.traffic(call),
+        flops=op.flops(call),
+        error=checked.error if checked else None,
+        budget=checked.budget if checked else None,
+        problem=call.problem,
+    )
+
+
 def run(work: Plan, step: Step, seconds: float = 0.3) -> Iterator[Measurement]:
     """Check every kernel on the step, then time kernels and baselines, one measurement at a time."""
     op, device = work.op, work.device
@@ -170,19 +203,14 @@ def run(work: Plan, step: Step, seconds: float = 0.3) -> Iterator[Measurement]:
                 continue
             timed = _timed(op, call_it, arguments, phase)
             samples = sample_seconds(timed, device, seconds)
-            counted = replace(call, phase=phase)
-            yield Measurement(
+            yield measurement(
+                op,
+                replace(call, phase=phase),
                 case=step.case.name,
-                phase=phase,
-                format=step.number_format,
+                number_format=step.number_format,
                 subject=subject,
-                seconds=Quantiles(*quantiles(samples)),
-                samples=len(samples),
-                traffic_bytes=op.traffic(counted),
-                flops=op.flops(counted),
-                error=worst.error if worst else None,
-                budget=worst.budget if worst else None,
-                problem=op.problem(counted) if op.problem else None,
+                samples=samples,
+                checked=worst,
             )
     torch.compiler.reset()  # compiled baselines of this step count towards the recompile limit of the next
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import subprocess
-import sys
 import warnings
 from typing import Any
 
@@ -120,13 +118,4 @@ def test_its_weight_is_gathered_in_its_dtype() -> None:
     conv, _ = pair()
     kp.fp8.convert(conv, "delayed", fsdp_all_gather=True)
     assert conv[0].fp8_gather == "it stores the transposed weight"
-    assert "all-gathered in fp32: it stores the transposed weight" in kp.fp8.report(conv).layers[0].notes
-
-
-def test_transformers_is_not_imported() -> None:
-    code = (
-        "import sys, torch, kernel_pytorch as kp\n"
-        "kp.fp8.convert(torch.nn.Sequential(torch.nn.Linear(8, 8)), 'delayed')\n"
-        "sys.exit('transformers' in sys.modules)"
-    )
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+    assert "not all-gathered in FP8: it stores the transposed weight" in kp.fp8.report(conv).layers[0].notes

@@ -154,8 +154,8 @@ def test_only_the_selected_layers_are_converted() -> None:
     names = ["first", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj", "last"]
     assert seen == [(name, nn.Linear) for name in names]
     assert [type(model.get_submodule(name)) is Float8Linear for name in names] == [True] * 4 + [False]
-    assert kp.fp8.report(model).not_covered == {"last": "not selected by layers="}
-    assert "not covered: last (not selected by layers=)" in str(kp.fp8.report(model))
+    assert kp.fp8.report(model).not_covered == {"last": "not selected by layers=, or added later"}
+    assert "not covered: last (not selected by layers=, or added later)" in str(kp.fp8.report(model))
 
 
 def test_a_subclass_is_not_converted() -> None:
@@ -207,14 +207,14 @@ def test_the_report_has_the_reason_for_an_unconverted_class(make: Callable[[], n
     assert report.not_covered["odd"].startswith(reason)
     assert report.remarks == (
         f"not covered: odd ({report.not_covered['odd']})",
-        "not covered: last (not selected by layers=)",
+        "not covered: last (not selected by layers=, or added later)",
     )
 
 
 def test_a_reason_is_given_once_for_all_layers_that_have_it() -> None:
     model = LoRALinear(8, 8)
     model.rest = nn.Sequential(*(LoRALinear(8, 8) for _ in range(4)), nn.Linear(8, 8), nn.MultiheadAttention(8, 2))
-    with pytest.warns(UserWarning, match=r"only 10% of its .*; the model itself, rest\.0-3 \(LoRAL"):
+    with pytest.warns(UserWarning, match=r"only \d+ % of its .*; the model itself, rest\.0-3 \(LoRAL"):
         kp.fp8.convert(model, "tensorwise")
     subclasses, attention = kp.fp8.report(model).remarks
     assert subclasses.startswith("not covered: the model itself, rest.0-3 (LoRALinear is a ")
@@ -224,7 +224,10 @@ def test_a_reason_is_given_once_for_all_layers_that_have_it() -> None:
 def test_selected_layers_that_cannot_be_converted() -> None:
     """The function is called for each nn.Linear only, so the warning has the reasons for all other modules."""
     model = nn.Sequential(*(LoRALinear(8, 8) for _ in range(5)), nn.Linear(8, 8))
-    text = "nothing was converted, .* an nn.Linear; 0-4 \\(LoRALinear is a subclass of nn.Linear, whose"
+    text = (
+        "nothing was converted: it has no nn.Linear that can be converted and that layers= selects; 0-4 "
+        "\\(LoRALinear is a subclass of nn.Linear, whose"
+    )
     with pytest.warns(UserWarning, match=text):
         kp.fp8.convert(model, "tensorwise", layers=lambda name, _: name == "0")
     with pytest.raises(ValueError, match=r"no converted layer; .*; 0-4 \(LoRALinear is a subclass"):
@@ -449,7 +452,7 @@ def test_layers_that_fully_shard_gave_a_class_of_its_own() -> None:
         assert type(layer) not in (nn.Linear, LoRALinear, Float8Linear)
     report = kp.fp8.report(model)
     assert [layer.name for layer in report.layers] == ["0"]
-    assert report.not_covered["1"] == "not selected by layers="
+    assert report.not_covered["1"] == "not selected by layers=, or added later"
     assert list(report.not_covered) == ["1", "2"]
     assert report.not_covered["2"].startswith("LoRALinear is a subclass of nn.Linear")
 
@@ -491,11 +494,17 @@ def test_a_report_has_a_line_for_each_layer(recipe: Recipe) -> None:
     [
         ("delayed", torch.float32, (3, 17, 5), "", ""),
         ("rowwise", torch.bfloat16, (3, 17, 5), "", ""),
-        ("rowwise", torch.float32, (8, 64, 48), "y, dx, dW", "gives bfloat16 alone for scales of rows"),
-        ("rowwise-high-wgrad", torch.float32, (8, 64, 48), "y, dx", "gives bfloat16 alone for scales of rows"),
+        ("rowwise", torch.float32, (8, 64, 48), "y, dx, dW", "supports rowwise scaling with bfloat16 output only"),
+        (
+            "rowwise-high-wgrad",
+            torch.float32,
+            (8, 64, 48),
+            "y, dx",
+            "supports rowwise scaling with bfloat16 output only",
+        ),
         ("blockwise", torch.bfloat16, (128, 512, 512), "", ""),
-        ("blockwise", torch.bfloat16, (3, 512, 512), "y, dx", "takes whole blocks of 128"),
-        ("blockwise", torch.bfloat16, (300, 512, 512), "dW", "takes whole blocks of 128"),
+        ("blockwise", torch.bfloat16, (3, 512, 512), "y, dx", "needs K and N in multiples of 128"),
+        ("blockwise", torch.bfloat16, (300, 512, 512), "dW", "needs K and N in multiples of 128"),
     ],
 )
 def test_a_report_names_gemms_without_matrix_units(
@@ -551,7 +560,7 @@ def test_a_custom_recipe() -> None:
 
 
 def test_a_model_without_linear_layers_is_warned_about() -> None:
-    with pytest.warns(UserWarning, match="nothing was converted"):
+    with pytest.warns(UserWarning, match="nothing was converted: it has no nn.Linear that can be converted$"):
         model = kp.fp8.convert(nn.Sequential(nn.ReLU()), "delayed")
     with pytest.raises(ValueError, match="no converted layer"):
         kp.fp8.report(model)
@@ -562,9 +571,23 @@ def test_wrong_arguments_are_named() -> None:
         kp.fp8.convert(linear(), "delayed", layers=["0"])  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="recipe=None: use a Recipe, auto, or one of"):
         kp.fp8.convert(linear(), None)  # type: ignore[arg-type]
-    for function in (kp.fp8.report, kp.fp8.revert):
-        with pytest.raises(TypeError, match="model='x': expected"):
+    for function in (
+        kp.fp8.report,
+        kp.fp8.revert,
+        kp.fp8.state_dict,
+        kp.fp8.synchronize,
+        lambda model: kp.fp8.load_state_dict(model, {}),
+        lambda model: kp.fp8.accumulate(model).__enter__(),
+    ):
+        with pytest.raises(TypeError, match=r"model='x': expected a torch\.nn\.Module"):
             function("x")
+
+
+def test_the_report_of_an_unconverted_model_names_the_remedy_alone() -> None:
+    with pytest.raises(
+        ValueError, match=r"^model: it has no converted layer; use kp\.fp8\.convert\(model\) first$"
+    ):
+        kp.fp8.report(linear())
 
 
 @pytest.mark.parametrize("recipe", ["delayed", "auto"])

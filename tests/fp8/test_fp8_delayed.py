@@ -182,7 +182,7 @@ def test_a_corrupt_history_is_named(state: torch.Tensor) -> None:
     model = kp.fp8.convert(linear(), "delayed")
     results(model, random(4, 40))
     before = model[0].fp8_state.clone()
-    with pytest.raises(ValueError, match=r"state: '0' has shape .* of shape \[3, 16\]"):
+    with pytest.raises(ValueError, match=r"state: '0' has (shape .* of shape \[3, 16\]|negative or NaN elements)"):
         kp.fp8.load_state_dict(model, {"0": state})
     with pytest.raises(ValueError, match="state: '1' is not the name of a converted layer; use the model and the"):
         kp.fp8.load_state_dict(model, {"1": torch.zeros(3, 16)})
@@ -270,3 +270,12 @@ def test_a_checkpoint_is_assigned_to_a_model_without_memory() -> None:
     x = random(8, 24, seed=1)
     same(results(empty, x), results(model, x))
     same(dict(empty.state_dict()), dict(model.state_dict()))
+
+
+def test_the_state_of_a_converted_model_needs_a_converted_model() -> None:
+    model = nn.Sequential(nn.Linear(8, 8))
+    state = kp.fp8.state_dict(kp.fp8.convert(nn.Sequential(nn.Linear(8, 8)), "delayed"))
+    with pytest.raises(ValueError, match=r"model: it has no converted layer; use kp\.fp8\.convert"):
+        kp.fp8.load_state_dict(model, state)
+    with pytest.raises(TypeError, match=r"state=3: expected what kp\.fp8\.state_dict returned"):
+        kp.fp8.load_state_dict(model, 3)  # type: ignore[arg-type]

@@ -413,13 +413,20 @@ def test_recipes_are_frozen_values_under_their_names() -> None:
 
 def test_a_recipe_without_a_matching_gemm_is_refused() -> None:
     with pytest.raises(
-        ValueError, match="recipe 'odd': y multiplies scales of row and tensor; use tensor and tensor"
+        ValueError,
+        match=r"^input='row', weight='tensor': no GEMM multiplies these granularities for y; use tensor and tensor",
     ):
         Recipe(name="odd", input="row", weight="tensor", gradient="row", gradient_format="e4m3")
-    with pytest.raises(ValueError, match="recipe 'odd': dx multiplies scales of row and tensor"):
+    with pytest.raises(
+        ValueError, match=r"^gradient='row', weight='tensor': no GEMM multiplies these granularities for dx"
+    ):
         Recipe(name="odd", input="tensor", weight="tensor", gradient="row", gradient_format="e4m3")
     with pytest.raises(ValueError, match="gradient_format='e3m4': use 'e4m3' or 'e5m2'"):
         Recipe(name="odd", input="row", weight="row", gradient="row", gradient_format="e3m4")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"^weight='rows': use one of tensor, row, block, square$"):
+        Recipe(name="odd", input="row", weight="rows", gradient="row", gradient_format="e4m3")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"^name=3: use a string$"):
+        Recipe(name=3, input="row", weight="row", gradient="row", gradient_format="e4m3")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="dx_sums='slow': use 'fast' or 'promoted'"):
         dataclasses.replace(RECIPES["rowwise"], dx_sums="slow")
     with pytest.raises(TypeError, match="power_of_two=1: use True or False"):

@@ -303,30 +303,30 @@ def test_scaled_mm_gives_the_reason_for_a_refusal() -> None:
     assert refusal(4, 128, 128, block, "nvidia/h200") is None
     assert refusal(4, 1024, 256, block, "nvidia/h200") is None
     assert refusal(4, 768, 256, block, "nvidia/h200") == (
-        "takes scales of squares for K in multiples of 512, and K is 768"
+        "needs K in multiples of 512 for 128x128 block scaling; K is 768"
     )
-    assert refusal(0, 32, 48, tensor, "nvidia/h200") == "has nothing to multiply"
+    assert refusal(0, 32, 48, tensor, "nvidia/h200") == "does not take empty matrices"
     assert refusal(3, 7, 5, tensor, "nvidia/h200") is None  # padded
     assert refusal(3, 7, 5, row, "nvidia/h200", sums="fast") is None
     assert refusal(3, 32, 48, tensor, "nvidia/h200", sums="float32") == (
-        "adds up in the accumulators of sm_90, and the call asks for float32; use sums='promoted'"
+        "accumulates in the matrix units of sm_90, not in float32; use sums='promoted'"
     )
     assert refusal(4, 128, 128, block, "nvidia/h200", sums="fast") == (
-        "adds blocks up in float32, and the call asks for fast sums; use sums='promoted'"
+        "accumulates blocks in float32, so it has no fast accumulation; use sums='promoted'"
     )
     assert refusal(3, 32, 48, row, "nvidia/h200", "float32") == (
-        "gives bfloat16 alone for scales of rows, and the call asks for float32"
+        "supports rowwise scaling with bfloat16 output only, not float32"
     )
     assert refusal(3, 32, 48, tensor, "nvidia/a100") == "the matrix units of sm_80 do not multiply float8_e4m3fn"
     assert refusal(3, 32, 48, tensor, "amd/mi300x") == "the matrix units of gfx942 do not multiply float8_e4m3fn"
-    assert refusal(4, 256, 128, block, "amd/mi355x") == "gfx950 has no scales of blocks"
+    assert refusal(4, 256, 128, block, "amd/mi355x") == "does not support block scaling on gfx950"
     assert refusal(4, 144, 128, block, "nvidia/h200") == (
-        "takes whole blocks of 128 and M in multiples of 4, and M, K, N are 4, 144, 128"
+        "needs K and N in multiples of 128 and M of 4 for block scaling; M, K, N are 4, 144, 128"
     )
     if torch.__version__.startswith("2.13"):
         for sums in SUMS:
             assert refusal(3, 31, 47, row, "cpu/avx512", sums=sums) is None
-        assert refusal(4, 256, 128, block, "cpu/avx512") == "has no scales of blocks on a CPU"
+        assert refusal(4, 256, 128, block, "cpu/avx512") == "does not support block scaling on a CPU"
 
 
 @scaled_mm_of_cpu

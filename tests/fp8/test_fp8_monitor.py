@@ -137,10 +137,22 @@ def test_a_non_finite_tensor_is_named(tensor: str) -> None:
             assert bool(caught) == (number >= 3)
     (warning,) = caught
     assert re.fullmatch(
-        rf"fp8: 1 elements of the {tensor} of layer '0\.0' were not .* 3 steps", str(warning.message)
+        rf"fp8: not finite in the last 3 steps: 1 elements of the {tensor} of layer '0\.0'", str(warning.message)
     )
     assert kp.fp8.report(model).layers[0].stats[tensor].nonfinite == 1
     assert model[0][0].fp8_fallback is None
+
+
+def test_many_non_finite_tensors_are_one_warning() -> None:
+    model = kp.fp8.convert(nn.Sequential(*(nn.Linear(16, 16) for _ in range(4))), "tensorwise", monitor=1)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        steps(model, 2, lambda seed: random(4, 16, seed=seed) * (math.inf if seed == 0 else 1.0))
+    (warning,) = caught
+    assert str(warning.message).startswith(
+        "fp8: not finite in the last 1 steps: 64 elements of the input of layer '0'; "
+    )
+    assert str(warning.message).endswith(" more tensors, see kp.fp8.report(model)")
 
 
 def test_only_steps_of_optimizers_count(monkeypatch: pytest.MonkeyPatch) -> None:

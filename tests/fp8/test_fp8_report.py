@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn import functional
 
 import kernel_pytorch as kp
@@ -48,6 +50,16 @@ class TopKRouter(nn.Module):
         return functional.linear(x, self.weight)
 
 
+class SwiGLU(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.up, self.down = (nn.Linear(16, 16, bias=False) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.down(functional.silu(self.gate(x)) * self.up(x))
+        return y
+
+
 UNCOVERED = {
     "Conv1D": (lambda: Conv1D(16, 16), "Conv1D stores the transposed weight: use nn.Linear with conv.weight.T"),
     "experts": (Experts, "Experts holds the weights of all experts as 3-D parameters: no FP8 grouped GEMM yet"),
@@ -77,7 +89,7 @@ def test_embeddings_norms_and_convolutions_are_not_linear_layers() -> None:
 def test_less_than_half_of_the_parameters_is_warned_about() -> None:
     model = nn.ModuleDict({"head": nn.Linear(16, 32), **{f"c_{n}": Conv1D(16, 16) for n in range(3)}})
     with pytest.warns(
-        UserWarning, match=r"model: only 40% of its matmul parameters .*; c_0, c_1, c_2 \(Conv1D sto"
+        UserWarning, match=r"model: only 40 % of its matmul parameters .*; c_0, c_1, c_2 \(Conv1D sto"
     ):
         kp.fp8.convert(model, "delayed")
     model = nn.Sequential(nn.Linear(16, 16), nn.Linear(64, 64))
@@ -101,7 +113,7 @@ def test_hugging_face_models_are_reported_in_full(name: str) -> None:
     config = getattr(transformers, f"{name}Config")(**more[name])
     model = getattr(transformers, "GPT2LMHeadModel" if name == "GPT2" else f"{name}ForCausalLM")(config)
     with (
-        contextlib.nullcontext() if name == "GPT2" else pytest.warns(UserWarning, match=r"only \d+% of its matmul")
+        contextlib.nullcontext() if name == "GPT2" else pytest.warns(UserWarning, match=r"only \d+ % of its matmul")
     ):
         kp.fp8.convert(model, "delayed")
     report = kp.fp8.report(model)
@@ -127,6 +139,31 @@ def test_quantized_weights_are_refused() -> None:
     assert type(model[0].weight) is kept
     assert "quantized or computed already: FP8 training needs a plain" in kp.fp8.report(model).not_covered["0"]
     model(torch.randn(4, 64)).sum().backward()
+
+
+def test_a_weight_quantized_after_the_conversion_is_refused_by_name() -> None:
+    torchao = pytest.importorskip("torchao.quantization")
+    model = kp.fp8.convert(nn.Sequential(nn.Linear(32, 32)), "delayed")
+    x = torch.randn(4, 32)
+    model(x)
+    torchao.quantize_(model, torchao.Int8WeightOnlyConfig())
+    with pytest.raises(TypeError, match=r"kp\.fp8\.convert has converted: its weight is a \w+, which is quantized"):
+        model(x)
+
+
+@pytest.mark.parametrize("swiglu", [False, True])
+def test_tensor_parallel_weights_are_refused_by_name(swiglu: bool) -> None:
+    model: nn.Module = SwiGLU() if swiglu else nn.Sequential(nn.Linear(16, 16))
+    kp.fp8.convert(model, "delayed")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = dist.device_mesh.init_device_mesh("cpu", (1,))
+        plan = {name: ColwiseParallel() for name, layer in model.named_children() if isinstance(layer, nn.Linear)}
+        parallelize_module(model, mesh, plan)
+        with pytest.raises(TypeError, match=r"its weight is a DTensor: .* \(parallelize_module\) is not supported"):
+            model(torch.randn(4, 16))
+    finally:
+        dist.destroy_process_group()
 
 
 def test_frozen_weights_have_no_weight_gradient() -> None:
@@ -155,7 +192,7 @@ def test_low_rank_adapters_are_noted() -> None:
     [
         (["a", "b"], ["a", "b"]),
         (["h.0.up", "h.0.down", "h.1.up", "h.1.down"], ["h.0-1.up", "h.0-1.down"]),
-        (["h.0", "h.1", "h.3", "h.7"], ["h.0-1,3,7"]),
+        (["h.0", "h.1", "h.3", "h.7"], ["h.{0-1,3,7}"]),
         ([f"h.{i}.e.{j}.w1" for i in range(3) for j in range(4)], ["h.0-2.e.0-3.w1"]),
         (["h.0.e.0", "h.0.e.1", "h.1.e.0"], ["h.0.e.0-1", "h.1.e.0"]),
         (["c_1", "conv2.0"], ["c_1", "conv2.0"]),
@@ -187,7 +224,7 @@ def test_repeated_layers_are_one_row_and_lines_fit() -> None:
     assert report.groups[0].nonfinite == 64
     lines = str(report).splitlines()
     assert lines[0] == "24 of 25 linear layers in FP8, 97 % of matmul parameters, 0 fell back"
-    assert lines[1] == "not covered: head (not selected by layers=)"
+    assert lines[1] == "not covered: head (not selected by layers=, or added later)"
     assert len(lines) == 7
     assert max(map(len, lines)) <= 100
 
@@ -197,7 +234,7 @@ def test_layers_that_differ_are_rows_of_their_own() -> None:
     model["layers"][5]["up_proj"].fp8_fallback = "a test"
     report = kp.fp8.report(model)
     names = [group.name for group in report.groups if group.name.endswith("up_proj")]
-    assert names == ["layers.0-4,6-11.up_proj", "layers.5.up_proj"]
+    assert names == ["layers.{0-4,6-11}.up_proj", "layers.5.up_proj"]
     assert report.summary.startswith("24 of 25 linear layers in FP8")
     assert report.summary.endswith("1 fell back")
 

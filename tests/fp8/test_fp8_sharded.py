@@ -417,7 +417,7 @@ def test_reverting_after_sharding_is_an_error_with_a_remedy(pool: Ranks) -> None
 
 def notes(model: nn.Module) -> dict[str, str]:
     return {
-        layer.name: "; ".join(note for note in layer.notes if note.startswith("all-gathered"))
+        layer.name: "; ".join(note for note in layer.notes if note.startswith(("all-gathered", "not all-gathered")))
         for layer in kp.fp8.report(model).layers
     }
 
@@ -439,15 +439,15 @@ def test_weights_that_cannot_be_gathered_in_fp8_have_a_reason() -> None:
         model = kp.fp8.convert(nn.Sequential(nn.Linear(16, 16)), recipe, fsdp_all_gather=True)
         found[str(recipe)] = notes(model)["0"]
     assert found == {
-        "auto": "all-gathered in fp32: auto decides with each input which GEMMs are in FP8",
-        "rowwise": "all-gathered in fp32: its weight has a scale for each row",
-        "blockwise": "all-gathered in fp32: its weight has a scale for each square",
-        "mine": "all-gathered in fp32: dx in high precision",
+        "auto": "not all-gathered in FP8: auto decides with each input which GEMMs are in FP8",
+        "rowwise": "not all-gathered in FP8: its weight has rowwise scaling",
+        "blockwise": "not all-gathered in FP8: its weight has 128x128 block scaling",
+        "mine": "not all-gathered in FP8: dx in high precision",
         "delayed": "all-gathered in FP8",
     }
     tied = kp.fp8.convert(Tied(), "tensorwise", fsdp_all_gather=True)
     assert notes(tied) == {
-        "inner": "all-gathered in FP8", "head": "all-gathered in fp32: other modules share its weight"
+        "inner": "all-gathered in FP8", "head": "not all-gathered in FP8: other modules share its weight"
     }  # fmt: skip
 
 
@@ -501,4 +501,4 @@ def another_recipe(group: Any) -> None:
 def test_another_recipe_is_an_error_with_a_remedy(pool: Ranks) -> None:
     for kind, message in pool.outcomes(another_recipe, 1):
         assert kind == "error"
-        assert "has the recipe rowwise now: its weight has a scale for each row; use a recipe with" in message
+        assert "has the recipe rowwise now: its weight has rowwise scaling; use a recipe with" in message

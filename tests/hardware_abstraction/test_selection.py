@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import threading
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -249,15 +251,36 @@ def test_explain_takes_facts_and_meta_tensors() -> None:
 
 
 def test_explain_of_a_function_that_calls_no_op() -> None:
-    with pytest.raises(TypeError, match="function=relu: it called no op of the table"):
+    with pytest.raises(TypeError, match="function=relu: it called no op of the registry"):
         kp.explain(torch.relu, X)
 
 
-def test_explain_of_what_is_no_function_or_no_device() -> None:
+def test_explain_of_what_is_no_function() -> None:
     with pytest.raises(TypeError, match="function='rms_norm': explain takes the function itself"):
         kp.explain("rms_norm", X)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="name=5: a int names no device"):
-        kp.explain(kp.rms_norm, X, device=5)  # type: ignore[arg-type]
+
+
+def test_a_device_of_another_type_is_named() -> None:
+    x = torch.ones(2, 64)
+    with pytest.raises(TypeError, match="name=3: use a torch device, a name of the catalogue, or None"):
+        kp.explain(kp.rms_norm, x, device=3)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="name=0: use a torch device"):
+        kp.device(0)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"kernel": 3}, "kernel=3: use a kernel's name, a mapping from ops to names, or None"),
+        ({"kernel": {"rms_norm": 3}}, "kernel={'rms_norm': 3}: use the name of a kernel"),
+        ({"deterministic": 1}, "deterministic=1: use True, False or None"),
+        ({"measure": "x"}, "measure='x': use True, False or None"),
+    ],
+)
+def test_arguments_of_a_policy_of_another_type_are_named(arguments: dict[str, Any], text: str) -> None:
+    with pytest.raises(TypeError, match=f"^{re.escape(text)}$"), kp.policy(**arguments):
+        pass
+    assert kp.explain(kp.rms_norm, X).kernel is not None, "the outer policy is in force"
 
 
 def test_explain_in_one_thread_does_not_affect_others() -> None:
@@ -331,21 +354,6 @@ def test_nested_policies_add_up_and_are_restored() -> None:
                 assert current() == Policy(kernel="torch", measure=True)
         assert current() == Policy(deterministic=True)
     assert current() == Policy()
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"kernel": 3}, "kernel=3: name a kernel, as 'triton', or one for each op"),
-        ({"kernel": {"rms_norm": 3}}, r"kernel=\{'rms_norm': 3\}: name a kernel"),
-        ({"measure": "yes"}, "measure='yes': use True or False"),
-        ({"deterministic": 1}, "deterministic=1: use True or False"),
-    ],
-)
-def test_a_policy_of_wrong_types(arguments: dict, message: str) -> None:
-    with pytest.raises(TypeError, match=message), kp.policy(**arguments):
-        pass
-    assert kp.explain(kp.rms_norm, X).kernel is not None, "the outer policy is in force"
 
 
 def test_a_policy_is_restored_after_an_error() -> None:

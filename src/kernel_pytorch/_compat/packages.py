@@ -32,7 +32,7 @@ def _fake_tensor_mode() -> Any:
 
 
 def traced(function: Callable[..., Any], arguments: list[torch.Tensor], mode: Any) -> torch.fx.GraphModule:
-    """The operators that a function calls on fake tensors; other tensors that it makes are constants of the graph."""
+    """Trace the operators that a function calls on fake tensors. Other tensors become constants of the graph."""
     make_fx = private("torch.fx.experimental.proxy_tensor.make_fx", test=callable, without=_NEEDED)
     allowed, mode.allow_non_fake_inputs = mode.allow_non_fake_inputs, True
     try:
@@ -44,9 +44,9 @@ def traced(function: Callable[..., Any], arguments: list[torch.Tensor], mode: An
 
 
 def symbolic_copies(tensors: list[torch.Tensor]) -> tuple[list[torch.Tensor], Any, Callable[[], list[str]]]:
-    """Fake copies whose dynamic sizes are symbols of their own, their mode, and what tracing has decided about those.
+    """Return fake copies with one symbol for each dynamic size, their mode, and a function that returns the guards.
 
-    Where a function looked at a size, it is right for that size alone.
+    A function whose trace added a guard is correct only for sizes that satisfy it.
     """
     shape_env = private("torch.fx.experimental.symbolic_shapes.ShapeEnv", test=callable, without=_NEEDED)()
     context = private(
@@ -72,8 +72,10 @@ _PRIMES = (101, 103, 107, 109, 113, 127, 131, 137, 139, 149, 151, 157, 163, 167,
 
 
 def example_sizes(sizes: Any, known: dict[str, int]) -> list[int]:
-    """Sizes as numbers: a prime of its own for each symbol, the same where expressions are, so that no two dynamic
-    sizes are equal by accident. ``known`` keeps them from one tensor to the next."""
+    """Return sizes with a distinct prime in place of each symbol, so that no two dynamic sizes are equal by accident.
+
+    ``known`` maps symbols to primes; it is updated.
+    """
     found = []
     for size in sizes:
         if isinstance(size, int):
@@ -88,10 +90,10 @@ def example_sizes(sizes: Any, known: dict[str, int]) -> list[int]:
 
 @contextlib.contextmanager
 def caught_launches(stages: int) -> Iterator[None]:
-    """Inside the block, launches of Triton kernels become operators that torch traces and compiles.
+    """Make launches of Triton kernels inside the block operators that torch traces and compiles.
 
-    Fake tensors have an address then, 0, because launchers ask whether tensors are aligned. ``stages`` is the number
-    of pipeline stages that Triton takes for the device where a launch names none; torch would take 3.
+    ``data_ptr()`` of a fake tensor is 0 inside the block, because launchers check the alignment. ``stages`` is
+    Triton's default number of pipeline stages for the device; torch's default is always 3.
     """
     from torch.library import wrap_triton
     from triton.runtime.jit import JITFunction
@@ -111,7 +113,7 @@ def caught_launches(stages: int) -> Iterator[None]:
 
 
 def launched_kernel(node: torch.fx.Node) -> Any:
-    """The Triton function that a node of a traced graph launches, or None for any other node."""
+    """Return the Triton function that a node of a traced graph launches; None for any other node."""
     mutation = private(
         "torch._higher_order_ops.triton_kernel_wrap.triton_kernel_wrapper_mutation", test=callable, without=_NEEDED
     )
@@ -147,5 +149,5 @@ def compile_package(
 
 
 def load_package(path: Path) -> Any:
-    """The callable in a ``.pt2``, as ``torch._inductor.aoti_load_package`` gives it."""
+    """Return the callable of a ``.pt2``, as ``torch._inductor.aoti_load_package`` does."""
     return private("torch._inductor.aoti_load_package", test=callable, without=_NEEDED)(str(path))

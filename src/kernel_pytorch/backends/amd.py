@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from kernel_pytorch.evidence import evidence_directory
-from kernel_pytorch.hardware_abstraction.catalogue import CATALOGUE
+from kernel_pytorch.hardware_abstraction.catalogue import catalogue_of
 from kernel_pytorch.hardware_abstraction.probe import probe_amd
 from kernel_pytorch.hardware_abstraction.registry import Backend
 from kernel_pytorch.ops import attention, fp8_cast, fp8_matmul, fp8_rms_norm, fp8_swiglu, rms_norm, rope
@@ -12,7 +12,7 @@ BACKEND = Backend(
     name="amd",
     title="AMD GPUs: CDNA2 and later, RDNA3 and later",
     probe=probe_amd,
-    catalogue=tuple(device for device in CATALOGUE.values() if device.backend == "amd"),
+    catalogue=catalogue_of("amd"),
     kernels=(
         attention.KERNEL_FLASH,
         attention.KERNEL_TRITON_SPLIT_KV,

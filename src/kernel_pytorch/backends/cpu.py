@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from kernel_pytorch.evidence import evidence_directory
-from kernel_pytorch.hardware_abstraction.catalogue import CATALOGUE
+from kernel_pytorch.hardware_abstraction.catalogue import catalogue_of
 from kernel_pytorch.hardware_abstraction.probe import probe_cpu
 from kernel_pytorch.hardware_abstraction.registry import Backend
 from kernel_pytorch.ops import attention, fp8_cast, fp8_matmul, fp8_rms_norm, fp8_swiglu, rms_norm, rope
@@ -12,7 +12,7 @@ BACKEND = Backend(
     name="cpu",
     title="Processors: x86 with AVX2, AVX-512 or AMX, and Arm with NEON",
     probe=probe_cpu,
-    catalogue=tuple(device for device in CATALOGUE.values() if device.backend == "cpu"),
+    catalogue=catalogue_of("cpu"),
     kernels=(
         attention.KERNEL_NATIVE,
         attention.KERNEL_CPU_FLASH,

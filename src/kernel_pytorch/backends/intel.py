@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from kernel_pytorch.evidence import evidence_directory
-from kernel_pytorch.hardware_abstraction.catalogue import CATALOGUE
+from kernel_pytorch.hardware_abstraction.catalogue import catalogue_of
 from kernel_pytorch.hardware_abstraction.probe import probe_intel
 from kernel_pytorch.hardware_abstraction.registry import Backend
 from kernel_pytorch.ops import attention, fp8_cast, fp8_matmul, fp8_rms_norm, fp8_swiglu, rms_norm, rope
@@ -12,7 +12,7 @@ BACKEND = Backend(
     name="intel",
     title="Intel GPUs: Data Center Max, Arc",
     probe=probe_intel,
-    catalogue=tuple(device for device in CATALOGUE.values() if device.backend == "intel"),
+    catalogue=catalogue_of("intel"),
     kernels=(
         attention.KERNEL_TRITON_SPLIT_KV,
         attention.KERNEL_TRITON,

@@ -488,7 +488,7 @@ def traced_linear(
     buffers: Buffers,
     gemms: GemmSpec,
 ) -> torch.Tensor:
-    """The linear function without a bias while torch.compile traces it."""
+    """Compute the linear function without a bias, while torch.compile traces it."""
     key = (x._version, gemms.x_spec, buffers.history is None)
     shared = cached_cast(x, key)
     x_MK = x if x.ndim == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])

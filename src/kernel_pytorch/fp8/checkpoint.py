@@ -66,6 +66,10 @@ def load_state_dict(model: nn.Module, state: Mapping[str, torch.Tensor]) -> nn.M
         >>> model = kp.fp8.load_state_dict(model, kp.fp8.state_dict(model))
     """
     layers = _layers(model)
+    if not isinstance(state, Mapping):
+        raise TypeError(f"state={state!r}: expected what kp.fp8.state_dict returned")
+    if state and not layers:
+        raise ValueError("model: it has no converted layer; use kp.fp8.convert(model) first")
     unknown = [name for name in state if name not in layers]
     if unknown:
         raise ValueError(
@@ -73,10 +77,15 @@ def load_state_dict(model: nn.Module, state: Mapping[str, torch.Tensor]) -> nn.M
             f"layers= that it was saved with"
         )
     for name, found in state.items():
-        if tuple(found.shape) != _SHAPE or not bool((found >= 0).all()):
+        if not isinstance(found, torch.Tensor) or tuple(found.shape) != _SHAPE:
+            given = f"shape {list(found.shape)}" if isinstance(found, torch.Tensor) else f"the value {found!r}"
             raise ValueError(
-                f"state: {name!r} has shape {list(found.shape)} or negative elements: expected the histories that "
-                f"kp.fp8.state_dict saves, of shape {list(_SHAPE)}"
+                f"state: {name!r} has {given}: expected a tensor of shape {list(_SHAPE)}, as "
+                f"kp.fp8.state_dict returns"
+            )
+        if not bool((found >= 0).all()):
+            raise ValueError(
+                f"state: {name!r} has negative or NaN elements, which no amax history has: the checkpoint is damaged"
             )
     for name, layer in layers.items():
         reset_layer_state(layer)
@@ -106,13 +115,11 @@ def synchronize(model: nn.Module, group: dist.ProcessGroup | None = None) -> nn.
         >>> model = kp.fp8.convert(torch.nn.Sequential(torch.nn.Linear(8, 8)), "delayed")
         >>> state = kp.fp8.synchronize(model).state_dict()
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model={model!r}: expected a torch.nn.Module")
+    layers = _layers(model)
     if group is not None and not isinstance(group, dist.ProcessGroup):
         raise TypeError(
             f"group={group!r}: expected a process group, as mesh['dp'].get_group(), or None for all ranks"
         )
-    layers = _layers(model)
     together = dist.is_available() and dist.is_initialized()
     # All ranks raise the same error: none may be left waiting in a collective.
     mine = [(name, layer.fp8_text, layer.fp8_history.device.type) for name, layer in layers.items()]
@@ -165,6 +172,8 @@ def reset_layer_state(layer: Float8Linear) -> None:
 def _layers(model: nn.Module) -> dict[str, Float8Linear]:
     from kernel_pytorch.fp8.monitor import layers_of
 
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model={model!r}: expected a torch.nn.Module")
     return layers_of(model)
 
 

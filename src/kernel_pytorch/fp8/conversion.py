@@ -18,16 +18,26 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from kernel_pytorch.fp8.fsdp import unwrap, wrap
 from kernel_pytorch.fp8.fusion import fuse_norms, fuse_swiglus, unfuse_norms, unfuse_swiglus
-from kernel_pytorch.fp8.module import BUFFERS, Float8Linear, conv1d_class
+from kernel_pytorch.fp8.module import BUFFERS, Float8Linear, conv1d_class, unsupported_weight
 from kernel_pytorch.fp8.monitor import layers_of, unwatch, watch
 from kernel_pytorch.fp8.recipe import RECIPES, Recipe, recipe_named
 
-__all__ = ["Uncovered", "by_reason", "check_module", "convert", "group_names", "revert", "uncovered"]
+__all__ = [
+    "NOT_SELECTED",
+    "Uncovered",
+    "by_reason",
+    "check_module",
+    "convert",
+    "group_names",
+    "percent",
+    "revert",
+    "uncovered",
+]
 
 AUTO = "delayed"
 """The recipe whose GEMMs ``auto`` measures. It makes the fewest passes over memory."""
 _IGNORED_BY_DDP = "_ddp_params_and_buffers_to_ignore"
-_NOT_SELECTED = "not selected by layers="
+NOT_SELECTED = "not selected by layers=, or added later"
 
 
 def convert(
@@ -93,7 +103,7 @@ def convert(
     selected = _selected(model, layers)
     uses = Counter(id(p) for module in model.modules() for p in module._parameters.values())
     for linear in selected.values():
-        layer = Float8Linear.made_from(linear, chosen, auto, len(selected) == 1)
+        layer = Float8Linear.from_linear(linear, chosen, auto, len(selected) == 1)
         if fsdp_all_gather:
             wrap(layer, shared=uses[id(layer.weight)] > 1)
     if fuse_swiglu:
@@ -104,7 +114,7 @@ def convert(
     ignored = list(getattr(model, _IGNORED_BY_DDP, []))
     own = [f"{name}.{buffer}".lstrip(".") for name in selected for buffer in BUFFERS]
     setattr(model, _IGNORED_BY_DDP, ignored + [name for name in own if name not in ignored])
-    _warn_about_coverage(model, selected)
+    _warn_about_coverage(model, selected, filtered=layers is not None)
     if selected and monitor is not None:
         watch(model, monitor)
     return model
@@ -138,7 +148,7 @@ def revert(model: nn.Module) -> nn.Module:
     elif hasattr(model, _IGNORED_BY_DDP):
         delattr(model, _IGNORED_BY_DDP)
     for layer in converted:
-        layer.plain()
+        layer.revert()
     return model
 
 
@@ -148,7 +158,11 @@ def _selected(model: nn.Module, layers: Callable[[str, nn.Module], bool] | None)
     for name, module in model.named_modules():
         if isinstance(module, Float8Linear):
             raise ValueError(f"model: layer {name!r} is converted already; use kp.fp8.revert(model) first")
-        if _is_linear(module) and _subclass_weight(module) is None and (layers is None or layers(name, module)):
+        if (
+            _is_linear(module)
+            and unsupported_weight(module.weight) is None
+            and (layers is None or layers(name, module))
+        ):
             found[name] = module
     for name, linear in found.items():
         if linear.weight.dtype not in (torch.float32, torch.float16, torch.bfloat16):
@@ -164,21 +178,28 @@ def _is_linear(module: nn.Module) -> bool:
     return type(module) is nn.Linear or (type(module) is conv1d_class())
 
 
-def _warn_about_coverage(model: nn.Module, selected: dict[str, Any]) -> None:
+def _warn_about_coverage(model: nn.Module, selected: dict[str, Any], filtered: bool) -> None:
     """Warn if less than half of the matmul parameters that layers= did not skip are converted."""
-    others = {name: each for name, each in uncovered(model).items() if each.reason != _NOT_SELECTED}
+    others = {name: each for name, each in uncovered(model).items() if each.reason != NOT_SELECTED}
     covered = sum(linear.weight.numel() for linear in selected.values())
     total = covered + sum(each.parameters for each in others.values())
     if selected and 2 * covered >= total:
         return
     if selected:
-        head = f"model: only {covered / total:.0%} of its matmul parameters are in layers that can be converted"
+        share = percent(covered, total)
+        head = f"model: only {share} of its matmul parameters are in layers that can be converted"
     else:
-        head = "model: nothing was converted, for no module that layers= takes is an nn.Linear"
+        head = "model: nothing was converted: it has no nn.Linear that can be converted"
+        head += " and that layers= selects" if filtered else ""
     reasons = {name: each.reason for name, each in others.items()}
     if not selected:
         reasons |= _sharded_already(model)
     warnings.warn("; ".join([head, *by_reason(reasons, most=3)]), stacklevel=3)
+
+
+def percent(part: int, whole: int) -> str:
+    """Return a share as a percentage, rounded down, so that ``100 %`` means all."""
+    return f"{100 * part // max(whole, 1)} %"
 
 
 # Modules that multiply by a weight and are not converted.
@@ -212,18 +233,6 @@ def uncovered(model: nn.Module) -> dict[str, Uncovered]:
     return found
 
 
-def _subclass_weight(linear: Any) -> str | None:
-    """Return why a weight that is a tensor subclass cannot be converted; None for a plain tensor."""
-    weight = linear.weight
-    data = weight.data if isinstance(weight, torch.Tensor) else weight
-    if not hasattr(data, "__tensor_flatten__"):
-        return None
-    kind = type(data).__name__
-    if kind == "DTensor":
-        return "its weight is a DTensor: kp.fp8.convert comes before fully_shard and parallelize_module"
-    return f"its weight is a {kind}, which is quantized or computed already: FP8 training needs a plain tensor"
-
-
 def _sharded_already(model: nn.Module) -> dict[str, str]:
     """Return the layers that ``fully_shard`` was applied to before the conversion, which gave them a new class."""
     return {
@@ -252,6 +261,8 @@ def group_names(names: Iterable[str]) -> list[str]:
     Example:
         >>> group_names(["h.0.up", "h.1.up", "h.2.up", "head"])
         ['h.0-2.up', 'head']
+        >>> group_names(["h.0.up", "h.2.up", "h.3.up"])
+        ['h.{0,2-3}.up']
     """
     templates: dict[str, list[tuple[int, ...]]] = {}
     for name in names:
@@ -279,7 +290,8 @@ def _range(numbers: list[int]) -> str:
             runs[-1].append(number)
         else:
             runs.append([number])
-    return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+    text = ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+    return text if len(runs) == 1 else f"{{{text}}}"
 
 
 def _class(module: nn.Module) -> type:
@@ -305,7 +317,7 @@ def _reason(module: nn.Module) -> str | None:
     if isinstance(module, nn.Linear):
         return _linear_reason(module, kind)
     if _is_linear(module):
-        return _subclass_weight(module) or _NOT_SELECTED
+        return unsupported_weight(module.weight) or NOT_SELECTED
     if isinstance(module, (nn.RNNBase, nn.RNNCellBase)):
         return f"{name} runs a recurrent kernel of its own"
     own = {key: p for key, p in module._parameters.items() if p is not None and not nn.parameter.is_lazy(p)}
@@ -340,4 +352,4 @@ def _linear_reason(module: nn.Linear, kind: type) -> str:
             f"or inside a module of your own"
         )
     sharded = type(module) is not nn.Linear
-    return _NOT_SELECTED if sharded else _subclass_weight(module) or _NOT_SELECTED
+    return NOT_SELECTED if sharded else unsupported_weight(module.weight) or NOT_SELECTED

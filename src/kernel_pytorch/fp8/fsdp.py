@@ -30,6 +30,7 @@ _KEEP_SHARDED = {
     _aten._pin_memory.default,
 }  # fmt: skip
 """Operators with which FSDP2 shards, pads and moves parameters. All others take and return plain tensors."""
+_SCALING = {"row": "rowwise", "block": "1x128 block", "square": "128x128 block"}
 _KEEP_GATHERED = {_aten.detach.default, _aten.alias.default}
 _SHAPE_ONLY = {
     _aten.empty_like.default, _aten.zeros_like.default, _aten.ones_like.default, _aten.new_empty.default,
@@ -203,7 +204,7 @@ def refusal(recipe: Recipe, auto: bool) -> str | None:
     if auto:
         return "auto decides with each input which GEMMs are in FP8"
     if recipe.weight != "tensor":
-        return f"its weight has a scale for each {recipe.weight}"
+        return f"its weight has {_SCALING[recipe.weight]} scaling"
     needed = [product for product in ("y", "dx") if product in recipe.high_precision]
     return f"{' and '.join(needed)} in high precision" if needed else None
 

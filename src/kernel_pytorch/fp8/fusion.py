@@ -104,8 +104,8 @@ def fused_in(model: nn.Module) -> dict[str, str]:
 def _roles(module: nn.Module) -> tuple[str, str, str] | None:
     """Return the names of the gate, up and down layers if the module computes a SwiGLU, else None."""
     linears = {name: child for name, child in module.named_children() if isinstance(child, Float8Linear)}
-    learnt = [name for name, _ in module.named_parameters()]
-    if sorted(learnt) != sorted(f"{name}.weight" for name in linears) or len(linears) != 3:
+    parameters = [name for name, _ in module.named_parameters()]
+    if sorted(parameters) != sorted(f"{name}.weight" for name in linears) or len(linears) != 3:
         return None
     drops = any(isinstance(child, nn.modules.dropout._DropoutNd) and child.p > 0 for child in module.modules())
     if drops or "forward" in module.__dict__:

@@ -34,13 +34,21 @@ from kernel_pytorch.fp8.autograd import (
 )
 from kernel_pytorch.fp8.autotune import Measured, call_of, can_measure, may_have_matrix_units, measured_for, rounded
 from kernel_pytorch.fp8.checkpoint import reset_layer_state
-from kernel_pytorch.fp8.fsdp import GatheredWeight, plain_weight, restore
+from kernel_pytorch.fp8.fsdp import GatheredWeight, ShardedWeight, plain_weight, restore
 from kernel_pytorch.fp8.quantize import ScaledTensor
 from kernel_pytorch.fp8.recipe import Recipe, recipe_of
 from kernel_pytorch.fp8.rms_norm import request_cast
 from kernel_pytorch.fp8.transforms import refuse, refuse_transforms, transforms_active
 
-__all__ = ["BUFFERS", "Float8Conv1D", "Float8Linear", "WeightCache", "accumulate", "conv1d_class"]
+__all__ = [
+    "BUFFERS",
+    "Float8Conv1D",
+    "Float8Linear",
+    "WeightCache",
+    "accumulate",
+    "conv1d_class",
+    "unsupported_weight",
+]
 
 BUFFERS = {
     "fp8_forward_counts": ((COUNTS_SHAPE[0] - 1, *COUNTS_SHAPE[1:]), torch.int64),
@@ -58,7 +66,7 @@ _CACHES: Mapping[str, Callable[[], Any]] = {
 }
 """Per-instance caches and their initial values. Dropped by copy and pickle."""
 _SET = ("fp8_text", "fp8_auto", "fp8_alone", "fp8_fallback", "fp8_gather")
-"""Further attributes that ``made_from`` sets."""
+"""Further attributes that ``from_linear`` sets."""
 
 
 def _new_buffers(device: torch.device) -> dict[str, torch.Tensor]:
@@ -114,7 +122,7 @@ class _CallKind(NamedTuple):
     """The key of ``_calls``: everything that decides how a call is computed."""
 
     own: bool
-    """Whether x is the layer's own input, not that of the SwiGLU around it."""
+    """Whether x is the input of the layer itself, not that of a fused SwiGLU."""
     shape: torch.Size
     dtype: torch.dtype
     device: torch.device
@@ -122,6 +130,7 @@ class _CallKind(NamedTuple):
     weight_requires_grad: bool
     weight_dtype: torch.dtype
     weight_device: torch.device
+    weight_type: type
     bias_dtype: torch.dtype | None
     grad_enabled: bool
     autocast_dtype: torch.dtype | None
@@ -138,7 +147,7 @@ class Float8Linear(nn.Linear):
     fp8_alone: bool
     """Whether it is the only converted layer of the model."""
     fp8_fallback: str | None
-    """Why the layer has fallen back to its own dtype, or None."""
+    """Why the layer has fallen back to its dtype, or None."""
     fp8_gather: bool | str | None
     """True if FSDP2 all-gathers the weight in FP8, or the reason why it does not; None if not asked for."""
     fp8_forward_counts: torch.Tensor
@@ -159,7 +168,7 @@ class Float8Linear(nn.Linear):
     """The layer in its dtype: a function of x, weight and bias."""
 
     @staticmethod
-    def made_from(linear: nn.Module, recipe: Recipe, auto: bool, alone: bool) -> Float8Linear:
+    def from_linear(linear: nn.Module, recipe: Recipe, auto: bool, alone: bool) -> Float8Linear:
         """Convert the layer in place and return it."""
         layer: Any = linear
         if type(linear) is nn.Linear:
@@ -169,16 +178,16 @@ class Float8Linear(nn.Linear):
             layer.in_features, layer.out_features = layer.weight.shape
         layer.fp8_text, layer.fp8_auto, layer.fp8_fallback, layer.fp8_gather = recipe.text, auto, None, None
         layer.fp8_alone = alone
-        for name, nothing in _CACHES.items():
-            setattr(layer, name, nothing())
+        for name, initial in _CACHES.items():
+            setattr(layer, name, initial())
         for name, buffer in _new_buffers(layer.weight.device).items():
             layer.register_buffer(name, buffer, False)
         layer._clear_caches()
         converted: Float8Linear = layer
         return converted
 
-    def plain(self) -> nn.Module:
-        """Turn the layer back into what it was, in place, and return it."""
+    def revert(self) -> nn.Module:
+        """Undo ``from_linear``, in place, and return the layer."""
         for name in BUFFERS:
             del self._buffers[name]
             self._non_persistent_buffers_set.discard(name)
@@ -221,7 +230,7 @@ class Float8Linear(nn.Linear):
         """Return how calls of this kind are computed, decided and checked once; None if not in FP8.
 
         Args:
-            own: whether x is the layer's own input, not that of the SwiGLU around it.
+            own: whether x is the input of the layer itself, not that of a fused SwiGLU.
         """
         if self.fp8_fallback is not None:
             return None
@@ -238,6 +247,7 @@ class Float8Linear(nn.Linear):
             weight.requires_grad,
             weight.dtype,
             weight.device,
+            type(weight),
             None if bias is None else bias.dtype,
             is_grad_enabled(),
             torch.get_autocast_dtype(kind) if mixed else None,
@@ -266,6 +276,10 @@ class Float8Linear(nn.Linear):
 
     def _new_call_for(self, x: torch.Tensor, own: bool) -> tuple[Recipe, GemmSpec] | None:
         weight, recording = self.matrix(), is_grad_enabled()
+        if not is_compiling():
+            why = unsupported_weight(self.weight)
+            if why is not None:
+                raise TypeError(f"a layer that kp.fp8.convert has converted: {why}")
         if self.fp8_auto and not may_have_matrix_units(x.device.type):
             return None
         rows = rounded(math.prod(x.shape[:-1])) if self.fp8_auto else 0
@@ -384,7 +398,7 @@ class Float8Linear(nn.Linear):
         return {name: kept for name, kept in self.__dict__.items() if name not in _CACHES}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__({name: nothing() for name, nothing in _CACHES.items()} | state)  # type: ignore[no-untyped-call]
+        super().__setstate__({name: initial() for name, initial in _CACHES.items()} | state)  # type: ignore[no-untyped-call]
 
     def __prepare_scriptable__(self) -> NoReturn:
         # torch.jit.script calls this first.
@@ -414,6 +428,19 @@ class Float8Linear(nn.Linear):
         return f"{super().extra_repr()}, fp8={self.fp8_recipe} ({gemms})"
 
 
+def unsupported_weight(weight: Any) -> str | None:
+    """Return why an FP8 layer cannot use a weight that is a tensor subclass; None for a plain tensor."""
+    if isinstance(weight, (GatheredWeight, ShardedWeight)) or not hasattr(weight, "__tensor_flatten__"):
+        return None
+    kind = type(weight).__name__
+    if kind == "DTensor":
+        return (
+            "its weight is a DTensor: use kp.fp8.convert before fully_shard, and call the module that fully_shard "
+            "was applied to; tensor parallelism (parallelize_module) is not supported"
+        )
+    return f"its weight is a {kind}, which is quantized or computed already: FP8 training needs a plain tensor"
+
+
 def _conv1d(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
     """Compute a ``Conv1D``; weight is (K, N)."""
     return torch.addmm(bias, x.reshape(-1, x.shape[-1]), weight).view(*x.shape[:-1], weight.shape[1])
@@ -427,9 +454,9 @@ class Float8Conv1D(Float8Linear):
     def matrix(self) -> torch.Tensor:
         return self.weight.t()
 
-    def plain(self) -> nn.Module:
+    def revert(self) -> nn.Module:
         del self.in_features, self.out_features
-        return super().plain()
+        return super().revert()
 
     def _unconverted(self) -> Any:
         return importlib.import_module("transformers.pytorch_utils").Conv1D
@@ -462,6 +489,8 @@ def accumulate(model: nn.Module) -> Iterator[None]:
         ...         model(batch).sum().backward()
         >>> optimizer.step()
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model={model!r}: expected a torch.nn.Module")
     layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, Float8Linear)}
     outer = {name: layer.weight_cache for name, layer in layers.items()}
     for name, layer in layers.items():

@@ -25,6 +25,8 @@ MAX_UNDERFLOWED = 0.5
 """A tensor fails an interval if more than this fraction of its elements underflowed to zero."""
 MAX_SATURATED = 1e-3
 """A tensor fails an interval if more than this fraction of its elements exceeded the delayed scale."""
+MOST_NAMED = 3
+"""Maximum number of non-finite tensors that one warning names; the first layer's is usually the cause."""
 MAX_FAILURES = 3
 """A layer falls back after this many failed intervals in a row."""
 
@@ -72,7 +74,7 @@ class Monitor:
 
     Non-finite elements raise a warning. A layer fails an interval if more than half of a tensor's elements
     underflowed or more than one in a thousand exceeded the delayed scale. After three failed intervals in a row it
-    falls back to its own dtype, with a warning.
+    falls back to its dtype, with a warning.
     """
 
     def __init__(self, model: nn.Module, interval: int) -> None:
@@ -119,12 +121,26 @@ class Monitor:
         self._pending = None
         model = self._model()
         layers = {} if model is None else layers_of(model)
+        nonfinite: list[str] = []
         for name, now in zip(names, counts, strict=True):
             since = now - self._previous.get(name, torch.zeros_like(now))
             self._previous[name] = now
             called = bool((since >= 0).all()) and bool(since.any())  # negative: the counters were reset
             if name in layers and layers[name].fp8_fallback is None and called:
-                self._evaluate_layer(name, layers[name], cast_stats(since))
+                stats = cast_stats(since)
+                nonfinite += [
+                    f"{found.nonfinite} elements of the {tensor} of layer {name!r}"
+                    for tensor, found in stats.items()
+                    if found.nonfinite
+                ]
+                self._evaluate_layer(name, layers[name], stats)
+        if nonfinite:
+            rest = len(nonfinite) - MOST_NAMED
+            more = f"; and {rest} more tensors, see kp.fp8.report(model)" if rest > 0 else ""
+            warnings.warn(
+                f"fp8: not finite in the last {self.interval} steps: {'; '.join(nonfinite[:MOST_NAMED])}{more}",
+                stacklevel=2,
+            )
 
     def _copy_counts(self) -> None:
         model = self._model()
@@ -143,13 +159,6 @@ class Monitor:
         self._pending = (list(layers), counts, event)
 
     def _evaluate_layer(self, name: str, layer: Float8Linear, stats: dict[str, CastStats]) -> None:
-        for tensor, found in stats.items():
-            if found.nonfinite:
-                warnings.warn(
-                    f"fp8: {found.nonfinite} elements of the {tensor} of layer {name!r} were not finite in the last "
-                    f"{self.interval} steps",
-                    stacklevel=2,
-                )
         failed = [f"{tensor}: {found.failed}" for tensor, found in stats.items() if found.failed]
         self._failures[name] = self._failures.get(name, 0) + 1 if failed else 0
         if self._failures[name] >= MAX_FAILURES:

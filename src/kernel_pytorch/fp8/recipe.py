@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from kernel_pytorch.ops.fp8_cast.definition import GRANULARITIES
 from kernel_pytorch.ops.fp8_matmul.definition import PAIRS
 
 __all__ = ["PRODUCTS", "RECIPES", "Recipe", "recipe_named", "recipe_of"]
@@ -67,6 +68,12 @@ class Recipe:
     """Accumulation of dx. ``fast`` takes fewer instructions and loses accuracy in long reductions."""
 
     def __post_init__(self) -> None:
+        if not isinstance(self.name, str):
+            raise TypeError(f"name={self.name!r}: use a string")
+        for operand in ("input", "weight", "gradient"):
+            granularity = getattr(self, operand)
+            if granularity not in GRANULARITIES:
+                raise ValueError(f"{operand}={granularity!r}: use one of {', '.join(GRANULARITIES)}")
         if self.gradient_format not in ("e4m3", "e5m2"):
             raise ValueError(f"gradient_format={self.gradient_format!r}: use 'e4m3' or 'e5m2'")
         if self.dx_sums not in ("fast", "promoted"):
@@ -87,8 +94,10 @@ class Recipe:
         # dW needs no check: granularities that both fit the weight's also fit each other.
         for product, pair in (("y", (self.input, self.weight)), ("dx", (self.gradient, self.weight))):
             if pair not in PAIRS:
+                operands = ("input", "weight") if product == "y" else ("gradient", "weight")
+                given = ", ".join(f"{operand}={each!r}" for operand, each in zip(operands, pair, strict=True))
                 raise ValueError(
-                    f"recipe {self.name!r}: {product} multiplies scales of {pair[0]} and {pair[1]}; use "
+                    f"{given}: no GEMM multiplies these granularities for {product}; use "
                     f"{', '.join(f'{first} and {second}' for first, second in PAIRS)}"
                 )
 

@@ -15,7 +15,7 @@ from torch import nn
 
 from kernel_pytorch.fp8.autograd import COUNTS_SHAPE
 from kernel_pytorch.fp8.autotune import Measured, may_have_matrix_units
-from kernel_pytorch.fp8.conversion import by_reason, check_module, group_names, uncovered
+from kernel_pytorch.fp8.conversion import NOT_SELECTED, by_reason, check_module, group_names, percent, uncovered
 from kernel_pytorch.fp8.fusion import fused_in, norms_in
 from kernel_pytorch.fp8.module import Float8Linear
 from kernel_pytorch.fp8.monitor import CastStats, cast_stats, layers_of
@@ -120,7 +120,7 @@ class Report:
         undecided = sum(UNDECIDED in layer.products.values() for layer in self.layers)
         line = (
             f"{len(inside)} of {len(self.layers) + len(self.not_covered)} linear layers in FP8, "
-            f"{math.floor(100 * covered / max(total, 1))} % of matmul parameters, "
+            f"{percent(covered, total)} of matmul parameters, "
             f"{sum(layer.fell_back for layer in self.layers)} fell back"
         )
         return f"{line}, {undecided} not measured yet" if undecided else line
@@ -131,7 +131,9 @@ class Report:
         lines = [f"not covered: {line}" for line in by_reason(self.not_covered)]
         idle = [name or "the model itself" for name, layer in self.norms.items() if layer is None]
         if idle:
-            lines.append(f"fused norms that have quantized no layer's input yet: {', '.join(group_names(idle))}")
+            lines.append(
+                f"fused norms that have quantized no layer's input in eager mode: {', '.join(group_names(idle))}"
+            )
         return tuple(lines)
 
     @property
@@ -203,15 +205,9 @@ def report(model: nn.Module) -> Report:
     converted, others = layers_of(model), uncovered(model)
     reasons = {name: each.reason for name, each in others.items()}
     if not converted:
-        raise ValueError(
-            "; ".join(
-                [
-                    "model: it has no converted layer",
-                    "use kp.fp8.convert(model) first, which converts what is an nn.Linear",
-                    *by_reason(reasons, most=3),
-                ]
-            )
-        )
+        refused = {name: reason for name, reason in reasons.items() if reason != NOT_SELECTED}
+        head = "model: it has no converted layer; use kp.fp8.convert(model) first"
+        raise ValueError("; ".join([head, *by_reason(refused, most=3)]))
     fused = fused_in(model)
     names = {id(layer): name for name, layer in converted.items()}
     norms = {norm: names.get(id(layer)) for norm, layer in norms_in(model).items()}
@@ -221,7 +217,7 @@ def report(model: nn.Module) -> Report:
 
 
 def _notes(layer: LayerReport) -> tuple[str, ...]:
-    """The notes of a layer, with what ``auto`` measured first."""
+    """Return the notes of a layer, preceded by what ``auto`` measured."""
     gains = [f"{found.speedup:.2f}x at {found.rows} rows" for found in layer.measured]
     return (*([f"measured: {', '.join(gains)}"] if gains else []), *layer.notes)
 
@@ -314,7 +310,7 @@ def _layer_report(name: str, layer: Float8Linear, fused: str | None, norm: str |
         notes.append(f"part of the fused SwiGLU {fused!r}" if fused else "part of a fused SwiGLU")
     if layer.fp8_gather is not None:
         reason = layer.fp8_gather
-        notes.append("all-gathered in FP8" if reason is True else f"all-gathered in {dtype}: {reason}")
+        notes.append("all-gathered in FP8" if reason is True else f"not all-gathered in FP8: {reason}")
     if norm is not None:
         notes.append(f"its input is quantized by the norm {norm!r}")
     measured = layer.fp8_measured() if layer.fp8_auto else ()

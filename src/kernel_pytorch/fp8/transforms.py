@@ -29,7 +29,6 @@ __all__ = [
     "transforms_active",
 ]
 
-"""Return whether a ``torch.func`` transform is active. torch's function itself: every eager call uses it."""
 _NAMES = {
     "Grad": "torch.func.grad (or vjp, jacrev)",
     "Vmap": "torch.func.vmap",

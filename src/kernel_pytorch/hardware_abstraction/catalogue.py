@@ -10,7 +10,7 @@ from typing import Any
 from kernel_pytorch.hardware_abstraction.architectures import ARCHITECTURES
 from kernel_pytorch.hardware_abstraction.device import Device, Rates
 
-__all__ = ["CATALOGUE", "catalogue_device"]
+__all__ = ["CATALOGUE", "catalogue_device", "catalogue_of"]
 
 # What vendors print as GB of device memory counts in 2**30. The driver keeps some of it, most where ECC bits
 # live in it (L4), so a probe finds a little less.
@@ -448,6 +448,16 @@ _DEVICES = (
 )  # fmt: skip
 
 CATALOGUE: Mapping[str, Device] = MappingProxyType({known.name: known for known in _DEVICES})
+
+
+def catalogue_of(backend: str) -> tuple[Device, ...]:
+    """Return the catalogue's devices of one backend.
+
+    Example:
+        >>> [device.name for device in catalogue_of("amd")][:2]
+        ['amd/mi250x', 'amd/mi300x']
+    """
+    return tuple(device for device in CATALOGUE.values() if device.backend == backend)
 
 
 def catalogue_device(name: str, catalogue: Mapping[str, Device] = CATALOGUE) -> Device:

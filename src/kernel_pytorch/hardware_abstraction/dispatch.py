@@ -1,8 +1,8 @@
-"""From a call to a kernel: one Function per Op, as a torch custom op and as a short path in plain eager mode.
+"""Dispatch a call of an op to a kernel: a torch custom op, and a short path for plain eager calls.
 
-The custom op (fake and autograd registered) is what ``torch.compile``, ``torch.export``, dispatch modes and
-tensor subclasses see. Plain eager calls skip torch's Python dispatcher, which costs several microseconds a
-call, and reach the same kernels through the same choice; ``benchmarks/selection.py`` measures both.
+The custom op, with fake and autograd implementations, serves ``torch.compile``, ``torch.export``, dispatch modes and
+tensor subclasses. Plain eager calls select a kernel in the same way, but skip torch's Python dispatcher, which costs
+several microseconds a call; ``benchmarks/selection.py`` measures both.
 """
 
 from __future__ import annotations
@@ -62,11 +62,12 @@ __all__ = [
 TORCH_VERSION = tuple(int(part) for part in torch.__version__.split(".")[:2])
 _LIBRARY = torch.library.Library("kernel_pytorch", "FRAGMENT")
 _PLAIN_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
-_MOST_CHOICES = 16384  # per policy; a program with endless new shapes starts over instead of growing
+_MOST_CHOICES = 16384
+"""Maximum number of cached choices per policy; the cache is cleared when it is full."""
 
 
 def forget_choices() -> None:
-    """Drop every choice of this process, so that the next call chooses anew (kept measurements stay kept)."""
+    """Clear all cached choices of this process. Measurements stay in the user's cache directory."""
     for cached in (select, recorded_runs, _prepare):
         cached.cache_clear()
     forget_all_choices()
@@ -76,18 +77,18 @@ _functions: dict[str, Function] = {}
 
 
 def function_of(op: Op) -> Function:
-    """The callable of an op in the table."""
+    """Return the callable of an op in the registry."""
     return _functions[op.name]
 
 
 class Function:
-    """An Op made callable. ``function(*arguments, kernel=None)`` returns the op's outputs as a tuple."""
+    """The callable of an op: ``function(*arguments, kernel=None)`` returns the op's outputs as a tuple."""
 
     def __init__(self, op: Op) -> None:
         self.op = op
         _functions[op.name] = self
         names = op.argument_names
-        # Where each saved value comes from: an argument's position, or an output's.
+        # For each saved value: (True, index of the argument) or (False, index of the output).
         self._saved = [
             (True, names.index(name)) if name in names else (False, op.outputs.index(name)) for name in op.saved
         ]
@@ -124,12 +125,12 @@ class Function:
         return outputs
 
     def _through_torch(self, values: tuple[Any, ...], encoded: str) -> tuple[torch.Tensor, ...]:
-        """The custom op's outputs; torch returns a single one bare."""
+        """Call the custom op. torch returns a single output without a tuple."""
         outputs = self._custom_op(*values, encoded)
         return (outputs,) if len(self.op.outputs) == 1 else outputs
 
     def pinned(self, kernel: str) -> Callable[..., tuple[torch.Tensor, ...]]:
-        """The function with one kernel pinned."""
+        """Return the function with one kernel pinned."""
         return partial(self, kernel=kernel)
 
     def _runner(
@@ -140,10 +141,10 @@ class Function:
             if isinstance(value, torch.Tensor):
                 key += (value.shape, value.stride(), value.dtype, value.device)
             else:
-                key += (type(value), value)  # True is 1 to a dict, and not to a check
+                key += (type(value), value)  # True == 1, but the op's check accepts only one of them
         try:
             found = state.choices.get(tuple(key))
-        except TypeError:  # a list or an array where no list can be: the check says so, with the argument's name
+        except TypeError:  # unhashable, such as a list: the op's check raises an error that names the argument
             self.call(phase, arguments, needs_grad)
             raise
         if found is None:
@@ -154,7 +155,7 @@ class Function:
         return found
 
     def call(self, phase: Phase, arguments: tuple[Any, ...], needs_grad: bool = False) -> Call:
-        """The frozen Call for these arguments, checked."""
+        """Return the ``Call`` for these arguments, after the op's check."""
         names = self.op.argument_names if phase == "forward" else self.op.backward_names
         specs = [TensorSpec.of(value) if isinstance(value, torch.Tensor) else value for value in arguments]
         call = Call(self.op.name, phase, tuple(zip(names, specs, strict=True)), needs_grad)
@@ -167,7 +168,7 @@ class Function:
     ) -> Callable[..., Any]:
         call = self.call(phase, arguments, needs_grad)
         where = _place(arguments)
-        if where.type == "meta":  # shapes without numbers
+        if where.type == "meta":
             return self.op.fake if phase == "forward" else self.op.fake_backward
         device = device_of(where)
         timings = self._timings(call, device, state.policy, arguments)
@@ -182,7 +183,7 @@ class Function:
     def _timings(
         self, call: Call, device: Device, policy: Policy, arguments: tuple[Any, ...] | None
     ) -> tuple[tuple[str, float], ...] | None:
-        """(kernel, seconds) as kept from before, or measured now on the arguments where they are given."""
+        """Return (kernel, seconds) from the cache, or measured on the arguments if they are given; None without."""
         if not policy.measure or not device.present:
             return None
         fits, _ = fitting(call, device, policy)
@@ -194,7 +195,7 @@ class Function:
             if arguments is None:
                 return None
             if _place(arguments).type == "cuda" and torch.cuda.is_current_stream_capturing():
-                return None  # nothing can be timed inside a graph capture
+                return None  # a graph capture cannot be timed
             try:
                 require_quiet(device)
             except BusyMachineError as error:
@@ -202,7 +203,7 @@ class Function:
                 return None
             timings = {}
             timed = placed(_place(arguments), median_seconds)
-            with torch.no_grad():  # as the kernels run later; recording a graph would be timed too
+            with torch.no_grad():  # kernels run without recording a graph
                 for kernel in fits:
                     run = kernel.function(call.phase)
                     timings[kernel.name] = timed(partial(run, device, *arguments), device)
@@ -211,12 +212,12 @@ class Function:
         return tuple(sorted(kept.timings.items()))
 
     def run(self, phase: Phase, arguments: tuple[Any, ...], policy: str) -> tuple[torch.Tensor, ...]:
-        """One phase through the kernel chosen under a policy, outside autograd: for an op made of smaller calls."""
+        """Run one phase by the kernel chosen under an encoded policy, without autograd."""
         outputs: tuple[torch.Tensor, ...] = self._runner(phase, arguments, state_encoded(policy), False)(*arguments)
         return outputs
 
     def backward(self, state: PolicyState, arguments: tuple[Any, ...]) -> tuple[torch.Tensor, ...]:
-        """The op's gradients from (output gradients, saved values), through the chosen kernel's backward."""
+        """Return the op's gradients. ``arguments`` are the output gradients, then the saved values."""
         gradients: tuple[torch.Tensor, ...] = self._runner("backward", arguments, state, False)(*arguments)
         return gradients
 
@@ -224,7 +225,7 @@ class Function:
         return [arguments[i] if is_argument else outputs[i] for is_argument, i in self._saved]
 
     def spread(self, gradients: tuple[torch.Tensor, ...], arguments_count: int, absent: list[bool]) -> list[Any]:
-        """Gradients in the order of the arguments, None where an argument takes none or was None."""
+        """Return the gradients in the order of the arguments; None for an argument that has none or was None."""
         spread: list[Any] = [None] * arguments_count
         for position, gradient, missing in zip(self._differentiable, gradients, absent, strict=True):
             spread[position] = None if missing else gradient
@@ -288,7 +289,7 @@ class Function:
         torch.library.register_autograd(f"kernel_pytorch::{name}_backward", second_derivative, lib=_LIBRARY)
 
     def encoded(self, arguments: tuple[Any, ...], backward: bool = False) -> tuple[Any, ...]:
-        """The arguments as a graph carries them: objects of ours as tensors."""
+        """Encode the arguments that have a codec, such as masks, as tensors, for a graph."""
         if not self.op.codecs:
             return arguments
         names = self.op.backward_names if backward else self.op.argument_names
@@ -298,7 +299,7 @@ class Function:
         )
         if torch.compiler.is_compiling():
             return values
-        # Fake tensors take no others: what a codec made becomes a constant among them, as torch.tensor(...) does.
+        # An operator cannot mix fake and real tensors: lift what a codec made to a fake constant.
         mode = next((value.fake_mode for value in values if isinstance(value, FakeTensor)), None)
         if mode is None:
             return values
@@ -317,7 +318,7 @@ class Function:
         ]
 
     def refuse_tangents(self, values: Any) -> None:
-        """torch would drop the tangents of forward-mode derivatives at a custom op, without a word."""
+        """Raise if a value has a forward-mode tangent: at a custom op torch would drop it silently."""
         if not forward_ad_active():
             return
         for value in values:
@@ -325,24 +326,24 @@ class Function:
                 continue
             try:
                 tangent = forward_ad.unpack_dual(value, level=0).tangent
-            except RuntimeError:  # batched or fake: torch cannot tell, so there may be one
+            except RuntimeError:  # batched or fake tensors: assume that there is one
                 tangent = value
             if tangent is not None:
                 raise NotImplementedError(no_forward_mode(self.op.name))
 
 
 def _no_modes() -> bool:
-    """Whether nothing watches or transforms what torch runs: no dispatch mode, no torch.func, no forward mode."""
+    """Return whether no dispatch mode, ``torch.func`` transform or forward-mode derivative is active."""
     return dispatch_mode_count() == 0 and not transform_active() and not forward_ad_active()
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    """Whether a kernel may read the tensor's memory: not behind a subclass, nor in a view that negates."""
+    """Return whether a kernel may read the tensor's memory: it is no subclass and has no lazy negation."""
     return type(tensor) in _PLAIN_TENSORS and not tensor.is_neg()
 
 
 def plain_call(tensor: torch.Tensor) -> bool:
-    """Whether a function may call a kernel that it knows: nothing watches, and no kernel is pinned."""
+    """Return whether a prepared kernel may serve a call: no mode, transform or policy applies to it."""
     policy = policy_in_force()
     return (
         policy.kernel is None
@@ -374,7 +375,7 @@ def prepared(op: Op, spec: Hashable, tensor: torch.Tensor, *, checked: bool = Fa
         op: the op in the registry.
         spec: the kind of call, of a class that the kernel's ``prepare`` takes.
         tensor: one of the arguments.
-        checked: whether another ``prepared`` of the same call was served, so that nothing watches it.
+        checked: whether another ``prepared`` of the same call was served, so that ``plain_call`` holds.
     """
     if not (tensor.is_cuda or tensor.is_xpu) or torch.compiler.is_compiling():
         return None
@@ -390,13 +391,13 @@ def _prepare(op: str, where: torch.device, spec: Hashable) -> Callable[..., Any]
     if kernel.prepare is None:
         return None
     run: Callable[..., Any] | None = importlib.import_module(kernel.prepare).prepare(device, spec)
-    # It launches kernels and computes nothing in torch, so autocast need not be switched off.
+    # It calls no torch operator, so autocast need not be disabled.
     return placed(where, run) if run is not None and _one_of_several(where) else run
 
 
 def placed(where: torch.device, run: Callable[..., Any]) -> Callable[..., Any]:
-    """The function as kernels must run: without autocast, which would round what they add up, and with torch's
-    current device set to this one, where Triton launches, wherever the tensors are."""
+    """Return ``run`` wrapped to disable autocast, which would round intermediate results, and to set torch's current
+    device, on which Triton launches kernels."""
     several = _one_of_several(where)
 
     def guarded(*arguments: Any) -> Any:
@@ -413,7 +414,7 @@ def placed(where: torch.device, run: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Differentiable(torch.autograd.Function):
-    """The eager path's autograd: the same backward as the custom op's, without its dispatcher."""
+    """Autograd of the short eager path: the custom op's backward without torch's Python dispatcher."""
 
     @staticmethod
     def forward(ctx: Any, function: Function, run: Callable[..., Any], state: PolicyState, *arguments: Any) -> Any:
@@ -430,9 +431,9 @@ class _Differentiable(torch.autograd.Function):
         function = ctx.function
         taken = [gradients[i] for i in function._grad_outputs]
         values = (*taken, *restore(ctx))
-        # With create_graph=True the custom op goes into the graph, and refuses a second derivative there.
+        # With create_graph=True, call the custom op, which raises an error for a second derivative.
         plain = not torch.is_grad_enabled() and _no_modes()
-        for gradient in taken:  # is_grads_batched=True brings batches that no mode announces
+        for gradient in taken:  # is_grads_batched=True passes batched gradients without an active mode
             plain = plain and _is_plain(gradient) and not is_legacy_batched(gradient)
         if plain:
             result = function.backward(ctx.state, values)

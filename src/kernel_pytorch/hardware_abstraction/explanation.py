@@ -1,4 +1,4 @@
-"""``kp.explain``: the choice of a kernel for a call that does not run."""
+"""``kp.explain``: select the kernel of a call, with a reason for every other kernel, without running it."""
 
 from __future__ import annotations
 
@@ -15,27 +15,28 @@ __all__ = ["asked_device", "explain", "explained", "explaining"]
 
 
 class _Explained(BaseException):
-    """Carries the choice out of a call that is only being explained; BaseException so that no caller eats it."""
+    """Carries the choice out of the call. A BaseException, so that no ``except Exception`` catches it."""
 
     def __init__(self, choice: Any) -> None:
         self.choice = choice
 
 
-_asking: dict[int, Device | None] = {}  # thread inside explain() -> the device it asks about, None for the tensors'
+_asking: dict[int, Device | None] = {}
+"""By thread inside ``explain``: the requested device, or None for that of the tensors."""
 
 
 def explaining() -> bool:
-    """Whether this thread is inside ``explain``."""
+    """Return whether this thread is inside ``explain``."""
     return bool(_asking) and threading.get_ident() in _asking
 
 
 def asked_device() -> Device | None:
-    """The device that ``explain`` was asked about on this thread; None for the tensors' own."""
+    """Return the ``device`` argument of this thread's ``explain``; None for the device of the tensors."""
     return _asking.get(threading.get_ident())
 
 
 def explained(choice: Any) -> NoReturn:
-    """End the call that ``explain`` made, with what it is to return."""
+    """End the call that ``explain`` made; ``explain`` returns ``choice``."""
     raise _Explained(choice)
 
 
@@ -45,11 +46,13 @@ def explain(
     device: str | torch.device | Device | None = None,
     **keywords: Any,
 ) -> Choice:
-    """Which kernel a call would use, and why not each other one. Runs no kernel.
+    """Return the kernel that a call would use, with the reason against every other one. Runs no kernel.
 
     Args:
-        function: a function of ours, such as ``kp.rms_norm``.
-        device: ask for another device, by catalogue name, as torch names it or as facts, instead of the tensors' own.
+        function: a public function that calls an op of the registry, such as ``kp.rms_norm``. Its first op is
+            explained.
+        device: a catalogue name (``"nvidia/h200"``, or ``"h200"`` if that is unique), a torch device or a
+            ``kp.Device``; None for the device of the tensors. It need not be present.
 
     Example:
         >>> import torch, kernel_pytorch as kp
@@ -63,7 +66,7 @@ def explain(
 
     if not callable(function):
         raise TypeError(f"function={function!r}: explain takes the function itself, such as kp.rms_norm")
-    # Of this thread alone: what other threads call meanwhile must run.
+    # By thread: calls of other threads must run.
     thread = threading.get_ident()
     _asking[thread] = device if device is None or isinstance(device, Device) else find_device(device)
     try:
@@ -74,4 +77,6 @@ def explain(
     finally:
         del _asking[thread]
     name = getattr(function, "__name__", repr(function))
-    raise TypeError(f"function={name}: it called no op of the table; explain takes functions such as kp.rms_norm")
+    raise TypeError(
+        f"function={name}: it called no op of the registry; explain takes functions such as kp.rms_norm"
+    )

@@ -181,6 +181,11 @@ class Codec:
     decode: Callable[[torch.Tensor], Any]
 
 
+def empty_like_each(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Return an empty contiguous tensor like each of the given ones."""
+    return tuple(torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in tensors)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Op:
     """A mathematical operation: its definition, its shape rules, its cases.
@@ -203,8 +208,9 @@ class Op:
     """Raises ValueError or TypeError with the argument's name, its value and the remedy."""
     fake: Callable[..., tuple[torch.Tensor, ...]]
     """The forward's outputs as empty tensors; takes the op's arguments."""
-    fake_backward: Callable[..., tuple[torch.Tensor, ...]]
-    """The backward's outputs as empty tensors; takes output gradients, then ``saved``."""
+    fake_backward: Callable[..., tuple[torch.Tensor, ...]] = empty_like_each
+    """The backward's outputs as empty tensors; takes output gradients, then ``saved``. The default is for ops without
+    a differentiable output: torch's schema needs a backward with an argument and a result."""
     cases: tuple[Case, ...]
     compile_cases: tuple[str, ...]
     """Names of the cases that are compiled for every architecture, each in its first format."""
@@ -271,4 +277,4 @@ def registered_op(name: str) -> Op:
     for op in registered_ops():
         if op.name == name:
             return op
-    raise ValueError(f"op={name!r}: no such op; the table has {', '.join(op.name for op in registered_ops())}")
+    raise ValueError(f"op={name!r}: no such op; the registry has {', '.join(op.name for op in registered_ops())}")

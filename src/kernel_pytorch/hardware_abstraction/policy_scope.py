@@ -1,4 +1,4 @@
-"""The policy in force: ``kp.policy`` blocks, torch's switch for determinism, and what compiled functions follow."""
+"""``kp.policy``: the current policy of a thread or asyncio task, and the one that compiled functions follow."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ __all__ = [
 
 
 class PolicyState:
-    """A policy with the choices made under it: what the hot path needs, found without hashing the policy."""
+    """A policy with the cache of the choices made under it. Eager calls look it up without hashing the policy."""
 
     __slots__ = ("__weakref__", "choices", "policy")
 
@@ -42,7 +42,7 @@ _states: weakref.WeakSet[PolicyState] = weakref.WeakSet()
 
 
 def forget_all_choices() -> None:
-    """Drop the choices made under every policy."""
+    """Clear the caches of choices of all policies."""
     for state in list(_states):
         state.choices.clear()
 
@@ -59,7 +59,7 @@ def state_encoded(text: str) -> PolicyState:
 
 _NO_POLICY = _state_for(Policy())
 _ambient: ContextVar[PolicyState] = ContextVar("kernel_pytorch_policy", default=_NO_POLICY)
-# torch.compile can guard a module's global and no context variable: the policies in force by thread, and their union.
+# torch.compile guards on module globals, not on context variables: the current policies by thread, and their union.
 _in_force: dict[int, Policy] = {}
 _in_force_lock = threading.Lock()
 _traced = Policy()
@@ -72,7 +72,7 @@ def _torch_demands_determinism() -> bool:
 
 
 def effective_encoded(op: str, kernel: str | None) -> str:
-    """The effective policy's text, in steps that torch.compile can trace and guard."""
+    """Return the encoded policy for an op, by operations that torch.compile can trace and guard on."""
     outer = _traced
     return encode_policy(
         outer.kernel_for(op) if kernel is None else kernel,
@@ -102,26 +102,28 @@ def policy(
     deterministic: bool | None = None,
     measure: bool | None = None,
 ) -> Iterator[Policy]:
-    """Choose under a policy inside the ``with`` block; what is left out keeps the outer policy's value.
+    """Restrict the choice of kernels inside the ``with`` block. Arguments left out keep the outer policy's value.
 
-    The policy holds for this thread, or asyncio task, and for the backward of what it computes. Compiled functions
-    cannot ask which thread they run in: they follow the policies of all threads at once, and are refused where two
-    threads pin different kernels. ``torch.use_deterministic_algorithms(True)`` demands determinism here too.
+    The policy applies to this thread, or asyncio task, and to the backward of its calls. Compiled functions follow
+    the policies of all threads at once, since they cannot guard on the thread; if two threads pin different kernels,
+    their calls raise an error. ``torch.use_deterministic_algorithms(True)`` sets ``deterministic`` too.
 
     Args:
-        kernel: pin one implementation by name, for every op, or for some: ``{"attention": "tiled"}``.
-        deterministic: only kernels that give the same bits each time.
-        measure: time the kernels that fit, once for each shape, and take the fastest. On a machine that does other
-            work nothing is decided: a warning says so, and the choice is that without measuring.
+        kernel: the name of the kernel to use, for every op, or by op: ``{"attention": "tiled"}``.
+        deterministic: use only kernels that give the same bits each time.
+        measure: time the kernels that fit, once for each shape, and use the fastest. On a busy machine nothing is
+            measured: a warning says so, and the choice is that without measuring.
 
     Example:
         >>> import torch, kernel_pytorch as kp
         >>> with kp.policy(deterministic=True, kernel={"rms_norm": "torch"}):
         ...     y = kp.rms_norm(torch.randn(4, 64))
     """
-    for argument, value in (("deterministic", deterministic), ("measure", measure)):
-        if value is not None and not isinstance(value, bool):
-            raise TypeError(f"{argument}={value!r}: use True or False, or leave it out to keep the outer policy's")
+    if kernel is not None and not isinstance(kernel, (str, Mapping)):
+        raise TypeError(f"kernel={kernel!r}: use a kernel's name, a mapping from ops to names, or None")
+    for name, flag in (("deterministic", deterministic), ("measure", measure)):
+        if flag is not None and not isinstance(flag, bool):
+            raise TypeError(f"{name}={flag!r}: use True, False or None")
     outer = _ambient.get()
     base = outer.policy
     inner = Policy(
@@ -140,24 +142,20 @@ def policy(
 
 
 def _merged(base: Policy, kernel: str | Mapping[str, str] | None) -> tuple[tuple[str, str], ...]:
-    """The kernels pinned for single ops; a name for every op replaces those of the outer policy."""
+    """Return the kernels pinned by op. A name for every op replaces the pins of the outer policy."""
     if kernel is None:
         return base.kernels
     if isinstance(kernel, str):
         return ()
-    if not isinstance(kernel, Mapping):
-        raise TypeError(
-            f"kernel={kernel!r}: name a kernel, as 'triton', or one for each op, as {{'attention': 'tiled'}}"
-        )
     for op, name in kernel.items():
-        registered_op(op)  # an error that lists the ops
+        registered_op(op)  # raises an error that lists the ops
         if not isinstance(name, str):
-            raise TypeError(f"kernel={{{op!r}: {name!r}}}: name a kernel, as 'triton'")
+            raise TypeError(f"kernel={{{op!r}: {name!r}}}: use the name of a kernel")
     return tuple(sorted({**dict(base.kernels), **kernel}.items()))
 
 
 def _put_in_force(policy: Policy) -> None:
-    """Note this thread's policy, and work out the union that compiled functions follow."""
+    """Set this thread's policy, and update the union that compiled functions follow."""
     global _traced
     with _in_force_lock:
         if policy == Policy():
@@ -178,12 +176,12 @@ def _put_in_force(policy: Policy) -> None:
 
 
 def policy_in_force() -> Policy:
-    """The policy of this thread, or asyncio task."""
+    """Return the policy of this thread, or asyncio task."""
     return _ambient.get().policy
 
 
 def effective_policy(op: str, kernel: str | None) -> str:
-    """The policy in force for an op as text, with a kernel pinned on top; torch.compile can trace and guard it."""
+    """Return the encoded policy for an op; ``kernel`` overrides its pin. torch.compile can trace and guard on it."""
     if torch.compiler.is_compiling():
         return effective_encoded(op, kernel)
     return effective_state(op, kernel).policy.encoded

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from kernel_pytorch.hardware_abstraction.catalogue import CATALOGUE, catalogue_device
+from kernel_pytorch.hardware_abstraction.catalogue import catalogue_device, catalogue_of
 from kernel_pytorch.hardware_abstraction.device import Device
 from kernel_pytorch.hardware_abstraction.op import Kernel, registered_op
 
@@ -179,7 +179,7 @@ def _generic() -> Backend:
         name="generic",
         title="Devices that PyTorch runs and no backend describes",
         probe=tuple,
-        catalogue=tuple(known for known in CATALOGUE.values() if known.backend == "generic"),
+        catalogue=catalogue_of("generic"),
         kernels=tuple(kernel for kernel in ours[0] if all(kernel in kernels for kernels in ours)),
     )
 
@@ -271,10 +271,10 @@ def device(name: str | torch.device | None = None, *, measure: bool = False) -> 
         >>> kp.device("amd/mi300x").warp_size
         64
     """
+    if name is not None and not isinstance(name, (str, torch.device)):
+        raise TypeError(f"name={name!r}: use a torch device, a name of the catalogue, or None")
     if name is None:
         chosen = devices()[0]
-    elif not isinstance(name, (str, torch.device)):
-        raise TypeError(f"name={name!r}: a {type(name).__name__} names no device; use a string or a torch.device")
     else:
         wanted = None
         with contextlib.suppress(RuntimeError):  # torch cannot parse it: a catalogue name

@@ -9,7 +9,7 @@ import torch
 from kernel_pytorch.hardware_abstraction.device import Device
 from kernel_pytorch.hardware_abstraction.dispatch import Function
 from kernel_pytorch.hardware_abstraction.op import Call, Kernel
-from kernel_pytorch.ops.fp8_cast.definition import FP8_CAST
+from kernel_pytorch.ops.fp8_cast.definition import FP8_CAST, as_matrix, without_float64
 
 __all__ = ["KERNEL_TORCH", "KERNEL_TRITON", "Cast", "fp8_cast", "refusal"]
 
@@ -88,8 +88,7 @@ def fp8_cast(
         >>> cast.amax.item(), cast.nonfinite[0].item(), cast.saturated[0].item()
         (3.5, 1, 0)
     """
-    if isinstance(x, torch.Tensor):
-        x = x.detach() if x.ndim <= 2 else x.detach().flatten(0, -2)
+    x = as_matrix(x)
     data, data_t, inverse, inverse_t, amax, counts, next_history = _function(
         x, number_format, granularity, transposed, history, power_of_two, kernel=kernel
     )
@@ -98,9 +97,7 @@ def fp8_cast(
 
 
 def _supports(call: Call, device: Device) -> str | None:
-    if not device.supports("float64"):
-        return f"computes scales in float64, which {device.arch} does not"
-    return None
+    return without_float64(device)
 
 
 def refusal(device: Device, shape: tuple[int, ...], granularity: str) -> str | None:
@@ -111,9 +108,7 @@ def refusal(device: Device, shape: tuple[int, ...], granularity: str) -> str | N
     """
     if granularity == "square" and tuple(shape) == (1, 1):
         return "1x1 input with 128x128 scaling is miscompiled by ptxas 12.8"
-    if not device.supports("float64"):
-        return f"computes scales in float64, which {device.arch} does not"
-    return None
+    return without_float64(device)
 
 
 def _triton_supports(call: Call, device: Device) -> str | None:

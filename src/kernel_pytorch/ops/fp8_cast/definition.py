@@ -73,6 +73,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from kernel_pytorch.hardware_abstraction.device import Device
 from kernel_pytorch.hardware_abstraction.formats import FORMATS, Format, format_named
 from kernel_pytorch.hardware_abstraction.op import Call, Case, Draw, Op, TensorSpec
 
@@ -155,16 +156,16 @@ def _spread(scale: npt.NDArray[np.float32], granularity: str, rows: int, columns
 def _quantise(
     x: npt.NDArray[np.float32], scale: npt.NDArray[np.float32], granularity: str, chosen: Format
 ) -> tuple[npt.NDArray[np.uint8], list[int]]:
-    """Return the codes of a matrix, and its underflowed and non-finite counts."""
+    """Return the quantized data of a matrix, and its underflowed and non-finite counts."""
     spread = _spread(scale, granularity, *x.shape)
     finite = np.isfinite(x)
     with np.errstate(over="ignore", invalid="ignore", under="ignore"):
         product = x * spread
     # A finite element whose product overflows float32 saturates too.
     clipped = np.clip(product, -chosen.largest, chosen.largest)
-    codes = chosen.encode(np.where(finite, clipped, np.nan))
-    underflowed = finite & (x != 0) & (chosen.decode(codes) == 0)
-    return codes, [int(underflowed.sum()), int((~finite).sum())]
+    data = chosen.encode(np.where(finite, clipped, np.nan))
+    underflowed = finite & (x != 0) & (chosen.decode(data) == 0)
+    return data, [int(underflowed.sum()), int((~finite).sum())]
 
 
 def reference(
@@ -180,26 +181,26 @@ def reference(
     x_RC = x.detach().to("cpu", torch.float32).numpy()
     magnitude = np.where(np.isfinite(x_RC), np.abs(x_RC), 0).astype(np.float64)
     counts = np.zeros((2, 4), dtype=np.int64)
-    remembered = None if history is None else _remembered(history, chosen, power_of_two)
+    delayed_scale = None if history is None else _delayed_scale(history, chosen, power_of_two)
 
     def quantise(
         matrix: npt.NDArray[np.float32], sizes: npt.NDArray[np.float64], copy: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
         scales, saturated = _scales(_largest(sizes, granularity), chosen, power_of_two), 0
-        if remembered is not None:
+        if delayed_scale is not None:
             with np.errstate(over="ignore"):
-                scaled = np.abs(np.where(np.isfinite(matrix), matrix, 0)) * remembered
+                scaled = np.abs(np.where(np.isfinite(matrix), matrix, 0)) * delayed_scale
             saturated = int((scaled > chosen.largest).sum())
             largest = scaled.max(initial=0)
             below = largest < 2.0**NORMAL_BINADES * chosen.smallest_normal and bool(sizes.any())
-            scales = scales if saturated or below else remembered
-        codes, lost = _quantise(matrix, scales, granularity, chosen)
-        counts[copy] = [saturated, *lost, matrix.size]
+            scales = scales if saturated or below else delayed_scale
+        data, underflowed_nonfinite = _quantise(matrix, scales, granularity, chosen)
+        counts[copy] = [saturated, *underflowed_nonfinite, matrix.size]
         with np.errstate(divide="ignore", over="ignore"):
             inverse = (1.0 / scales.astype(np.float64)).astype(np.float32)
         laid_out = empty_inverse(x, granularity, *matrix.shape)
         laid_out.copy_(torch.from_numpy(np.array(inverse)))
-        return torch.from_numpy(codes).to(x.device).view(chosen.dtype), laid_out
+        return torch.from_numpy(data).to(x.device).view(chosen.dtype), laid_out
 
     data, inverse = quantise(x_RC, magnitude, 0)
     data_t, inverse_t = x.new_empty((0, 0), dtype=chosen.dtype), x.new_empty(0, dtype=torch.float32)
@@ -213,7 +214,7 @@ def reference(
     return data, data_t, inverse, inverse_t, amax, torch.from_numpy(counts).to(x.device), next_history
 
 
-def _remembered(history: torch.Tensor, chosen: Format, power_of_two: bool) -> npt.NDArray[np.float32] | None:
+def _delayed_scale(history: torch.Tensor, chosen: Format, power_of_two: bool) -> npt.NDArray[np.float32] | None:
     """Return the delayed scale of a history; None if it has no positive finite entry."""
     entries = history.detach().to("cpu").numpy().astype(np.float64)
     largest = np.asarray(entries[np.isfinite(entries)].max(initial=0.0))
@@ -273,8 +274,18 @@ def fake(
     )
 
 
-def fake_backward(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    return (torch.empty_like(x, memory_format=torch.contiguous_format),)
+def as_matrix(x: Any) -> Any:
+    """Detach a tensor and flatten its leading dimensions. Anything else is returned for the check to refuse."""
+    if isinstance(x, torch.Tensor):
+        return x.detach() if x.ndim <= 2 else x.detach().flatten(0, -2)
+    return x
+
+
+def without_float64(device: Device) -> str | None:
+    """Return why a device cannot compute scales, for ``Kernel.supports``; None if it has float64."""
+    if device.supports("float64"):
+        return None
+    return f"computes scales in float64, which {device.arch} does not"
 
 
 def traffic(call: Call) -> int:
@@ -414,7 +425,6 @@ FP8_CAST = Op(
     reference=reference,
     check=check,
     fake=fake,
-    fake_backward=fake_backward,
     cases=CASES,
     compile_cases=(*(f"8192x4096-{kind}" for kind in GRANULARITIES), "8192x4096-tensor-delayed", "both-row"),
     traffic=traffic,

@@ -68,27 +68,27 @@ def _scaled_mm_supports(call: Call, device: Device) -> str | None:
     blocks = pair in BLOCK_PAIRS
     (m, k), n = a.shape, b.shape[0]
     if 0 in (m, k, n):
-        return "has nothing to multiply"
+        return "does not take empty matrices"
     if blocks and (k % 128 or n % 128 or m % 4):
-        return f"takes whole blocks of 128 and M in multiples of 4, and M, K, N are {m}, {k}, {n}"
+        return f"needs K and N in multiples of 128 and M of 4 for block scaling; M, K, N are {m}, {k}, {n}"
     if device.backend == "cpu":
         if TORCH_VERSION < (2, 13):
             return f"was checked on a CPU with torch 2.13, and this is {torch.__version__}"
-        return "has no scales of blocks on a CPU" if blocks else None
+        return "does not support block scaling on a CPU" if blocks else None
     if call["sums"] == "float32":
-        return f"adds up in the accumulators of {device.arch}, and the call asks for float32; use sums='promoted'"
+        return f"accumulates in the matrix units of {device.arch}, not in float32; use sums='promoted'"
     for operand in (a, b):
         if operand.format not in device.matrix_formats:
             return f"the matrix units of {device.arch} do not multiply {operand.format}"
     if pair == ("row", "row") and call["dtype"] != "bfloat16":
-        return f"gives bfloat16 alone for scales of rows, and the call asks for {call['dtype']}"
+        return f"supports rowwise scaling with bfloat16 output only, not {call['dtype']}"
     if blocks and device.arch != "sm_90":
-        return f"{device.arch} has no scales of blocks"
-    # cuBLAS reads rows of such scales in fours; on an H200 torch 2.11 passed other sizes on without an error.
+        return f"does not support block scaling on {device.arch}"
+    # cuBLAS reads such scales in groups of four; on an H200, torch 2.11 did not check that.
     if pair == ("block", "square") and (k // 128) % 4 and n > 128:
-        return f"takes scales of squares for K in multiples of 512, and K is {k}"
+        return f"needs K in multiples of 512 for 128x128 block scaling; K is {k}"
     if blocks and call["sums"] == "fast":
-        return "adds blocks up in float32, and the call asks for fast sums; use sums='promoted'"
+        return "accumulates blocks in float32, so it has no fast accumulation; use sums='promoted'"
     return None
 
 

@@ -171,10 +171,6 @@ def fake(
     return (a.new_empty((a.shape[0], b.shape[0]), dtype=OUTPUTS[dtype]),)
 
 
-def fake_backward(a: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    return (torch.empty_like(a, memory_format=torch.contiguous_format),)
-
-
 def traffic(call: Call) -> int:
     tensors: tuple[TensorSpec, ...] = tuple(call[name] for name in ("a", "b", "inverse_a", "inverse_b"))
     read = sum(math.prod(tensor.shape) * tensor.dtype.itemsize for tensor in tensors)
@@ -273,7 +269,6 @@ FP8_MATMUL = Op(
     reference=reference,
     check=check,
     fake=fake,
-    fake_backward=fake_backward,
     cases=CASES,
     compile_cases=(),
     traffic=traffic,

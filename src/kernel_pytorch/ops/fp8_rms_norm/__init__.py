@@ -9,6 +9,7 @@ import torch
 from kernel_pytorch.hardware_abstraction.device import Device
 from kernel_pytorch.hardware_abstraction.dispatch import Function
 from kernel_pytorch.hardware_abstraction.op import Call, Kernel
+from kernel_pytorch.ops.fp8_cast.definition import as_matrix, without_float64
 from kernel_pytorch.ops.fp8_rms_norm.definition import FP8_RMS_NORM
 
 __all__ = ["KERNEL_TORCH", "KERNEL_TRITON", "Normal", "fp8_rms_norm"]
@@ -79,17 +80,15 @@ def fp8_rms_norm(
         tensor([[ 0.5625, -1.1250,  0.5625],
                 [ 0.0000,  1.0000, -0.6875]])
     """
-    if isinstance(x, torch.Tensor):
-        x = x.detach() if x.ndim <= 2 else x.detach().flatten(0, -2)
     if isinstance(weight, torch.Tensor):
         weight = weight.detach()
-    return Normal(*_function(x, weight, eps, number_format, transposed, history, power_of_two, kernel=kernel))
+    return Normal(
+        *_function(as_matrix(x), weight, eps, number_format, transposed, history, power_of_two, kernel=kernel)
+    )
 
 
 def _supports(call: Call, device: Device) -> str | None:
-    if call["number_format"] is not None and not device.supports("float64"):
-        return f"computes scales in float64, which {device.arch} does not"
-    return None
+    return None if call["number_format"] is None else without_float64(device)
 
 
 KERNEL_TRITON = Kernel(

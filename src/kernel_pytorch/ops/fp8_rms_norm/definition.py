@@ -166,10 +166,6 @@ def fake(
     )
 
 
-def fake_backward(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    return (torch.empty_like(x, memory_format=torch.contiguous_format),)
-
-
 def traffic(call: Call) -> int:
     x: TensorSpec = call["x"]
     weight: TensorSpec | None = call["weight"]
@@ -309,7 +305,6 @@ FP8_RMS_NORM = Op(
     meaning=meaning,
     check=check,
     fake=fake,
-    fake_backward=fake_backward,
     cases=CASES,
     compile_cases=("tails", "delayed", "no-copy", "8192x4096", "8192x4096-delayed"),
     traffic=traffic,

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from kernel_pytorch.hardware_abstraction.device import Device
 from kernel_pytorch.hardware_abstraction.dispatch import Function
 from kernel_pytorch.hardware_abstraction.op import Call, Kernel
+from kernel_pytorch.ops.fp8_cast.definition import as_matrix, without_float64
 from kernel_pytorch.ops.fp8_swiglu.definition import FP8_SWIGLU
 from kernel_pytorch.ops.fp8_swiglu.grad_definition import FP8_SWIGLU_GRAD
 
@@ -103,7 +103,7 @@ def fp8_swiglu(
         >>> h.amax, h.counts.tolist()
         (tensor(9.9331), [0, 0, 0])
     """
-    gate, up = _matrix(gate), _matrix(up)
+    gate, up = as_matrix(gate), as_matrix(up)
     return Hidden(*_function(gate, up, number_format, history, power_of_two, kernel=kernel))
 
 
@@ -148,7 +148,7 @@ def fp8_swiglu_grad(
         >>> (found.h_t.float() * h.inverse).shape, torch.equal(found.dup_t.float(), found.dup.float().t())
         (torch.Size([3, 1]), True)
     """
-    dh, gate, up = _matrix(dh), _matrix(gate), _matrix(up)
+    dh, gate, up = as_matrix(dh), as_matrix(gate), as_matrix(up)
     return HiddenGradients(
         *_function_grad(
             dh,
@@ -165,17 +165,8 @@ def fp8_swiglu_grad(
     )
 
 
-def _matrix(x: Any) -> Any:
-    """Reshape a tensor to a matrix. Anything else is returned as it is, for the check to raise an error."""
-    if isinstance(x, torch.Tensor):
-        return x.detach() if x.ndim <= 2 else x.detach().flatten(0, -2)
-    return x
-
-
 def _supports(call: Call, device: Device) -> str | None:
-    if not device.supports("float64"):
-        return f"computes scales in float64, which {device.arch} does not"
-    return None
+    return without_float64(device)
 
 
 KERNEL_TRITON = Kernel(

@@ -50,7 +50,6 @@ __all__ = [
     "check_history",
     "check_matrices",
     "check_power_of_two",
-    "fake_backward",
     "gradients",
     "hidden",
     "in_place_of_codes",
@@ -207,10 +206,6 @@ def fake(
     )
 
 
-def fake_backward(gate: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    return (torch.empty_like(gate, memory_format=torch.contiguous_format),)
-
-
 def traffic(call: Call) -> int:
     gate: TensorSpec = call["gate"]
     return math.prod(gate.shape) * (2 * gate.dtype.itemsize + 1)
@@ -334,7 +329,6 @@ FP8_SWIGLU = Op(
     meaning=meaning,
     check=check,
     fake=fake,
-    fake_backward=fake_backward,
     cases=CASES,
     compile_cases=("tails", "delayed", "16384x14336", "16384x14336-delayed"),
     traffic=traffic,
