@@ -140,6 +140,8 @@ def read_plan(source: Plan | str | os.PathLike[str]) -> Plan:
     """Return a plan from a file or as it is."""
     if isinstance(source, Plan):
         return source
+    if not isinstance(source, (str, os.PathLike)):
+        raise TypeError(f"plan={source!r}: use a plan of kp.optimize, or the file that it was saved in")
     try:
         plan: Plan = msgspec.json.decode(Path(source).read_bytes(), type=Plan)
     except (OSError, UnicodeDecodeError, msgspec.DecodeError) as error:

@@ -54,15 +54,35 @@ class Workload:
         loss.backward()
         return loss
 
+    def check(self, example: Example) -> None:
+        """Run the model once, so that arguments it cannot take are an error that names them."""
+        own = example.own()
+        try:
+            with self.kept(), self.own_random_state(), torch.no_grad():
+                self.model(*own.args, **own.kwargs)
+        except Exception as error:
+            raise ValueError(
+                f"inputs: the model fails on input {example.label} with {type(error).__name__}: {error}; give "
+                "arguments that model(...) takes, on the model's device and in its dtype"
+            ) from error
+
     def loss_of(self, output: Any) -> torch.Tensor:
         """Return the loss of an output: the user's, the model's own, or the mean square of its tensors."""
         if self.loss is not None:
-            return self.loss(output)
+            found = self.loss(output)
+            if not isinstance(found, torch.Tensor) or found.numel() != 1 or not found.requires_grad:
+                what = _described(found) if isinstance(found, torch.Tensor) else f"a {type(found).__name__}"
+                raise ValueError(f"loss: returned {what}; return a tensor of one element that requires gradients")
+            return found
         own = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
         if isinstance(own, torch.Tensor):
             return own
         tensors = [tensor for _, tensor in leaves(output) if tensor.is_floating_point() and tensor.requires_grad]
         if not tensors:
+            if not any(parameter.requires_grad for parameter in self.model.parameters()):
+                raise ValueError(
+                    "model: no parameter requires gradients, so it cannot be trained; use goal='latency'"
+                )
             raise ValueError("model: no output takes part in autograd; pass loss=, a function of the output")
         if len(tensors) == 1 and tensors[0].ndim == 0:
             return tensors[0]
@@ -192,6 +212,11 @@ def _on_host(tensor: torch.Tensor) -> torch.Tensor:
 
 def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
     return one.shape == other.shape and torch.equal(one.detach().nan_to_num(), other.nan_to_num())
+
+
+def _described(tensor: torch.Tensor) -> str:
+    gradients = "" if tensor.requires_grad else " without gradients"
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}{gradients}"
 
 
 def _norm(tensor: torch.Tensor) -> float:
