@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kernel_pytorch.optimization.examples import Example
+from kernel_pytorch.optimization.examples import Example, real
 from kernel_pytorch.optimization.reference import Reference, difference, reference_of
 from kernel_pytorch.optimization.workload import Observation, Workload, without_dropout
 
@@ -237,7 +237,9 @@ def _state(workload: Workload) -> dict[str, tuple[str, str]]:
     """The state dict: names, shapes and dtypes, and a checksum of the values; a copy would double a large model."""
     state = workload.model.state_dict()
     return {
-        name: (_kind(value), _checksum(value)) for name, value in state.items() if isinstance(value, torch.Tensor)
+        name: (_kind(value), _checksum(real(value)))
+        for name, value in state.items()
+        if isinstance(value, torch.Tensor)
     }
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from kernel_pytorch.optimization.edits import Edits
-from kernel_pytorch.optimization.examples import Example, leaves
+from kernel_pytorch.optimization.examples import Example, leaves, real
 
 __all__ = ["Loss", "Observation", "Workload"]
 
@@ -92,7 +92,7 @@ class Workload:
     def observe(
         self, example: Example, seed: int, steps: int = 0, rate: float = 0.0, *, to_host: bool = False
     ) -> Observation:
-        """Run on copies of the arguments, and return everything that a candidate must not change.
+        """Run on copies of the arguments, and return everything that a candidate must not change, in real numbers.
 
         With ``steps``, so many SGD steps of this rate follow, and the loss before each is returned as well. The
         weights and buffers are put back. With ``to_host`` outputs and gradients are returned in host memory.
@@ -117,19 +117,20 @@ class Workload:
                 seen["loss"] = loss.detach().clone()
                 for name, parameter in self.model.named_parameters():
                     if parameter.grad is not None:
-                        copy = seen[f"gradient.{name}"] = copied(parameter.grad)
+                        copy = copied(parameter.grad)
+                        seen[f"gradient.{name}"] = real(copy)
                         if not to_host:  # the copy takes its place, so that both never exist for all
                             parameter.grad = copy
             for name, tensor in leaves(output):
-                seen[f"output.{name}"] = copied(tensor)
+                seen[f"output.{name}"] = real(copied(tensor))
             del output
             for name, tensor in leaves((own.args, dict(own.kwargs))):
-                seen[f"argument.{name}"] = tensor.detach()
+                seen[f"argument.{name}"] = real(tensor.detach())
             for name, parameter in self.model.named_parameters():
                 if parameter._version != versions.get(name):
-                    seen[f"weight.{name}, which the call changed,"] = parameter.detach().clone()
+                    seen[f"weight.{name}, which the call changed,"] = real(parameter.detach().clone())
             for name, buffer in self.model.named_buffers():
-                seen[f"buffer.{name}"] = buffer.detach().clone()
+                seen[f"buffer.{name}"] = real(buffer.detach().clone())
             for number in range(1, steps + 1):
                 self._update(rate)
                 loss = self.loss_of(self.model(*own.args, **own.kwargs))
@@ -141,7 +142,7 @@ class Workload:
         """Note whether the call of an observation changed its arguments."""
         given = dict(leaves((example.args, dict(example.kwargs))))
         found = {name.removeprefix("argument."): x for name, x in observation.items() if name[:9] == "argument."}
-        same = given.keys() == found.keys() and all(_equal(x, found[name]) for name, x in given.items())
+        same = given.keys() == found.keys() and all(_equal(real(x), found[name]) for name, x in given.items())
         object.__setattr__(self, "changes_arguments", self.changes_arguments or not same)
 
     def rate(self, observation: Observation) -> float:
