@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import json
+import linecache
 import math
 import pickle
 import subprocess
@@ -188,6 +190,40 @@ def test_a_second_run_resumes() -> None:
     third = ScriptedTimer()
     optimised(small(), (x(),), timer=third, resume=False)
     assert len(third.arms) == len(first.arms)
+
+
+def test_a_second_run_does_not_trust_times_of_a_noisier_machine() -> None:
+    class Noisy(ScriptedTimer):
+        def __call__(self, arms: Any, device: torch.device, seconds: float) -> list[list[float]]:
+            times = super().__call__(arms, device, seconds)
+            if arms[0].name == arms[1].name == "eager":
+                times[1] = [1.2 * value for value in times[1]]
+            return times
+
+    noisy = optimised(small(), (x(),), timer=Noisy(default=0.9), resume=True)
+    assert not noisy.plan.steps
+    assert "within the noise of 20.0%" in str(noisy.report)
+    quiet = optimised(small(), (x(),), timer=ScriptedTimer(default=0.9), resume=True)
+    assert quiet.plan.steps
+    assert "read from an earlier run" not in str(quiet.report)
+
+
+def test_a_second_run_does_not_trust_trials_of_other_source(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "model_with_other_source.py"
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    resumed = []
+    for factor in (2, 30, 30):
+        text = f"return {factor} * super().forward(x)"
+        file.write_text(f"import torch\n\nclass Own(torch.nn.ReLU):\n    def forward(self, x):\n        {text}\n")
+        sys.modules.pop(file.stem, None)
+        linecache.checkcache()
+        own = importlib.import_module(file.stem).Own()
+        report = str(optimised(nn.Sequential(*small(), own), (x(),)).report)
+        resumed.append("read from an earlier run" in report)
+    assert resumed == [False, False, True]
 
 
 def test_the_budget_ends_the_search() -> None:

@@ -32,6 +32,7 @@ from kernel_pytorch.optimization.plan import (
     fingerprint,
     library_versions,
     read_plan,
+    source_digest,
 )
 from kernel_pytorch.optimization.report import Refusal, Report
 from kernel_pytorch.optimization.results import Progress
@@ -155,7 +156,9 @@ def optimize(
                 parameter.grad = gradient
     result = search.result
     if cache.resumed:
-        result.notes.append(f"{cache.resumed} trials were read from an earlier run")
+        result.notes.append(
+            f"{cache.resumed} trials were read from an earlier run; resume=False (--no-resume) makes them anew"
+        )
     sites = {candidate.name: found for candidate, found in matched}
     known = {candidate.name: candidate for candidate, _ in matched}
     plan = plan_of(model, context, decibels, result, known, sites)
@@ -317,6 +320,7 @@ def _problem(model: nn.Module, context: Context, budget_db: float) -> str:
     return repr(
         (
             fingerprint(model),
+            source_digest(model),
             context.goal,
             device_name(context.device),
             signatures,

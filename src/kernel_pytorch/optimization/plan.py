@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import importlib.metadata
+import inspect
 import os
 import platform
 from collections.abc import Iterable
@@ -27,6 +28,7 @@ __all__ = [
     "fingerprint",
     "library_versions",
     "read_plan",
+    "source_digest",
 ]
 
 _VERSION = 1
@@ -177,6 +179,15 @@ def fingerprint(model: nn.Module) -> Fingerprint:
         tensors=_digest(tensors),
         config=_digest(_configuration(config)) if config is not None else "",
     )
+
+
+def source_digest(model: nn.Module) -> str:
+    """Return a digest of the source of all classes of modules, as far as it can be read."""
+    sources = []
+    for kind in dict.fromkeys(type(module) for module in model.modules()):
+        with contextlib.suppress(OSError, TypeError):  # typed in a shell, or written in C++
+            sources.append(inspect.getsource(kind))
+    return _digest(sources)
 
 
 def library_versions(names: Iterable[str] = LIBRARIES) -> dict[str, str]:
