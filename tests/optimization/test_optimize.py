@@ -270,7 +270,7 @@ def test_a_plan_that_does_not_fit_says_what_differs() -> None:
     with pytest.raises(PlanError, match="number of parameters"):
         kp.apply(other, plan)
     frozen = small().requires_grad_(False)
-    with pytest.raises(PlanError, match="names, shapes, dtypes or ties"):
+    with pytest.raises(PlanError, match="names, shapes, dtypes, requires_grad or ties"):
         kp.apply(frozen, plan, force=True)
     import msgspec
 
