@@ -384,7 +384,7 @@ def test_what_must_not_be_rewritten_is_left_alone_with_a_reason() -> None:
     assert set(reasons) == {"1", "2", "3"}
 
 
-def test_random_outputs_that_are_not_dropout_change_nothing() -> None:
+def test_outputs_that_cannot_be_compared_change_nothing() -> None:
     class Noisy(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -393,9 +393,19 @@ def test_random_outputs_that_are_not_dropout_change_nothing() -> None:
         def forward(self, value: torch.Tensor) -> torch.Tensor:
             return self.linear(value) + torch.randn(64)
 
-    best = optimised(Noisy(), (x(),))
-    assert not best.plan.steps
-    assert "changes with the random seed" in best.report.notes[0]
+    class Counts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.calls = nn.Linear(64, 64), 0
+
+        def forward(self, value: torch.Tensor) -> torch.Tensor:
+            self.calls += 1
+            return self.linear(value) + self.calls
+
+    for model, change in ((Noisy(), "with the random seed"), (Counts(), "from call to call")):
+        best = optimised(model, (x(),))
+        assert not best.plan.steps
+        assert f"changes {change}" in best.report.notes[0]
 
 
 def test_tied_weights_stay_tied() -> None:

@@ -121,7 +121,11 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="plan", 
             ("class", self.fingerprint.model, now.model),
             ("number of parameters", self.fingerprint.parameters, now.parameters),
             ("names or classes of modules", self.fingerprint.modules, now.modules),
-            ("names, shapes, dtypes, requires_grad or ties of parameters and buffers", self.fingerprint.tensors, now.tensors),
+            (
+                "names, shapes, dtypes, requires_grad or ties of parameters and buffers",
+                self.fingerprint.tensors,
+                now.tensors,
+            ),
             ("configuration", self.fingerprint.config, now.config),
         ):
             if was != has:

@@ -67,7 +67,7 @@ class Verifier:
         ]
         self._steps = _OPTIMIZER_STEPS if workload.training else 0
         self.random = ""
-        """What is random about the model even without dropout; empty where nothing is."""
+        """What is random or kept between calls even without dropout; empty where nothing is."""
         dropout = without_dropout(workload.model)
         try:
             first = self._cases[0][1]
@@ -76,7 +76,10 @@ class Verifier:
             workload.watch_arguments(first, once)
             outputs = [name for name in once if name.startswith("output.") and _differ(once[name], other[name])]
             if outputs:
-                self.random = f"{outputs[0].removeprefix('output.')} changes with the random seed, without dropout"
+                output = outputs[0]
+                again = workload.observe(first, _SEED)
+                by = "from call to call" if _differ(once[output], again[output]) else "with the random seed"
+                self.random = f"{output.removeprefix('output.')} changes {by}, without dropout"
             self._references = [self._reference(case) for _, case in self._cases]
         finally:
             dropout.undo()
