@@ -3,8 +3,9 @@
 Run it with ``python benchmarks/optimize.py``; add ``--record`` in a clean checkout to keep the result. Every plan is
 verified by kp.optimize itself before it is timed: exact steps against a float64 budget, approximate ones in dB. The
 arms of a model are then timed in turns once more, apart from the search. On a CPU the models are small versions of
-architectures of transformers; on a GPU they are a Llama-3-shaped training step of 2 x 4096 tokens, its prefill
-of 8k tokens, a Mistral-shaped prefill of 32k tokens with a window of 4096, ViT-L and a Whisper encoder, in bfloat16.
+architectures of transformers, and an ``nn.Transformer``; on a GPU they are a Llama-3-shaped training step of
+2 x 4096 tokens, its prefill of 8k tokens, a Mistral-shaped prefill of 32k tokens with a window of 4096, ViT-L and a
+Whisper encoder, in bfloat16.
 Liger and torchao take part where they can be imported. A prefill computes the logits of the last token alone, as
 generation does, and may use steps of 15 dB, such as FP8. ``--small`` runs tiny versions to check the program itself.
 
@@ -73,9 +74,16 @@ class Case:
 
 
 def text(
-    kind: str, rows: int, tokens: int, *, labels: bool = False, head: str = "ForCausalLM", **fields: Any
+    kind: str,
+    rows: int,
+    tokens: int,
+    *,
+    labels: bool = False,
+    head: str = "ForCausalLM",
+    decoded: int = 0,
+    **fields: Any,
 ) -> Any:
-    """A decoder of transformers with random weights."""
+    """A text model of transformers with random weights; ``decoded`` is the number of tokens for its decoder."""
 
     def make(device: torch.device) -> tuple[torch.nn.Module, Any]:
         import transformers
@@ -86,7 +94,9 @@ def text(
         with torch.device(device):
             model = getattr(transformers, f"{kind}{head}")(config).to(dtype)
         ids = torch.randint(config.vocab_size, (rows, tokens), device=device)
-        prefill = {"logits_to_keep": 1} if device.type != "cpu" else {"use_cache": False}
+        prefill: dict[str, Any] = {"logits_to_keep": 1} if device.type != "cpu" else {"use_cache": False}
+        if decoded:
+            prefill["decoder_input_ids"] = torch.randint(config.vocab_size, (rows, decoded), device=device)
         return model.train(labels), {"input_ids": ids, **({"labels": ids} if labels else prefill)}
 
     return make
@@ -108,8 +118,8 @@ def pixels(kind: str, rows: int, size: int, **fields: Any) -> Any:
     return make
 
 
-def speech(rows: int, **fields: Any) -> Any:
-    """The encoder of Whisper with random weights."""
+def speech(rows: int, *, decoded: int = 0, **fields: Any) -> Any:
+    """Whisper with random weights; its encoder alone where ``decoded``, the number of text tokens, is zero."""
 
     def make(device: torch.device) -> tuple[torch.nn.Module, Any]:
         import transformers
@@ -117,9 +127,25 @@ def speech(rows: int, **fields: Any) -> Any:
         torch.manual_seed(0)
         config = transformers.WhisperConfig(**fields)
         dtype = torch.bfloat16 if device.type != "cpu" else torch.float32
-        model = transformers.WhisperModel(config).encoder.to(device, dtype).eval()
+        model = transformers.WhisperModel(config).to(device, dtype).eval()
         frames = 2 * config.max_source_positions
-        return model, {"input_features": torch.randn(rows, config.num_mel_bins, frames, device=device, dtype=dtype)}
+        inputs = {"input_features": torch.randn(rows, config.num_mel_bins, frames, device=device, dtype=dtype)}
+        if not decoded:
+            return model.encoder, inputs
+        inputs["decoder_input_ids"] = torch.randint(config.vocab_size, (rows, decoded), device=device)
+        return model, {**inputs, "use_cache": False}
+
+    return make
+
+
+def plain_transformer(rows: int, tokens: int, width: int, inner: int, layers: int, heads: int) -> Any:
+    """PyTorch's own ``nn.Transformer`` with random weights."""
+
+    def make(device: torch.device) -> tuple[torch.nn.Module, Any]:
+        torch.manual_seed(0)
+        model = torch.nn.Transformer(width, heads, layers, layers, inner, batch_first=True, device=device).eval()
+        source, target = (torch.randn(rows, length, width, device=device) for length in (tokens, tokens // 2))
+        return model, (source, target)
 
     return make
 
@@ -172,24 +198,24 @@ def large_cases(small: bool) -> list[Case]:
 
 
 def small_cases(small: bool) -> list[Case]:
-    """What is run on a CPU."""
-    width, layers, tokens = (32, 1, 16) if small else (512, 4, 256)
+    """What is run on a CPU: two layers of each architecture, so that a compilation takes seconds."""
+    width, layers, tokens, size = (32, 1, 16, 32) if small else (512, 2, 256, 224)
     common = decoder(width, 3 * width, layers, 8, 4, 64 if small else 8192)
     plain = {key: value for key, value in common.items() if key != "num_key_value_heads"}
     image = {key: value for key, value in plain.items() if key != "vocab_size"}
     whisper = {
-        "d_model": width, "encoder_layers": layers, "decoder_layers": 1, "encoder_attention_heads": 8,
-        "decoder_attention_heads": 8,
-        "encoder_ffn_dim": 3 * width, "max_source_positions": tokens,
+        "d_model": width, "encoder_layers": layers, "decoder_layers": layers, "encoder_attention_heads": 8,
+        "decoder_attention_heads": 8, "encoder_ffn_dim": 3 * width, "decoder_ffn_dim": 3 * width,
+        "max_source_positions": tokens, "vocab_size": common["vocab_size"], "pad_token_id": 0, "bos_token_id": 1,
+        "eos_token_id": 2, "decoder_start_token_id": 1, "decoded": tokens // 4,
     }  # fmt: skip
     gpt2 = {"n_embd": width, "n_layer": layers, "n_head": 8, "vocab_size": common["vocab_size"]}
     t5 = {
-        "d_model": width,
-        "d_ff": 3 * width,
-        "num_layers": layers,
-        "num_heads": 8,
-        "vocab_size": common["vocab_size"],
-    }
+        "d_model": width, "d_ff": 3 * width, "num_layers": layers, "num_heads": 8, "vocab_size": common["vocab_size"],
+        "decoded": tokens // 4,
+    }  # fmt: skip
+    modernbert = {**plain, "pad_token_id": 0, "global_attn_every_n_layers": 2}
+    convnext = {"hidden_sizes": [8, 16], "depths": [1, 1], "num_stages": 2} if small else {"depths": [1, 1, 3, 1]}
     resnet = {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1]} if small else {}
     cases = [
         Case("llama", "latency", text("Llama", 1, tokens, **common)),
@@ -198,16 +224,19 @@ def small_cases(small: bool) -> list[Case]:
         Case("mistral", "latency", text("Mistral", 1, tokens, sliding_window=tokens // 4, **common)),
         Case("mixtral", "latency", text("Mixtral", 1, tokens, num_local_experts=4, **common)),
         Case("gpt2", "latency", text("GPT2", 1, tokens, head="LMHeadModel", **gpt2)),
-        Case("bert", "latency", text("Bert", 4, tokens, head="ForMaskedLM", **plain)),
-        Case("modernbert", "latency", text("ModernBert", 4, tokens, head="ForMaskedLM", pad_token_id=0, **plain)),
-        Case("t5 encoder", "latency", text("T5", 4, tokens, head="EncoderModel", **t5)),
-        Case("vit", "latency", pixels("ViT", 4, 32 if small else 224, image_size=32 if small else 224, **image)),
-        Case("convnext", "latency", pixels("ConvNext", 4, 32 if small else 224)),
-        Case("resnet-50", "latency", pixels("ResNet", 4, 32 if small else 224, **resnet)),
-        Case("whisper encoder", "latency", speech(1, **whisper)),
+        Case("bert", "latency", text("Bert", 2, tokens, head="ForMaskedLM", **plain)),
+        Case("modernbert", "latency", text("ModernBert", 2, tokens, head="ForMaskedLM", **modernbert)),
+        Case("t5", "latency", text("T5", 2, tokens, head="ForConditionalGeneration", **t5)),
+        Case("vit", "latency", pixels("ViT", 2, size, image_size=size, **image)),
+        Case("dinov2", "latency", pixels("Dinov2", 2, size, image_size=size, patch_size=16, **image)),
+        Case("whisper", "latency", speech(1, **whisper)),
+        Case("convnext", "latency", pixels("ConvNext", 2, size, **convnext)),
+        Case("resnet-50", "latency", pixels("ResNet", 2, size, **resnet)),
+        Case("nn.Transformer", "latency", plain_transformer(2, tokens, width, 3 * width, layers, 8)),
         Case("llama step", "training", text("Llama", 2, tokens, labels=True, **common)),
     ]
-    return [replace(case, budget=75.0) for case in cases]
+    long = ("resnet-50", "llama step")  # whose compilation takes twice as long
+    return [replace(case, budget=80.0 if case.name in long else 40.0) for case in cases]
 
 
 def rivals(model: torch.nn.Module, case: Case, device: torch.device, exclude: tuple[str, ...]) -> dict[str, Edits]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from torch import nn
@@ -105,6 +106,15 @@ def test_pairs_that_must_not_be_folded_are_left_alone() -> None:
     assert BATCH_NORM_FOLDING.match(nn.Sequential(nn.BatchNorm2d(4), nn.Conv2d(4, 4, 1)), CPU) == (
         "the model has no batch norm right behind a convolution"
     )
+
+
+def test_a_plan_with_other_pairs_is_refused() -> None:
+    plan = folded(network()).plan
+    crossed = msgspec.structs.replace(plan.steps[0], sites=["0", "4", "3", "1"])
+    model = network()
+    with pytest.raises(ValueError, match="'0' and '4' are no convolution with its batch norm"):
+        kp.apply(model, msgspec.structs.replace(plan, steps=[crossed]))
+    assert torch.equal(run(model), run(network()))
 
 
 def test_neighbours_that_are_no_pair_are_noticed() -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import json
+import linecache
 import math
 import pickle
 import subprocess
@@ -190,6 +192,40 @@ def test_a_second_run_resumes() -> None:
     assert len(third.arms) == len(first.arms)
 
 
+def test_a_second_run_does_not_trust_times_of_a_noisier_machine() -> None:
+    class Noisy(ScriptedTimer):
+        def __call__(self, arms: Any, device: torch.device, seconds: float) -> list[list[float]]:
+            times = super().__call__(arms, device, seconds)
+            if arms[0].name == arms[1].name == "eager":
+                times[1] = [1.2 * value for value in times[1]]
+            return times
+
+    noisy = optimised(small(), (x(),), timer=Noisy(default=0.9), resume=True)
+    assert not noisy.plan.steps
+    assert "within the noise of 20.0%" in str(noisy.report)
+    quiet = optimised(small(), (x(),), timer=ScriptedTimer(default=0.9), resume=True)
+    assert quiet.plan.steps
+    assert "read from an earlier run" not in str(quiet.report)
+
+
+def test_a_second_run_does_not_trust_trials_of_other_source(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "model_with_other_source.py"
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    resumed = []
+    for factor in (2, 30, 30):
+        text = f"return {factor} * super().forward(x)"
+        file.write_text(f"import torch\n\nclass Own(torch.nn.ReLU):\n    def forward(self, x):\n        {text}\n")
+        sys.modules.pop(file.stem, None)
+        linecache.checkcache()
+        own = importlib.import_module(file.stem).Own()
+        report = str(optimised(nn.Sequential(*small(), own), (x(),)).report)
+        resumed.append("read from an earlier run" in report)
+    assert resumed == [False, False, True]
+
+
 def test_the_budget_ends_the_search() -> None:
     best = optimised(small(), (x(),), budget=1e-9)
     assert not best.plan.steps
@@ -234,7 +270,7 @@ def test_a_plan_that_does_not_fit_says_what_differs() -> None:
     with pytest.raises(PlanError, match="number of parameters"):
         kp.apply(other, plan)
     frozen = small().requires_grad_(False)
-    with pytest.raises(PlanError, match="names, shapes, dtypes or ties"):
+    with pytest.raises(PlanError, match="names, shapes, dtypes, requires_grad or ties"):
         kp.apply(frozen, plan, force=True)
     import msgspec
 
@@ -243,6 +279,13 @@ def test_a_plan_that_does_not_fit_says_what_differs() -> None:
         kp.apply(small(), elsewhere)
     assert kp.apply(small(), elsewhere, force=True).plan == elsewhere
     unknown = msgspec.structs.replace(plan, steps=[msgspec.structs.replace(plan.steps[0], candidate="no-such")])
+    doubled = msgspec.structs.replace(plan, steps=[*plan.steps, plan.steps[0]])
+    with pytest.raises(PlanError, match="which exclude each other"):
+        kp.apply(small(), doubled)
+    with pytest.raises(PlanError, match="goal 'speed'"):
+        kp.apply(small(), msgspec.structs.replace(plan, goal="speed"))
+    with pytest.raises(TypeError, match="plan=None: use a plan"):
+        kp.apply(small(), None)  # type: ignore[arg-type]
     with pytest.raises(PlanError, match="'no-such', which is not installed"):
         kp.apply(small(), unknown)
 
@@ -258,12 +301,27 @@ def test_inputs_may_be_a_tensor_a_tuple_a_mapping_or_a_list() -> None:
 
 
 def test_arguments_that_are_wrong_are_named() -> None:
+    sparse = nn.Linear(64, 64)
+    sparse.weight = nn.Parameter(sparse.weight.detach().to_sparse())
     with pytest.raises(ValueError, match="goal='speed': use one of latency"):
         optimised(small(), (x(),), "speed")
     with pytest.raises(ValueError, match=r"exclude=\['nothing'\]: use some of"):
         optimised(small(), (x(),), exclude=("nothing",))
     with pytest.raises(TypeError, match="exclude='compile': use a tuple"):
         optimised(small(), (x(),), exclude="compile")
+    with pytest.raises(ValueError, match="budget='5m'"):
+        optimised(small(), (x(),), budget="5m")
+    with pytest.raises(ValueError, match=r"inputs: the model fails on input 8x63 with RuntimeError") as failed:
+        optimised(small(), [(x(),), (torch.randn(8, 63),)])
+    assert isinstance(failed.value.__cause__, RuntimeError)
+    with pytest.raises(TypeError, match="loss=3: use a function"):
+        optimised(small(), (x(),), "training", loss=3)
+    with pytest.raises(ValueError, match=r"loss: returned float32\[8, 32\]; return a tensor of one element"):
+        optimised(small(), (x(),), "training", loss=lambda y: y)
+    with pytest.raises(ValueError, match="no parameter requires gradients"):
+        optimised(small().requires_grad_(False), (x(),), "training")
+    with pytest.raises(TypeError, match=r"weight is a torch\.sparse_coo tensor"):
+        optimised(sparse, (x(),))
     with pytest.raises(ValueError, match="budget=0"):
         optimised(small(), (x(),), budget=0)
     best = optimised(small(), (x(),))
@@ -326,7 +384,7 @@ def test_what_must_not_be_rewritten_is_left_alone_with_a_reason() -> None:
     assert set(reasons) == {"1", "2", "3"}
 
 
-def test_random_outputs_that_are_not_dropout_change_nothing() -> None:
+def test_outputs_that_cannot_be_compared_change_nothing() -> None:
     class Noisy(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -335,9 +393,19 @@ def test_random_outputs_that_are_not_dropout_change_nothing() -> None:
         def forward(self, value: torch.Tensor) -> torch.Tensor:
             return self.linear(value) + torch.randn(64)
 
-    best = optimised(Noisy(), (x(),))
-    assert not best.plan.steps
-    assert "changes with the random seed" in best.report.notes[0]
+    class Counts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.calls = nn.Linear(64, 64), 0
+
+        def forward(self, value: torch.Tensor) -> torch.Tensor:
+            self.calls += 1
+            return self.linear(value) + self.calls
+
+    for model, change in ((Noisy(), "with the random seed"), (Counts(), "from call to call")):
+        best = optimised(model, (x(),))
+        assert not best.plan.steps
+        assert f"changes {change}" in best.report.notes[0]
 
 
 def test_tied_weights_stay_tied() -> None:
@@ -391,6 +459,53 @@ def test_undone_edits_leave_no_trace() -> None:
     edits.redo()
     assert layer.in_features == 3
     assert not layer.weight.any()
+
+
+@pytest.mark.parametrize("change", ["values", "dtype"])
+def test_reverting_a_memory_format_keeps_weights_that_changed_since(change: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(4, 8, 3), nn.Conv2d(8, 8, 3))
+    image = torch.randn(2, 4, 9, 9)
+    best = optimised(model, (image,), "training", include=("channels-last",))
+    assert [step.candidate for step in best.plan.steps] == ["channels-last"], str(best.report)
+    with torch.no_grad():
+        best[0].weight.mul_(0.5)  # as an optimizer or load_state_dict does
+    if change == "dtype":
+        best.to(torch.bfloat16)
+    now = best[0].weight.detach().clone()
+    assert not now.is_contiguous()
+    best.revert()
+    assert model[0].weight.is_contiguous()
+    assert model[0].weight.dtype is now.dtype
+    assert torch.equal(model[0].weight, now)
+    assert model(image.to(now.dtype)).dtype is now.dtype
+
+
+@pytest.mark.parametrize("name", ["bf16-linear", "int8-linear"])
+def test_an_adapter_that_peft_merges_is_used_at_once(name: str) -> None:
+    class Adapted(nn.Module):  # as PEFT's layer: it merges in place, through .data
+        def __init__(self) -> None:
+            super().__init__()
+            self.base_layer = nn.Linear(64, 64)
+            self.delta = nn.Parameter(torch.randn(64, 64), requires_grad=False)
+            self.merged_adapters: list[str] = []
+
+        def merge(self) -> None:
+            self.base_layer.weight.data += self.delta.data
+            self.merged_adapters.append("default")
+
+        def forward(self, value: torch.Tensor) -> torch.Tensor:
+            out = self.base_layer(value)
+            return out if self.merged_adapters else out + nn.functional.linear(value, self.delta)
+
+    torch.manual_seed(0)
+    model = Adapted().eval()
+    before = run(model)
+    best = optimised(model, (x(),), include=(name,))
+    assert best.plan.steps[0].sites == ["base_layer"]
+    run(best)
+    best.merge()
+    assert (run(best) - before).norm() < 0.03 * before.norm()
 
 
 def test_candidates_have_names_summaries_and_goals() -> None:

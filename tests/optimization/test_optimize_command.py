@@ -13,6 +13,7 @@ import kernel_pytorch as kp
 from kernel_pytorch.cli import main
 from kernel_pytorch.cli.optimize import seconds_of
 from optimization_fakes import ScriptedTimer
+from optimization_models import model_of
 
 FACTORY = """
 import torch
@@ -66,6 +67,21 @@ def test_a_config_of_hugging_face(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert len(json.loads((tmp_path / "plan.json").read_text())["inputs"]) == 2
 
 
+@pytest.mark.parametrize("goal", ["latency", "training"])
+@pytest.mark.parametrize("name", ["t5", "vit", "whisper"])
+def test_inputs_are_drawn_for_encoders_and_decoders_images_and_speech(name: str, goal: str, tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    kind = type(model_of(name)[0])
+    config = model_of(name)[0].config
+    config.architectures = [kind.__name__]
+    config.save_pretrained(tmp_path / name)
+    torch.set_num_threads(1)
+    arguments = ("--goal", goal, "--include", "hf-attention", "--length", "6", "--plan", "plan.json")
+    assert command("--hf", name, *arguments) == 0
+    found = json.loads((tmp_path / "plan.json").read_text())
+    assert [step["candidate"] for step in found["steps"]] == ["hf-attention"]
+
+
 def test_slower_than_a_baseline_is_a_status(monkeypatch: pytest.MonkeyPatch) -> None:
     import kernel_pytorch.cli.optimize as module
 
@@ -82,6 +98,8 @@ def test_wrong_arguments_are_one_line(capsys: pytest.CaptureFixture[str]) -> Non
         (("factories_of_test_optimize:none",), "has no function 'none'"),
         (("--hf", "nowhere"), "there is no config.json"),
         (("factories_of_test_optimize:small", "--budget", "soon"), "use a duration such as 90s, 5m or 1h"),
+        (("factories_of_test_optimize:small", "--plan", "nowhere/plan.json"), "there is no folder 'nowhere'"),
+        (("factories_of_test_optimize:small", "--report", "."), "--report='.' is a folder: name a file"),
         (("factories_of_test_optimize:small", "--goal", "speed"), "goal='speed': use one of latency"),
     ):
         assert command(*arguments) == 1

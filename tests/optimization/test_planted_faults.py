@@ -284,3 +284,30 @@ def test_losses_are_held_closer_than_gradients(only: Any) -> None:
     reasons, kept = refused(small(), (x(),), "training", budget_db=12.0)
     assert "below the 40 dB of losses" in reasons["biased"]
     assert not kept
+
+
+class _Spectrum(nn.Module):
+    """Complex weights and complex outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = nn.Linear(16, 16)
+        self.filter = nn.Parameter(torch.randn(9, dtype=torch.complex64))
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        return torch.fft.rfft(self.linear(value)) * self.filter
+
+
+def in_two_sums(call: Forward, value: torch.Tensor) -> torch.Tensor:
+    weight, bias = call.module.get_parameter("weight"), call.module.get_parameter("bias")
+    return value[:, :8] @ weight[:, :8].t() + value[:, 8:] @ weight[:, 8:].t() + bias
+
+
+@pytest.mark.parametrize("goal", ["latency", "training"])
+def test_complex_outputs_and_weights_have_a_budget_too(only: Any, goal: str) -> None:
+    only(rewrite("wrong", wrong_output), rewrite("other-sums", in_two_sums))
+    options = {"loss": lambda found: found.abs().square().mean()} if goal == "training" else {}
+    reasons, plan = refused(_Spectrum(), (x(),), goal, resume=False, **options)
+    assert "float64 budget" in reasons["wrong"]
+    assert plan == ["other-sums"]

@@ -312,12 +312,14 @@ def optimize_command(
     budget_db: Annotated[
         float | None, typer.Option("--budget-db", help="Signal-to-noise ratio that approximate steps must keep.")
     ] = None,
+    include: Annotated[list[str] | None, typer.Option(help="The only candidate to try; may be repeated.")] = None,
     exclude: Annotated[list[str] | None, typer.Option(help="A candidate to leave out; may be repeated.")] = None,
     plan: Annotated[Path | None, typer.Option(help="Write the plan here, for kp.apply.")] = None,
     report: Annotated[Path | None, typer.Option(help="Write the report here, as a page of HTML.")] = None,
     batch: Annotated[int, typer.Option(help="With --hf: sequences in a batch.", min=1)] = 1,
     length: Annotated[
-        list[int] | None, typer.Option(help="With --hf: tokens of a sequence, 128 if omitted; may be repeated.")
+        list[int] | None,
+        typer.Option(help="With --hf: tokens of a sequence, 128 if omitted; may be repeated.", min=1),
     ] = None,
     dtype: Annotated[
         str | None, typer.Option(help="With --hf: float32 or bfloat16; the checkpoint's if omitted.")
@@ -336,7 +338,17 @@ def optimize_command(
     from kernel_pytorch.cli.optimize import Source, optimize
 
     given = Source(source, hugging_face, batch, tuple(length or (128,)), dtype, device)
-    gain = optimize(given, goal, budget, tuple(exclude or ()), plan, report, budget_db=budget_db, resume=resume)
+    gain = optimize(
+        given,
+        goal,
+        budget,
+        tuple(include) if include else None,
+        tuple(exclude or ()),
+        plan,
+        report,
+        budget_db=budget_db,
+        resume=resume,
+    )
     if fail_if_slower and gain < 1:
         raise typer.Exit(1)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -10,20 +9,9 @@ from typing import Any
 from rich.console import Console
 
 from kernel_pytorch.cli.factory import from_function
+from kernel_pytorch.cli.output_file import check_writable
 
 __all__ = ["lower", "lower_folder"]
-
-
-def _check_writable(out: Path) -> None:
-    """Raise an error if the file cannot be written, before minutes of work."""
-    if out.is_dir():
-        raise IsADirectoryError(f"out={str(out)!r} is a folder: name a file, such as {out / 'model.pte'}")
-    if not out.parent.is_dir():
-        raise FileNotFoundError(f"out={str(out)!r}: there is no folder {str(out.parent)!r}; make it first")
-    if not os.access(out if out.exists() else out.parent, os.W_OK):
-        raise PermissionError(
-            f"out={str(out)!r} cannot be written: choose another place, or change its permissions"
-        )
 
 
 def _show(console: Console, program: Any, out: Path) -> None:
@@ -38,7 +26,7 @@ def _show(console: Console, program: Any, out: Path) -> None:
 def lower(source: str, out: Path, backend: str, recipe: str | None, *, debug: bool = False) -> None:
     from kernel_pytorch.lowering.quiet import quiet_libraries, quiet_native
 
-    _check_writable(out)
+    check_writable("out", out, "model.pte")
     console = Console()
     model, inputs = from_function(source)
     model, inputs = model.eval(), tuple(inputs)
@@ -58,7 +46,7 @@ def lower_folder(folder: Path, out: Path, how: dict[str, Any], *, debug: bool = 
     """Lower a Hugging Face checkpoint folder, and write its tokenizer next to the program."""
     from kernel_pytorch.lowering.quiet import quiet_libraries, quiet_native
 
-    _check_writable(out)
+    check_writable("out", out, "model.pte")
     console = Console()
     with console.status("loading ExecuTorch") as status, quiet_libraries(not debug), quiet_native():
         from kernel_pytorch.lowering.checkpoint import TextProgram, lower_checkpoint

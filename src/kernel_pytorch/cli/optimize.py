@@ -13,6 +13,7 @@ from rich.progress import BarColumn, Progress, ProgressColumn, SpinnerColumn, Ta
 from rich.text import Text
 
 from kernel_pytorch.cli.factory import from_function, from_hugging_face
+from kernel_pytorch.cli.output_file import check_writable
 
 __all__ = ["Source", "optimize", "seconds_of"]
 
@@ -60,6 +61,7 @@ def optimize(
     source: Source,
     goal: str,
     budget: str,
+    include: tuple[str, ...] | None,
     exclude: tuple[str, ...],
     plan: Path | None,
     report: Path | None,
@@ -72,6 +74,9 @@ def optimize(
     from kernel_pytorch.optimization import optimize as optimize_model
 
     seconds = seconds_of(budget)
+    for name, file, example in (("--plan", plan, "plan.json"), ("--report", report, "report.html")):
+        if file is not None:
+            check_writable(name, file, example)
     model, inputs = _loaded(source, goal)
     columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), _TimeLeft())
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
@@ -89,6 +94,7 @@ def optimize(
             goal,
             budget=seconds,
             budget_db=budget_db,
+            include=include,
             exclude=exclude,
             resume=resume,
             progress=show,

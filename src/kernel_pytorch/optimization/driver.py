@@ -32,6 +32,7 @@ from kernel_pytorch.optimization.plan import (
     fingerprint,
     library_versions,
     read_plan,
+    source_digest,
 )
 from kernel_pytorch.optimization.report import Refusal, Report
 from kernel_pytorch.optimization.results import Progress
@@ -126,7 +127,7 @@ def optimize(
         True
     """
     started = time.monotonic()
-    _check(model, goal, budget, budget_db)
+    _check(model, goal, budget, budget_db, loss)
     examples = examples_of(inputs)
     context = Context(goal, device_of(model), examples)
     decibels = BUDGET_DB[goal] if budget_db is None else float(budget_db)
@@ -135,6 +136,8 @@ def optimize(
     gradients = {parameter: parameter.grad for parameter in model.parameters()}
     with workload.mode(), workload.own_random_state():
         try:
+            for example in examples:
+                workload.check(example)
             verifier = Verifier(workload, examples, decibels)
             problem = _problem(model, context, decibels)
             cache = TrialCache(problem, enabled=resume and loss is None)
@@ -153,7 +156,9 @@ def optimize(
                 parameter.grad = gradient
     result = search.result
     if cache.resumed:
-        result.notes.append(f"{cache.resumed} trials were read from an earlier run")
+        result.notes.append(
+            f"{cache.resumed} trials were read from an earlier run; resume=False (--no-resume) makes them anew"
+        )
     sites = {candidate.name: found for candidate, found in matched}
     known = {candidate.name: candidate for candidate, _ in matched}
     plan = plan_of(model, context, decibels, result, known, sites)
@@ -196,11 +201,16 @@ def apply(model: nn.Module, plan: Plan | str | os.PathLike[str], *, force: bool 
     if differences:
         raise PlanError(f"plan does not fit: {'; '.join(differences)}; make one with kp.optimize")
     known = {candidate.name: candidate for candidate in registered_candidates()}
+    if known_plan.goal not in GOALS:
+        raise PlanError(f"plan has the goal {known_plan.goal!r}; this release has {', '.join(GOALS)}")
     context = Context(known_plan.goal, device, ())
-    steps = []
+    steps: list[tuple[Candidate, tuple[str, ...]]] = []
     for step in known_plan.steps:
         if step.candidate not in known:
             raise PlanError(f"plan needs the candidate {step.candidate!r}, which is not installed")
+        for other, _ in steps:
+            if other.name == step.candidate or known[step.candidate].excludes(other):
+                raise PlanError(f"plan combines {other.name} with {step.candidate}, which exclude each other")
         found = known[step.candidate].match(model, context)
         if isinstance(found, str):
             raise PlanError(f"plan needs {step.candidate}, which {found}")
@@ -245,17 +255,21 @@ def _check_model(model: Any) -> None:
                 f"model: {name} was made under torch.inference_mode() and cannot be changed outside of it; build or "
                 "load the model outside"
             )
+        if tensor.layout is not torch.strided:
+            raise TypeError(f"model: {name} is a {tensor.layout} tensor; convert it with to_dense() first")
         if tensor.is_meta:
             raise TypeError(f"model: {name} is on the meta device; load its weights first")
 
 
-def _check(model: Any, goal: str, budget: float, budget_db: float | None) -> None:
+def _check(model: Any, goal: str, budget: float, budget_db: float | None, loss: Loss | None) -> None:
     _check_model(model)
     if goal not in GOALS:
         raise ValueError(f"goal={goal!r}: use one of {', '.join(GOALS)}")
-    if not budget > 0:
+    if not isinstance(budget, (int, float)) or not budget > 0:
         raise ValueError(f"budget={budget!r}: use a positive number of seconds")
-    if budget_db is not None and not budget_db > 0:
+    if loss is not None and not callable(loss):
+        raise TypeError(f"loss={loss!r}: use a function of the model's output that returns its loss")
+    if budget_db is not None and not (isinstance(budget_db, (int, float)) and budget_db > 0):
         raise ValueError(
             f"budget_db={budget_db!r}: use a positive number of decibels, or None for the goal's default"
         )
@@ -306,6 +320,7 @@ def _problem(model: nn.Module, context: Context, budget_db: float) -> str:
     return repr(
         (
             fingerprint(model),
+            source_digest(model),
             context.goal,
             device_name(context.device),
             signatures,

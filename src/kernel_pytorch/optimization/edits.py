@@ -78,6 +78,22 @@ class _Data:
         self.tensor.data, self.other = self.other, self.tensor.data
 
 
+class _Layout:
+    """The memory format of a parameter; both sides hold the values that it has when they are switched."""
+
+    def __init__(self, tensor: torch.Tensor, memory_format: torch.memory_format) -> None:
+        self.tensor = tensor
+        self.other = torch.empty_like(tensor.detach(), memory_format=memory_format)
+
+    def swap(self) -> None:
+        now = self.tensor.data
+        if (self.other.shape, self.other.dtype, self.other.device) != (now.shape, now.dtype, now.device):
+            # The model was moved or cast since: only the order of the dimensions in memory is still of use.
+            self.other = torch.empty_strided(now.shape, self.other.stride(), dtype=now.dtype, device=now.device)
+        self.other.copy_(now)
+        self.tensor.data, self.other = self.other, now
+
+
 class _Call:
     """A change that a library makes and takes back itself."""
 
@@ -106,7 +122,7 @@ class Edits:
     """
 
     def __init__(self) -> None:
-        self._changes: list[_Attribute | _Data | _Call] = []
+        self._changes: list[_Attribute | _Data | _Layout | _Call] = []
         self.active = True
 
     def __len__(self) -> int:
@@ -118,8 +134,12 @@ class Edits:
         self._add(_Attribute(owner, name, value))
 
     def set_data(self, tensor: torch.Tensor, data: torch.Tensor) -> None:
-        """Give a parameter or buffer other data, such as the same values in another memory format."""
+        """Give a parameter or buffer other data, such as rounded values; undoing restores the data from before."""
         self._add(_Data(tensor, data))
+
+    def set_layout(self, tensor: torch.Tensor, memory_format: torch.memory_format) -> None:
+        """Give a parameter or buffer another memory format; undoing keeps its values, which may have changed."""
+        self._add(_Layout(tensor, memory_format))
 
     def replace_forward(self, module: nn.Module, function: Callable[..., Any], settings: Any = None) -> None:
         """Set the forward of one module; ``function`` is called with a ``Forward`` and the call's arguments.
@@ -147,6 +167,6 @@ class Edits:
                 change.swap()
             self.active = True
 
-    def _add(self, change: _Attribute | _Data | _Call) -> None:
+    def _add(self, change: _Attribute | _Data | _Layout | _Call) -> None:
         change.swap()
         self._changes.append(change)

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["Example", "examples_of", "leaves"]
+__all__ = ["Example", "examples_of", "leaves", "real", "widened"]
 
 _STRUCTURE = frozenset(
     {"attention_mask", "cache_position", "cu_seq_lens_k", "cu_seq_lens_q", "position_ids", "token_type_ids"}
@@ -107,6 +107,18 @@ def leaves(value: Any, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
     elif hasattr(value, "self_attention_cache"):  # of an encoder and a decoder
         yield from leaves(value.self_attention_cache, f"{name}.self".lstrip("."))
         yield from leaves(value.cross_attention_cache, f"{name}.cross".lstrip("."))
+
+
+def real(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a complex tensor as one of real numbers, with a last dimension of 2, and any other as it is."""
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+
+
+def widened(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a floating-point or complex tensor in float64 or complex128, and any other as it is."""
+    if tensor.is_complex():
+        return tensor.to(torch.complex128)
+    return tensor.double() if tensor.is_floating_point() else tensor
 
 
 def _mapped(name: str, value: Any, change: Callable[[str, torch.Tensor], torch.Tensor]) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import importlib.metadata
+import inspect
 import os
 import platform
 from collections.abc import Iterable
@@ -27,6 +28,7 @@ __all__ = [
     "fingerprint",
     "library_versions",
     "read_plan",
+    "source_digest",
 ]
 
 _VERSION = 1
@@ -119,7 +121,11 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="plan", 
             ("class", self.fingerprint.model, now.model),
             ("number of parameters", self.fingerprint.parameters, now.parameters),
             ("names or classes of modules", self.fingerprint.modules, now.modules),
-            ("names, shapes, dtypes or ties of parameters and buffers", self.fingerprint.tensors, now.tensors),
+            (
+                "names, shapes, dtypes, requires_grad or ties of parameters and buffers",
+                self.fingerprint.tensors,
+                now.tensors,
+            ),
             ("configuration", self.fingerprint.config, now.config),
         ):
             if was != has:
@@ -140,6 +146,8 @@ def read_plan(source: Plan | str | os.PathLike[str]) -> Plan:
     """Return a plan from a file or as it is."""
     if isinstance(source, Plan):
         return source
+    if not isinstance(source, (str, os.PathLike)):
+        raise TypeError(f"plan={source!r}: use a plan of kp.optimize, or the file that it was saved in")
     try:
         plan: Plan = msgspec.json.decode(Path(source).read_bytes(), type=Plan)
     except (OSError, UnicodeDecodeError, msgspec.DecodeError) as error:
@@ -175,6 +183,15 @@ def fingerprint(model: nn.Module) -> Fingerprint:
         tensors=_digest(tensors),
         config=_digest(_configuration(config)) if config is not None else "",
     )
+
+
+def source_digest(model: nn.Module) -> str:
+    """Return a digest of the source of all classes of modules, as far as it can be read."""
+    sources = []
+    for kind in dict.fromkeys(type(module) for module in model.modules()):
+        with contextlib.suppress(OSError, TypeError):  # typed in a shell, or written in C++
+            sources.append(inspect.getsource(kind))
+    return _digest(sources)
 
 
 def library_versions(names: Iterable[str] = LIBRARIES) -> dict[str, str]:

@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from kernel_pytorch.optimization.edits import Edits
-from kernel_pytorch.optimization.examples import Example
+from kernel_pytorch.optimization.examples import Example, widened
 from kernel_pytorch.optimization.workload import Observation, Workload
 
 __all__ = ["Expected", "Reference", "difference", "reference_of"]
@@ -110,8 +110,8 @@ def reference_of(workload: Workload, example: Example, seed: int, steps: int = 0
     original = workload.observe(example, seed, steps, rate)
     truth: Observation = {}
     try:
-        with _changed(workload, lambda tensor: tensor.double()), _Float64():
-            wide = example.map(lambda _, tensor: tensor.double() if tensor.is_floating_point() else tensor)
+        with _changed(workload, widened), _Float64():
+            wide = example.map(lambda _, tensor: widened(tensor))
             # Gradients and outputs in float64 wait in host memory: the optimizer steps need room for their own.
             truth = workload.observe(wide, seed, steps, rate, to_host=True)
         problem = _disagreement(truth, original)
@@ -165,14 +165,14 @@ def difference(tensor: torch.Tensor, expected: Expected) -> tuple[float, float]:
 
 @contextlib.contextmanager
 def _changed(workload: Workload, change: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
-    """Give every floating-point parameter and buffer other data, and put it back on the way out."""
+    """Give every floating-point or complex parameter and buffer other data, and put it back on the way out."""
     edits = Edits()
     gradients = {parameter: parameter.grad for parameter in workload.model.parameters()}
     for parameter in gradients:
         parameter.grad = None
     try:
         for tensor in (*workload.model.parameters(), *workload.model.buffers()):
-            if tensor.is_floating_point():
+            if tensor.is_floating_point() or tensor.is_complex():
                 edits.set_data(tensor, change(tensor.detach()))
         yield
     finally:

@@ -122,7 +122,7 @@ class Report:
             )
             for one in self.inputs
         ]
-        lines += _table(rows)
+        lines += _table(rows) if self.inputs else []
         for one in self.inputs:
             if one.eager_bytes and one.best_bytes is not None:
                 before, after = size(one.eager_bytes), size(one.best_bytes)

@@ -167,7 +167,7 @@ class Search:
         """Try one combination beside another one; None where no time is left."""
         if state is None or state == base:
             return None
-        trial = self._cache.get(base, state)
+        trial = self._cache.get(base, state, self.result.noise)
         if trial is None:
             compiled = self._compiled(state)
             started = time.monotonic()
@@ -217,6 +217,7 @@ class Search:
             snr_db=_finite(verdict.snr_db),
             graphs=counts.graphs,
             breaks=counts.breaks,
+            noise=self.result.noise if ratios and self._context.goal != "memory" else 0.0,
         )
 
     def _verified(self, state: State) -> Verdict:

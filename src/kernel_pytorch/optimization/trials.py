@@ -12,6 +12,8 @@ from kernel_pytorch.hardware_abstraction.choice_cache import ChoiceCacheWarning,
 
 __all__ = ["Trial", "TrialCache"]
 
+_NOISIER = 2.0  # the noise of one machine varies by less from run to run
+
 
 class Trial(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One combination of candidates, verified and then measured beside another one."""
@@ -32,6 +34,8 @@ class Trial(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How often it broke a graph."""
     fallbacks: tuple[str, ...] = ()
     """Calls that a candidate left to the original, and warnings of libraries."""
+    noise: float = 0.0
+    """The noise of the machine that it was timed at; zero where it was not timed."""
 
     @property
     def kept(self) -> bool:
@@ -67,8 +71,11 @@ class TrialCache:
             except (OSError, msgspec.DecodeError) as error:
                 warnings.warn(f"cannot read {self.path}: {error}; trying again", ChoiceCacheWarning, stacklevel=2)
 
-    def get(self, base: tuple[str, ...], state: tuple[str, ...]) -> Trial | None:
+    def get(self, base: tuple[str, ...], state: tuple[str, ...], noise: float) -> Trial | None:
+        """Return what became of a combination; None where it is unknown, or was timed at far more noise than now."""
         trial = self._trials.get((base, state))
+        if trial is not None and trial.noise > _NOISIER * noise:
+            return None
         self.resumed += trial is not None
         return trial
 

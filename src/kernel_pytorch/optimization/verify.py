@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kernel_pytorch.optimization.examples import Example
+from kernel_pytorch.optimization.examples import Example, real
 from kernel_pytorch.optimization.reference import Reference, difference, reference_of
 from kernel_pytorch.optimization.workload import Observation, Workload, without_dropout
 
@@ -67,7 +67,7 @@ class Verifier:
         ]
         self._steps = _OPTIMIZER_STEPS if workload.training else 0
         self.random = ""
-        """What is random about the model even without dropout; empty where nothing is."""
+        """What is random or kept between calls even without dropout; empty where nothing is."""
         dropout = without_dropout(workload.model)
         try:
             first = self._cases[0][1]
@@ -76,7 +76,10 @@ class Verifier:
             workload.watch_arguments(first, once)
             outputs = [name for name in once if name.startswith("output.") and _differ(once[name], other[name])]
             if outputs:
-                self.random = f"{outputs[0].removeprefix('output.')} changes with the random seed, without dropout"
+                output = outputs[0]
+                again = workload.observe(first, _SEED)
+                by = "from call to call" if _differ(once[output], again[output]) else "with the random seed"
+                self.random = f"{output.removeprefix('output.')} changes {by}, without dropout"
             self._references = [self._reference(case) for _, case in self._cases]
         finally:
             dropout.undo()
@@ -237,7 +240,9 @@ def _state(workload: Workload) -> dict[str, tuple[str, str]]:
     """The state dict: names, shapes and dtypes, and a checksum of the values; a copy would double a large model."""
     state = workload.model.state_dict()
     return {
-        name: (_kind(value), _checksum(value)) for name, value in state.items() if isinstance(value, torch.Tensor)
+        name: (_kind(value), _checksum(real(value)))
+        for name, value in state.items()
+        if isinstance(value, torch.Tensor)
     }
 
 

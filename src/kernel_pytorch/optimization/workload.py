@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from kernel_pytorch.optimization.edits import Edits
-from kernel_pytorch.optimization.examples import Example, leaves
+from kernel_pytorch.optimization.examples import Example, leaves, real
 
 __all__ = ["Loss", "Observation", "Workload"]
 
@@ -54,15 +54,35 @@ class Workload:
         loss.backward()
         return loss
 
+    def check(self, example: Example) -> None:
+        """Run the model once, so that arguments it cannot take are an error that names them."""
+        own = example.own()
+        try:
+            with self.kept(), self.own_random_state(), torch.no_grad():
+                self.model(*own.args, **own.kwargs)
+        except Exception as error:
+            raise ValueError(
+                f"inputs: the model fails on input {example.label} with {type(error).__name__}: {error}; give "
+                "arguments that model(...) takes, on the model's device and in its dtype"
+            ) from error
+
     def loss_of(self, output: Any) -> torch.Tensor:
         """Return the loss of an output: the user's, the model's own, or the mean square of its tensors."""
         if self.loss is not None:
-            return self.loss(output)
+            found = self.loss(output)
+            if not isinstance(found, torch.Tensor) or found.numel() != 1 or not found.requires_grad:
+                what = _described(found) if isinstance(found, torch.Tensor) else f"a {type(found).__name__}"
+                raise ValueError(f"loss: returned {what}; return a tensor of one element that requires gradients")
+            return found
         own = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
         if isinstance(own, torch.Tensor):
             return own
         tensors = [tensor for _, tensor in leaves(output) if tensor.is_floating_point() and tensor.requires_grad]
         if not tensors:
+            if not any(parameter.requires_grad for parameter in self.model.parameters()):
+                raise ValueError(
+                    "model: no parameter requires gradients, so it cannot be trained; use goal='latency'"
+                )
             raise ValueError("model: no output takes part in autograd; pass loss=, a function of the output")
         if len(tensors) == 1 and tensors[0].ndim == 0:
             return tensors[0]
@@ -72,7 +92,7 @@ class Workload:
     def observe(
         self, example: Example, seed: int, steps: int = 0, rate: float = 0.0, *, to_host: bool = False
     ) -> Observation:
-        """Run on copies of the arguments, and return everything that a candidate must not change.
+        """Run on copies of the arguments, and return everything that a candidate must not change, in real numbers.
 
         With ``steps``, so many SGD steps of this rate follow, and the loss before each is returned as well. The
         weights and buffers are put back. With ``to_host`` outputs and gradients are returned in host memory.
@@ -97,19 +117,20 @@ class Workload:
                 seen["loss"] = loss.detach().clone()
                 for name, parameter in self.model.named_parameters():
                     if parameter.grad is not None:
-                        copy = seen[f"gradient.{name}"] = copied(parameter.grad)
+                        copy = copied(parameter.grad)
+                        seen[f"gradient.{name}"] = real(copy)
                         if not to_host:  # the copy takes its place, so that both never exist for all
                             parameter.grad = copy
             for name, tensor in leaves(output):
-                seen[f"output.{name}"] = copied(tensor)
+                seen[f"output.{name}"] = real(copied(tensor))
             del output
             for name, tensor in leaves((own.args, dict(own.kwargs))):
-                seen[f"argument.{name}"] = tensor.detach()
+                seen[f"argument.{name}"] = real(tensor.detach())
             for name, parameter in self.model.named_parameters():
                 if parameter._version != versions.get(name):
-                    seen[f"weight.{name}, which the call changed,"] = parameter.detach().clone()
+                    seen[f"weight.{name}, which the call changed,"] = real(parameter.detach().clone())
             for name, buffer in self.model.named_buffers():
-                seen[f"buffer.{name}"] = buffer.detach().clone()
+                seen[f"buffer.{name}"] = real(buffer.detach().clone())
             for number in range(1, steps + 1):
                 self._update(rate)
                 loss = self.loss_of(self.model(*own.args, **own.kwargs))
@@ -121,7 +142,7 @@ class Workload:
         """Note whether the call of an observation changed its arguments."""
         given = dict(leaves((example.args, dict(example.kwargs))))
         found = {name.removeprefix("argument."): x for name, x in observation.items() if name[:9] == "argument."}
-        same = given.keys() == found.keys() and all(_equal(x, found[name]) for name, x in given.items())
+        same = given.keys() == found.keys() and all(_equal(real(x), found[name]) for name, x in given.items())
         object.__setattr__(self, "changes_arguments", self.changes_arguments or not same)
 
     def rate(self, observation: Observation) -> float:
@@ -192,6 +213,11 @@ def _on_host(tensor: torch.Tensor) -> torch.Tensor:
 
 def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
     return one.shape == other.shape and torch.equal(one.detach().nan_to_num(), other.nan_to_num())
+
+
+def _described(tensor: torch.Tensor) -> str:
+    gradients = "" if tensor.requires_grad else " without gradients"
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}{gradients}"
 
 
 def _norm(tensor: torch.Tensor) -> float:

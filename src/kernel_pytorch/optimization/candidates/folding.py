@@ -99,7 +99,11 @@ def _match(model: nn.Module, context: Context) -> Sites | str:
 
 
 def _apply(model: nn.Module, sites: tuple[str, ...], edits: Edits) -> None:
-    for one, two in zip(sites[::2], sites[1::2], strict=True):
+    found, _ = _pairs(model)
+    norm_of = dict(zip(found[::2], found[1::2], strict=True))
+    for one, two in itertools.zip_longest(sites[::2], sites[1::2]):
+        if norm_of.get(one) != two:
+            raise ValueError(f"modules {one!r} and {two!r} are no convolution with its batch norm")
         convolution, norm = model.get_submodule(one), model.get_submodule(two)
         folded = WeightCache(_fold, convolution, norm)
         edits.replace_forward(convolution, _convolution, folded)

@@ -19,7 +19,7 @@ def _match(model: nn.Module, context: Context) -> Sites | str:
 def _apply(model: nn.Module, sites: tuple[str, ...], edits: Edits) -> None:
     for name in sites:
         weight = model.get_submodule(name).get_parameter("weight")
-        edits.set_data(weight, weight.detach().to(memory_format=torch.channels_last))
+        edits.set_layout(weight, torch.channels_last)
 
 
 CHANNELS_LAST = Candidate(

@@ -119,7 +119,10 @@ def cached(
             module = model.get_submodule(name)
             if not is_linear(module):
                 raise ValueError(f"module {name!r} ({type(module).__name__}) is no linear layer")
-            edits.replace_forward(module, forward, WeightCache(partial(_of_weight, convert), module))
+            around = model.get_submodule(name.rpartition(".")[0])
+            owner = around if hasattr(around, "merged_adapters") else None  # a layer of PEFT
+            cache = WeightCache(partial(_of_weight, convert), module, owner=owner)
+            edits.replace_forward(module, forward, cache)
 
     return apply
 

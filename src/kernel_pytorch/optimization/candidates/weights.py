@@ -15,25 +15,37 @@ __all__ = ["WeightCache", "needs_gradients", "warn_of_gradients"]
 
 
 class WeightCache:
-    """Tensors made of the weights of some modules, made again when a weight changes. Not copied or pickled."""
+    """Tensors made of the weights of some modules, made again when a weight changes. Not copied or pickled.
 
-    def __init__(self, make: Callable[..., tuple[torch.Tensor, ...]], *modules: nn.Module) -> None:
-        self.make, self.modules = make, modules
+    A change is seen by the version and the address of a weight. An in-place operation on ``weight.data`` changes
+    neither. PEFT merges adapters in that way, so the merged adapters of ``owner``, the layer around, count as well.
+    """
+
+    def __init__(
+        self,
+        make: Callable[..., tuple[torch.Tensor, ...]],
+        *modules: nn.Module,
+        owner: nn.Module | None = None,
+    ) -> None:
+        self.make, self.modules, self.owner = make, modules, owner
         self.guarded = False
         """Whether a caller outside the compiled graph refreshes the cache before each call."""
         self._tensors: tuple[torch.Tensor, ...] = ()
-        self._source: tuple[tuple[int, int], ...] = ()
+        self._source: tuple[object, ...] = ()
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "guarded": False, "_tensors": (), "_source": ()}
 
     def refresh(self) -> tuple[torch.Tensor, ...]:
         """Return the tensors, made anew if what they are made of has changed."""
-        source = tuple(
-            (part.data_ptr(), part._version)
-            for module in self.modules
-            for part in (*module._parameters.values(), *module._buffers.values())
-            if part is not None
+        source = (
+            *getattr(self.owner, "merged_adapters", ()),
+            *(
+                (part.data_ptr(), part._version)
+                for module in self.modules
+                for part in (*module._parameters.values(), *module._buffers.values())
+                if part is not None
+            ),
         )
         if source != self._source:
             with torch.no_grad():
