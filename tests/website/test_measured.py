@@ -186,7 +186,8 @@ def test_check_finds(text: str, page: Path) -> None:
     [
         "AVX on x86, case 16384x4096, sm_90, version 2.13",
         "`2x faster` in code",
-        "```text\n90 % faster\n```",
+        "```python\nlimit = 3  # a timeout of 600 s; the fastest wins\n```",
+        "```text\ncausal  fastest  128\n```",
         "the 80 % quantile <!-- not a measurement: the definition -->",
         f"It is faster: [0.50x]{LINK}.",
         f"| a | b |\n|---|---|\n| faster | [0.50x]{LINK} |",
@@ -198,7 +199,7 @@ def test_check_finds(text: str, page: Path) -> None:
         "![Bars: speed-up over bf16](plots/some.svg)",
         "<!-- it is 2x faster -->",
         "The H200 has 141 GiB. A timeout of 600 s ends it; it waits for 5 seconds.",
-        "```{code-block} python\ntime = 3  # 3 ms\n```",
+        "```{code-block} python\ntime = 3  # in ms\n```",
         "`recipe='2x'` and `x * 2x`",
         f"Over slow it is [3.00x]{OVER_SLOW}, and SDPA has no such mask.",
         '[0.50x][gain] faster\n\n[gain]: evidence/some.json "measured: speedup; case=large"',
@@ -304,10 +305,108 @@ UNSEEN = [
 ]
 
 
+# A third set, after those patterns.
+LATER = [
+    "We measured a factor of three over SDPA.",
+    "By a factor of 2.5 it leads SDPA.",
+    "The kernel reaches nine tenths of the hardware's peak.",
+    "A training step of 70B parameters fits in 40 GB.",
+    "It halves the time to first token.",
+    "Loading takes a mere 2 seconds.",
+    "Nothing else comes close to its speed.",
+    "Its performance is unmatched.",
+    "It leaves FlashAttention in the dust.",
+    "30 fps on a tablet.",
+    "It decodes thirty frames each second.",
+    "It cuts cost by half.",
+    "Twice the tokens per second of llama.cpp.",
+    "The speed doubles.",
+    "It is more efficient than cuDNN.",
+    "It has lower overhead than torch.compile.",
+    "Near-zero overhead.",
+    "It scales linearly to 512 GPUs.",
+    "```{admonition} 2x faster\ntext\n```",
+    "It takes $3$ ms.",
+    "```text\nkp.attention   3 ms\nSDPA          90 ms\n```",
+    "```\n2x faster than SDPA\n```",
+    "```console\n$ kernel-pytorch bench attention\n3 ms, 20x over SDPA\n```",
+    "```python\nkp.attention(q, k, v)  # 3 ms, SDPA takes 90 ms\n```",
+    'Fast.[](x "2x faster")',
+    "Inference costs one third of what vLLM needs: a third of the cost.",
+    "Peak RAM is 1.2GB.",
+    "Its throughput is twice that of torchao.",
+    "Its latency is a third of ExecuTorch's.",
+    "It easily outruns XNNPACK.",
+    "It loads in under a second.",
+    "A quarter of the size.",
+    "SNR stays above 40 dB.",
+    "Training throughput increases by more than half.",
+    "Zero-cost abstraction.",
+    "2.0 times",
+    "five times as many tokens per second",
+    "the lowest latency of all backends",
+    f"[3.00x]{OVER_SLOW} the speed of xFormers.",
+]
+
+
 def test_planted_claims_are_caught(page: Path) -> None:
-    missed = [text for text in [*PLANTED, *UNSEEN] if not list(check(text, page, RECORDS))]
+    missed = [text for text in [*PLANTED, *UNSEEN, *LATER] if not list(check(text, page, RECORDS))]
     assert len(PLANTED) == 47
     assert not missed
+
+
+ATTENTION = msgspec.structs.replace(
+    RECORD,
+    op="attention",
+    device=Facts("NVIDIA H200", "nvidia", "nvidia", "sm_90", 8 << 30, 132),
+    measurements=[
+        row("causal 32768 d128", "kernel:flash", 1e-3),
+        row("causal 32768 d128", "kernel:triton", 2e-3),
+        row("window-4k-d64", "kernel:triton", 4e-3),
+        row("Llama block, 4 x 2048", "kernel:triton", 5e-3),
+    ],
+    sources={},
+)
+FLASH = '(evidence/some.json "measured: lowest time; case=causal*")'
+WINDOW = '(evidence/some.json "measured: time; case=window*")'
+BLOCK = '(evidence/some.json "measured: time; case=Llama*")'
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        (f"On an H100 it takes [1 ms]{FLASH}.", "'H100': the record is of nvidia NVIDIA H200"),
+        (f"On an RTX 4090 it takes [1 ms]{FLASH}.", "'RTX 4090'"),
+        (f"An AMD MI300X takes [1 ms]{FLASH}.", "'MI300X'"),
+        (f"A phone takes [1 ms]{FLASH}.", "'phone'"),
+        (f"| case | H100 |\n|---|---|\n| causal | [1 ms]{FLASH} |", "'H100'"),
+        (f"The backward takes [1 ms]{FLASH}.", "'backward': the record's phase is 'forward'"),
+        (f"With head dimension 64 it takes [1 ms]{FLASH}.", "'head dimension 64': the record's is 128"),
+        (f"131,072 tokens take [1 ms]{FLASH}.", "'131,072 tokens': the record's case is 'causal 32768 d128'"),
+        (f"A million tokens take [1 ms]{FLASH}.", "'1,048,576 tokens'"),
+        (f"The Triton kernel takes [1 ms]{FLASH}.", "'triton': the record's kernel is 'flash'"),
+        (f"In FP8 it takes [1 ms]{FLASH}.", "'FP8': the record is of attention"),
+    ],
+)
+def test_a_true_number_under_other_conditions_is_found(text: str, error: str, page: Path) -> None:
+    (problem,) = check(text, page, {"some": ATTENTION})
+    assert problem.message.startswith(error)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"On an H200 with head dimension 128, 32,768 tokens take [1 ms]{FLASH} in the forward.",
+        f"On an NVIDIA GPU, the H200, Flash takes [1 ms]{FLASH}.",
+        f"Flash takes [1 ms]{FLASH}, Triton [2 ms]{FLASH.replace('lowest', 'highest')}.",
+        f"It takes [1 ms]{FLASH}. On an H100 nothing is measured; nor on a phone.",
+        f"4,096 tokens, or 4k tokens, take [4 ms]{WINDOW}.",
+        f"8,192 tokens take [5 ms]{BLOCK}.",
+        f"Of forward and backward, the forward takes [1 ms]{FLASH}.",
+    ],
+)
+def test_a_true_number_under_its_conditions_passes(text: str, page: Path) -> None:
+    assert not list(check(text, page, {"some": ATTENTION}))
 
 
 @pytest.mark.parametrize(
