@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import shutil
@@ -118,7 +119,18 @@ def test_doctor_shows_devices_kernels_and_versions(run: Run) -> None:
     for fact in (cpu.arch, "rms_norm float32", "kernel torch", "Optional libraries", "C++ runtime"):
         assert fact in outcome.words
     assert "Test status of each kernel" not in outcome.words
+    lines = [line.strip() for line in outcome.out.splitlines()]
+    for row in json.loads(run("doctor", "--json").out)["install_for_more"]:
+        assert lines.count(row["install"]) == 1, "a command to copy is a line of its own, once"
     assert "Test status of each kernel" in run("doctor", "--support").words
+
+
+def test_help_has_no_paragraph_of_broken_lines() -> None:
+    """Typer keeps the line breaks of a docstring's later paragraphs."""
+    for command in (*commands.app.registered_commands, *commands.backend_app.registered_commands):
+        for paragraph in inspect.cleandoc(command.callback.__doc__ or "").split("\n\n")[1:]:
+            assert "\n" not in paragraph, paragraph
+            assert len(paragraph) <= 78, paragraph
 
 
 def test_doctor_json_is_data_with_the_documented_keys(run: Run) -> None:
