@@ -390,6 +390,13 @@ def test_every_demo_is_listed_and_short() -> None:
     assert [demo.name for demo in DEMOS if len(demo.read_text().splitlines()) >= 100] == []
 
 
+def test_every_program_of_the_benchmarks_is_listed() -> None:
+    page = (ROOT / "docs" / "performance.md").read_text()
+    table = page[page.index("| Program |") : page.index("Predictions need")]
+    programs = [path.name for path in (ROOT / "benchmarks").glob("*.py") if '"__main__"' in path.read_text()]
+    assert sorted(re.findall(r"^\| `(\w+\.py)`", table, flags=re.MULTILINE)) == sorted(programs)
+
+
 @pytest.mark.parametrize("demo", DEMOS, ids=name_of)
 def test_demo_runs(demo: Path) -> None:
     if demo.name in NEEDS:
