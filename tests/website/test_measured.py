@@ -24,8 +24,11 @@ from kernel_pytorch.evidence import (
     OpSupport,
     Quantiles,
     evidence_directory,
+    listed_sums,
     named_evidence,
+    sums,
     write_record,
+    write_sums,
 )
 from kernel_pytorch.hardware_abstraction import backend
 from kernel_pytorch.hardware_abstraction.source_digest import part_digest
@@ -513,7 +516,7 @@ def test_an_edited_file_beside_the_records_is_noticed(tmp_path: Path) -> None:
     folder.mkdir(parents=True)
     (folder / "curves.png").write_bytes(b"picture")
     assert freshness._edited_files(tmp_path)[0].changed == ("curves.png",)
-    (folder / "SHA256SUMS").write_text(freshness.sums(tmp_path))
+    write_sums(folder, sums(folder))
     assert freshness._edited_files(tmp_path) == []
     (folder / "curves.png").write_bytes(b"forged")
     (folder / "more.txt").touch()
@@ -523,8 +526,41 @@ def test_an_edited_file_beside_the_records_is_noticed(tmp_path: Path) -> None:
     assert "curves.png" in freshness._edited_files(tmp_path)[0].changed
 
 
-def test_the_files_beside_our_records_are_as_they_were_made() -> None:
-    assert freshness._edited_files(Path(__file__).parents[2]) == []
+def test_an_edited_record_is_noticed_and_a_written_one_is_listed(tmp_path: Path) -> None:
+    folder = tmp_path / "benchmarks" / "evidence"
+    for name in ("one", "two"):
+        write_record(RECORD, folder / f"{name}.json")
+    write_sums(folder, sums(folder))
+    forged = (folder / "one.json").read_text().replace('"median": 0.001', '"median": 0.0005')
+    (folder / "one.json").write_text(forged)
+    assert freshness._edited_files(tmp_path)[0].changed == ("one.json",)
+    write_record(msgspec.structs.replace(RECORD, commit="1" * 40), folder / "two.json")
+    write_record(RECORD, folder / "three.json")
+    assert freshness._edited_files(tmp_path)[0].changed == ("one.json",), "a new record hides no edited one"
+    assert set(listed_sums(folder)) == {"one.json", "two.json", "three.json"}
+
+
+def test_the_files_of_our_records_are_as_they_were_made() -> None:
+    root = Path(__file__).parents[2]
+    assert freshness._edited_files(root) == []
+    assert (root / "benchmarks" / "evidence" / "SHA256SUMS").is_file()
+
+
+@pytest.mark.parametrize(
+    ("facts", "error"),
+    [
+        ({"seconds": Quantiles(2e-3, 1e-3, 3e-3)}, "quantiles are out of order"),
+        ({"flops": 10**16}, "exceed the device's peak"),
+        ({"error": 2e-8, "budget": 1e-8}, "error exceeds its budget"),
+    ],
+)
+def test_a_measurement_that_cannot_be_is_found(facts: dict[str, Any], error: str) -> None:
+    honest = msgspec.structs.replace(ATTENTION.measurements[0], flops=10**9)
+    assert freshness.implausible(msgspec.structs.replace(ATTENTION, measurements=[honest])) == []
+    record = msgspec.structs.replace(ATTENTION, measurements=[msgspec.structs.replace(honest, **facts)])
+    (found,) = freshness.implausible(record)
+    assert error in found
+    assert freshness._age(Path(), "attention.x", record, 0).state == "broken"
 
 
 @pytest.fixture
