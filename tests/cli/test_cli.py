@@ -23,6 +23,7 @@ from kernel_pytorch.evidence import Benchmark, read_record, schema
 from kernel_pytorch.hardware_abstraction.device import Rates
 from kernel_pytorch.hardware_abstraction.dispatch import forget_choices
 from kernel_pytorch.hardware_abstraction.op import registered_op
+from kernel_pytorch.html_page import line_chart
 from kernel_pytorch.lowering.quiet import quiet_native
 from kernel_pytorch.ops.rms_norm import torch_kernel
 from requirements import needs_executorch
@@ -194,6 +195,12 @@ def test_tour_visits_every_section(tmp_path: Path) -> None:
     text = page.read_text()
     assert text.count("<h2>") == 5
     assert text.count("<svg") >= 3  # that of kp.optimize is left out where the machine is too busy to decide
+
+
+def test_the_baseline_of_a_line_chart_is_on_top() -> None:
+    """Curves that follow each other, as FP8's loss follows bf16's, are both seen."""
+    chart = line_chart({"before": [2.0, 1.0], "after": [2.0, 1.0]}, "loss")
+    assert chart.index("var(--bar)") < chart.index("stroke-dasharray")
 
 
 def test_known_messages_of_native_code_are_left_out(capfd: pytest.CaptureFixture[str]) -> None:
