@@ -92,5 +92,7 @@ for tokens in (TOKENS // 16, TOKENS // 4, TOKENS):  # the first one warms up
     seconds = time.perf_counter() - began
     peak = 0 if device.type == "cpu" else torch.get_device_module(device).max_memory_allocated()
     cells = f"{tokens:,}", f"{loss:.2f}", f"{seconds:.1f}", f"{tokens / seconds:,.0f}"
-    rows.add_row(*cells, f"{peak / 2**30:.1f} GiB" if peak else "a CPU's", f"{tokens**2 / 2**30:,.2g} GiB")
+    rows.add_row(
+        *cells, f"{peak / 2**30:.1f} GiB" if peak else "not measured on a CPU", f"{tokens**2 / 2**30:,.2g} GiB"
+    )
 Console().print(rows)

@@ -9,6 +9,7 @@ documentation that ran on a device, and a ``ContractRun`` the kernels that passe
 from __future__ import annotations
 
 import datetime
+import hashlib
 import os
 import platform
 import subprocess
@@ -36,15 +37,23 @@ __all__ = [
     "Quantiles",
     "ContractRun",
     "PassedCases",
+    "SUMS",
     "clean_commit",
     "evidence_directory",
+    "listed_sums",
     "load_evidence",
     "named_evidence",
     "read_record",
     "schema",
+    "sums",
     "versions",
     "write_record",
+    "write_sums",
 ]
+
+
+SUMS = "SHA256SUMS"
+"""File of an evidence folder with the digests of the others, so that an edit by hand is found."""
 
 
 class EvidenceError(ValueError):
@@ -267,8 +276,27 @@ def named_evidence(directory: Path | None) -> dict[str, Record]:
     return {path.stem: read_record(path) for path in sorted(directory.glob("*.json"))}
 
 
+def sums(directory: Path) -> dict[str, str]:
+    """Return the digest of each file of an evidence folder by its name, without the list of digests itself."""
+    files = sorted(path for path in directory.iterdir() if path.is_file() and path.name != SUMS)
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+
+def listed_sums(directory: Path) -> dict[str, str]:
+    """Return the digests that ``SHA256SUMS`` lists by file name; empty if there is no list."""
+    path = directory / SUMS
+    lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+    return {name: digest for digest, _, name in (line.partition("  ") for line in lines)}
+
+
+def write_sums(directory: Path, digests: dict[str, str]) -> None:
+    """Write ``SHA256SUMS`` in the format of ``sha256sum``."""
+    lines = (f"{digest}  {name}\n" for name, digest in sorted(digests.items()))
+    (directory / SUMS).write_text("".join(lines), encoding="utf-8")
+
+
 def write_record(record: Record, path: Path) -> None:
-    """Write a record atomically."""
+    """Write a record atomically, with its digest in the folder's ``SHA256SUMS`` if there is one."""
     text = msgspec.json.format(msgspec.json.encode(record), indent=1)
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_suffix(f".{os.getpid()}.writing")
@@ -277,6 +305,9 @@ def write_record(record: Record, path: Path) -> None:
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
+    listed = listed_sums(path.parent)
+    if listed:  # only this line: a file that was edited by hand stays found
+        write_sums(path.parent, {**listed, path.name: hashlib.sha256(text + b"\n").hexdigest()})
 
 
 def clean_commit(checkout: Path) -> str:

@@ -70,7 +70,7 @@ def bar_chart(rows: Sequence[tuple[str, float, str]], label: str) -> str:
 
 
 def line_chart(series: Mapping[str, Sequence[float]], label: str) -> str:
-    """Return curves over their steps, from zero; the first is drawn as the baseline.
+    """Return curves over their steps, from zero; the first is the baseline, dashed and on top of the others.
 
     Example:
         >>> "polyline" in line_chart({"before": [3.0, 2.0], "after": [3.0, 1.0]}, "loss")
@@ -79,8 +79,8 @@ def line_chart(series: Mapping[str, Sequence[float]], label: str) -> str:
     width, height = 580, 180
     highest = max(max(values) for values in series.values()) or 1.0
     parts = [f'<text x="0" y="14">{escape(label)}, {highest:.3g} at the top, 0 at the bottom</text>']
-    for number, (name, values) in enumerate(series.items()):
-        colour, dashes = ("var(--bar)", "") if number else ("var(--before)", ' stroke-dasharray="6 4"')
+    for number, (name, values) in reversed(list(enumerate(series.items()))):
+        colour, dashes = ("var(--bar)", "") if number else ("var(--before)", ' stroke-dasharray="6 6"')
         points = " ".join(
             f"{width * place / max(len(values) - 1, 1):.1f},{24 + (height - 24) * (1 - value / highest):.1f}"
             for place, value in enumerate(values)

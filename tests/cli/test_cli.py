@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import shutil
@@ -22,6 +23,7 @@ from kernel_pytorch.evidence import Benchmark, read_record, schema
 from kernel_pytorch.hardware_abstraction.device import Rates
 from kernel_pytorch.hardware_abstraction.dispatch import forget_choices
 from kernel_pytorch.hardware_abstraction.op import registered_op
+from kernel_pytorch.html_page import line_chart
 from kernel_pytorch.lowering.quiet import quiet_native
 from kernel_pytorch.ops.rms_norm import torch_kernel
 from requirements import needs_executorch
@@ -118,7 +120,18 @@ def test_doctor_shows_devices_kernels_and_versions(run: Run) -> None:
     for fact in (cpu.arch, "rms_norm float32", "kernel torch", "Optional libraries", "C++ runtime"):
         assert fact in outcome.words
     assert "Test status of each kernel" not in outcome.words
+    lines = [line.strip() for line in outcome.out.splitlines()]
+    for row in json.loads(run("doctor", "--json").out)["install_for_more"]:
+        assert lines.count(row["install"]) == 1, "a command to copy is a line of its own, once"
     assert "Test status of each kernel" in run("doctor", "--support").words
+
+
+def test_help_has_no_paragraph_of_broken_lines() -> None:
+    """Typer keeps the line breaks of a docstring's later paragraphs."""
+    for command in (*commands.app.registered_commands, *commands.backend_app.registered_commands):
+        for paragraph in inspect.cleandoc(command.callback.__doc__ or "").split("\n\n")[1:]:
+            assert "\n" not in paragraph, paragraph
+            assert len(paragraph) <= 78, paragraph
 
 
 def test_doctor_json_is_data_with_the_documented_keys(run: Run) -> None:
@@ -182,6 +195,12 @@ def test_tour_visits_every_section(tmp_path: Path) -> None:
     text = page.read_text()
     assert text.count("<h2>") == 5
     assert text.count("<svg") >= 3  # that of kp.optimize is left out where the machine is too busy to decide
+
+
+def test_the_baseline_of_a_line_chart_is_on_top() -> None:
+    """Curves that follow each other, as FP8's loss follows bf16's, are both seen."""
+    chart = line_chart({"before": [2.0, 1.0], "after": [2.0, 1.0]}, "loss")
+    assert chart.index("var(--bar)") < chart.index("stroke-dasharray")
 
 
 def test_known_messages_of_native_code_are_left_out(capfd: pytest.CaptureFixture[str]) -> None:

@@ -396,6 +396,17 @@ def test_a_copy_of_the_folder_alone_is_not_blamed_for_what_is_around_it(tmp_path
     (tmp_path / "docs" / "start.md").write_text("# Start\n\n## Run\n\nThis.\n")
     assert codes(checked(folder, changes)) == [dead]
 
+    out = {"acme-quantization.md": "# Q\n\n[code](../../../tool/run.py)\n"}
+    assert codes(checked(folder, out)) == [unchecked], "the repository around the documentation is not here"
+    (tmp_path / ".git").touch()
+    assert codes(checked(folder, out)) == [dead]
+
+
+def test_a_tutorial_of_another_name_is_a_tutorial(tmp_path: Path) -> None:
+    """ExecuTorch's arm-ethos-u has tutorials/ethos-u-getting-started.md and no list of tutorials."""
+    result = checked(tmp_path, {"tutorials/acme-tutorials.md": None})
+    assert codes(result) == [("warning", "tutorials/acme-basic.md", "renamed-page")]
+
 
 def test_a_finding_has_the_line_of_its_entry(tmp_path: Path) -> None:
     tree = "# Tutorials\n\nText.\n\n```{toctree}\n:hidden:\n\nacme-basic\nacme-gone\n```\n"

@@ -1,5 +1,6 @@
 """The documentation is true: generated, executed, backed by records, and without dead links."""
 
+import dataclasses
 import itertools
 import re
 import subprocess
@@ -18,7 +19,7 @@ from tools.website import __main__ as command
 from tools.website import measured, pages
 from tools.website.blocks import OTHER_LANGUAGES, fences, page_gaps
 from tools.website.measured import duration
-from tools.website.reference import _signature
+from tools.website.reference import _class, _signature
 
 import kernel_pytorch as kp
 from kernel_pytorch.evidence import (
@@ -94,6 +95,34 @@ def test_a_signature_names_functions_and_shows_no_address() -> None:
         """Nothing."""
 
     assert _signature("outer", outer) == ["```text", "outer(run: object = duration, by: int = 2) -> None", "```"]
+
+
+def test_a_class_has_the_signature_of_its_constructor_and_its_public_fields() -> None:
+    class Made:
+        """Something."""
+
+        def __init__(self, folder: Path, *, size: int = 1) -> None:
+            """Nothing."""
+
+    @dataclasses.dataclass
+    class Record:
+        """Facts."""
+
+        name: str
+        _kept: int = 0
+
+    assert _class("Made", Made) == [
+        "",
+        "```text",
+        "Made(folder: pathlib.Path, *, size: int = 1)",
+        "```",
+        "",
+        "Something.",
+    ]
+    text = "\n".join(_class("Record", Record))
+    assert "A dataclass with the fields below." in text
+    assert "`name: str`" in text
+    assert "_kept" not in text
 
 
 def measurement(subject: str, median: float, **facts: float) -> Measurement:
@@ -359,6 +388,13 @@ def test_every_demo_is_listed_and_short() -> None:
     listed = re.findall(r"^\| \[(\w+\.py)\]", (ROOT / "demos" / "README.md").read_text(), flags=re.MULTILINE)
     assert sorted(listed) == [demo.name for demo in DEMOS]
     assert [demo.name for demo in DEMOS if len(demo.read_text().splitlines()) >= 100] == []
+
+
+def test_every_program_of_the_benchmarks_is_listed() -> None:
+    page = (ROOT / "docs" / "performance.md").read_text()
+    table = page[page.index("| Program |") : page.index("Predictions need")]
+    programs = [path.name for path in (ROOT / "benchmarks").glob("*.py") if '"__main__"' in path.read_text()]
+    assert sorted(re.findall(r"^\| `(\w+\.py)`", table, flags=re.MULTILINE)) == sorted(programs)
 
 
 @pytest.mark.parametrize("demo", DEMOS, ids=name_of)

@@ -53,7 +53,7 @@ _DURATION = rf"{_AMOUNT} ?(?:s|secs?|seconds?|min|minutes?|h|hours?|days?)\b"
 _TOOK = (
     r"(?:takes?|took|taking|runs? in|ran in|(?:finish(?:es|ed)?|completes?|done|trains?) (?:in|after|within)|"
     r"(?:falls?|fell|drops?|dropped|shrinks?|goes|went) (?:from [^.;]{1,30} )?to|instead of|down (?:to|from))"
-    r" (?:only |just |about |nearly |under |less than )*"
+    r" (?:only |just |about |nearly |under |less than |a mere |barely |no more than )*"
 )
 _HELD = r"(?:(?:needs?|uses?|takes?|saves?|peaks? at|peak(?: memory)? (?:of|is)) (?:only |just |about |under )*)"
 _NUMBER = re.compile(
@@ -61,10 +61,27 @@ _NUMBER = re.compile(
     rf"|{_AMOUNT}[\s-]*(?:{_UNITS})"
     rf"|\b(?:\d[\d.,]*|{_SPELT})[ -]?fold\b"
     rf"|\b{_TOOK}(?:{_DURATION}|{_SIZE})|\b{_HELD}{_SIZE}|{_SIZE} (?:less|fewer|more|saved)\b"
+    rf"|\b(?:by a factor of|factor of (?={_AMOUNT} (?:over|faster|less|more|fewer))) ?(?:about |up to )?{_AMOUNT}"
+    rf"|(?<![\w.])\d+\.\d+ times\b|{_AMOUNT} (?:J|joules|watts) per\b"
+    rf"|\b(?:SNR|signal-to-noise ratio|noise|error|accuracy) (?:is|stays|reaches|of|remains)(?: \w+)? {_AMOUNT} ?dB\b"
+    rf"|\b(?:RAM|memory) (?:is|stays|of)(?: below| under| about| only)? {_SIZE}|\btokens in {_SIZE}"
+    r"|\bin (?:under|less than|about|just) an? (?:second|minute|hour)\b"
+    rf"|{_AMOUNT}[\s-]*(?:fps\b|frames (?:per|a|each) second)"
+    rf"|\bfits? (?:in|into) (?:only |just |about |under )*{_SIZE}"
+    r"|\b(?:one|two|three|four|five|six|seven|eight|nine) (?:halves|thirds|quarters|fifths|tenths) of "
+    r"(?:the |its )?(?:\S+ )?(?:peak|roofline|time|throughput|bandwidth|rate)\b"
     rf"|{_AMOUNT} times (?:less|more|fewer|smaller|lower|higher|better|cheaper|larger|the (?:throughput|speed))\b",
     re.IGNORECASE,
 )
 _GAINED = r"(?:throughput|speed|performance|latency|run-?time|bandwidth|memory|footprint|training time|step time)"
+_PART = (
+    r"(?:twice|thrice|half|double|triple|quadruple|\w+ times|"
+    r"(?:a|one|two) (?:half|thirds?|quarters?|fifths?|tenths?))"
+)
+_RIVAL = (
+    r"SDPA|FlashAttention|FlexAttention|cuDNN|cuBLAS|torchao|torch\.compile|PyTorch|eager|vLLM|XNNPACK|ExecuTorch|"
+    r"TensorRT|llama\.cpp|xFormers|bf16"
+)
 _WORD = re.compile(
     r"\b(?:faster|fastest|quicker|quickest|slower|speed-?ups?|speeds? up|sped up|speeding up"
     r"|outperform(?:s|ed|ing)?|outpaces?|state[ -]of[ -]the[ -]art|best[ -]in[ -]class|lightning[ -]fast"
@@ -79,8 +96,24 @@ _WORD = re.compile(
     rf"|{_GAINED} (?:is |was |has |are )?(?:more than |nearly |almost )?(?:doubled|tripled|quadrupled|halved)"
     rf"|(?:higher|better|superior|unmatched|unrivall?ed) (?:throughput|performance)|lower latency"
     rf"|(?:cuts?|reduces?|slash(?:es)?) (?:\w+ ){{0,3}}?{_GAINED}(?: \w+)?(?: (?:in|by)) (?:half|two thirds|a \w+)"
-    r"|beats (?:\w+ ){0,2}?(?:SDPA|FlashAttention|FlexAttention|cuDNN|cuBLAS|torchao|torch\.compile|PyTorch|vLLM)"
-    r"|as fast as)\b",
+    rf"|beats (?:\w+ ){{0,2}}?(?:{_RIVAL})"
+    r"|as fast as"
+    rf"|{_GAINED} (?:doubles|triples|quadruples|halves)"
+    r"|(?:halv|doubl|tripl)(?:e|es|ed|ing) the time"
+    rf"|(?:cuts?|reduces?|lowers?|slash(?:es)?) (?:the |our |your )?(?:{_GAINED}|costs?|energy|power|bills?)"
+    r"(?: \w+)? (?:by|in) (?:half|two thirds|an order|a (?:half|third|quarter|fifth|tenth|factor))"
+    rf"|{_PART} (?:the |of the |of its |its |as (?:much|many|little) |of what )(?:{_GAINED}|size|cost|tokens per|"
+    r"tokens a|tokens/s|samples per|images per|steps per|frames per)"
+    rf"|(?:{_GAINED}|cost|costs|rate) (?:is |was |of |by )?(?:more than |nearly |almost |about )?{_PART} (?:of|that)"
+    rf"|(?:increases|improves|drops|falls) by (?:more than |nearly |almost |about )?{_PART}"
+    rf"|(?:lowest|highest|best|smallest) (?:\w+ )?{_GAINED}"
+    r"|(?:lower|less|smaller) overhead than|more efficient than|(?:near-)?zero[- ](?:overhead|cost)|no overhead"
+    r"|(?:outruns?|trounces?|crush(?:es)?|dominates?|outclass(?:es)?|overtakes?|(?:win|lead|edge) over)"
+    rf" (?:\w+ ){{0,2}}?(?:{_RIVAL})"
+    r"|scales? (?:near-|almost |nearly )?(?:perfectly|linearly)|linear scaling|perfect overlap"
+    rf"|(?:performance|speed|throughput|efficiency) (?:is|remains) (?:unmatched|unrivall?ed|unbeaten|unsurpassed)"
+    r"|in the dust|speed of light|light[ -]?speed|comes? close to its (?:speed|performance|rate)"
+    r"|(?:nothing|nobody|no other \w+) (?:else )?(?:beats|matches|comes close)|real[ -]time)\b",
     re.IGNORECASE,
 )
 

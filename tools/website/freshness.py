@@ -5,15 +5,16 @@ show them fail to build. It is *older* where the code of other files that it mea
 which may or may not have moved its numbers; so is a table of operators that was probed with another lowering.
 Comments, docstrings and layout are no code. It is *unknown* where its commit is not in this checkout's history, or
 its backend is not installed. It is *broken* where it names code that does not exist, or names none and its commit is
-not here: nothing can be said of it. So are curves, pictures and logs beside the records whose digest is not the one
-in ``SHA256SUMS``; ``--sum`` writes that file, after a command that makes them anew. Otherwise it is *current*. The
-exit code is 1 when a record is broken, and with ``--strict`` when one is not current.
+not here, or where its measurements cannot be, such as a rate above the device's peak. So are files of the folder
+whose digest is not the one in ``SHA256SUMS``: commands that make a record write its digest, and ``--sum`` writes all
+of them, after a command that makes curves, pictures and logs anew. Otherwise it is *current*. The exit code is 1 when
+a record is broken, and with ``--strict`` when one is not current.
 """
 
 from __future__ import annotations
 
 import argparse
-import hashlib
+import math
 import re
 import subprocess
 import sys
@@ -25,7 +26,19 @@ import msgspec
 
 from kernel_pytorch.benchmarking import checkout
 from kernel_pytorch.documentation.op_support import lowering_digest, lowering_sources
-from kernel_pytorch.evidence import Benchmark, Checks, ContractRun, Execution, OpSupport, Record, named_evidence
+from kernel_pytorch.evidence import (
+    Benchmark,
+    Checks,
+    ContractRun,
+    Execution,
+    OpSupport,
+    Record,
+    listed_sums,
+    named_evidence,
+    sums,
+    write_sums,
+)
+from kernel_pytorch.hardware_abstraction.catalogue import CATALOGUE
 from kernel_pytorch.hardware_abstraction.registry import backends
 from kernel_pytorch.hardware_abstraction.source_digest import file_code, is_part, part_digest
 from tools.website.blocks import fences
@@ -33,7 +46,7 @@ from tools.website.measured import GONE, stale_kernels
 from tools.website.pages import hand_written
 from tools.website.plots import PLOTS
 
-__all__ = ["Age", "ages", "markdown", "sums"]
+__all__ = ["Age", "ages", "implausible", "markdown"]
 
 # What a record measures where that is more than the kernels of one op, by the first part of its name.
 _FP8 = ("fp8", "ops/fp8_cast", "ops/fp8_matmul")
@@ -82,6 +95,9 @@ def ages(root: Path) -> list[Age]:
 
 def _age(root: Path, name: str, record: Benchmark | Checks | ContractRun, shown: int) -> Age:
     recorded = "" if isinstance(record, Checks) else record.recorded[:10]
+    wrong = implausible(record) if isinstance(record, Benchmark) else []
+    if wrong:
+        return Age(name, "broken", recorded, shown, tuple(wrong))
     kernels = stale_kernels(record)
     parts = {part: _part_now(part) for part in record.sources if is_part(part)}
     gone = [f"kernel {kernel} {what}" for kernel, what in kernels.items() if what == GONE]
@@ -176,19 +192,36 @@ def _blocks_without_a_record(root: Path, records: list[Record]) -> list[Age]:
     return [Age("documentation on a GPU", "stale", "", len(missing), tuple(missing))] if missing else []
 
 
-def sums(root: Path) -> str:
-    """The digests of the files beside the records, in the format of ``sha256sum``."""
-    folder = root / "benchmarks" / "evidence"
-    beside = sorted(path for path in folder.iterdir() if path.suffix != ".json" and path.name != "SHA256SUMS")
-    return "".join(f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {path.name}\n" for path in beside)
-
-
 def _edited_files(root: Path) -> list[Age]:
-    """The files beside the records that are not as they were made, or that nobody listed."""
-    listed = root / "benchmarks" / "evidence" / "SHA256SUMS"
-    written = set(listed.read_text(encoding="utf-8").splitlines()) if listed.is_file() else set()
-    changed = tuple(sorted({line.split()[-1] for line in written ^ set(sums(root).splitlines())}))
-    return [Age("files beside the records", "broken", "", 0, changed)] if changed else []
+    """The records, and the files beside them, that are not as they were made, or that are not listed."""
+    folder = root / "benchmarks" / "evidence"
+    listed, found = listed_sums(folder), sums(folder)
+    changed = sorted(name for name in {*listed, *found} if listed.get(name) != found.get(name))
+    if not listed:  # no list: nothing says what the records were
+        changed = [name for name in changed if not name.endswith(".json")]
+    return [Age("edited or unlisted files", "broken", "", 0, tuple(changed))] if changed else []
+
+
+def implausible(record: Benchmark) -> list[str]:
+    """Return the measurements that cannot be: quantiles out of order, or a rate or an error above its bound."""
+    found = []
+    known = next((one for one in CATALOGUE.values() if _named(one.name) in _named(record.device.name)), None)
+    rates = known.rates.matmul.values() if known is not None and known.rates is not None else ()
+    peak = max(rates, default=math.inf)
+    for row in record.measurements:
+        seconds = row.seconds
+        what = f"{row.case}, {row.phase}, {row.subject}"
+        if not 0 < seconds.p20 <= seconds.median <= seconds.p80:
+            found.append(f"{what}: its quantiles are out of order")
+        elif row.flops / seconds.median > peak:
+            found.append(f"{what}: {row.flops / seconds.median / 1e12:.0f} TFLOP/s exceed the device's peak")
+        elif row.error is not None and row.budget is not None and row.error > row.budget:
+            found.append(f"{what}: its error exceeds its budget")
+    return found
+
+
+def _named(name: str) -> str:
+    return name.partition("/")[2].lower() or name.lower().replace(" ", "").replace("-", "")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -202,7 +235,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--sum", action="store_true", help="write the digests of the files beside the records")
     wanted = parser.parse_args(arguments)
     if wanted.sum:
-        (checkout() / "benchmarks" / "evidence" / "SHA256SUMS").write_text(sums(checkout()), encoding="utf-8")
+        folder = checkout() / "benchmarks" / "evidence"
+        write_sums(folder, sums(folder))
         return 0
     found = ages(checkout())
     if wanted.json:

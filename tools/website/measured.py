@@ -6,8 +6,8 @@
 
 Where the Markdown is read as it is, that is a number which leads to its record. On the site it carries its
 provenance. ``check`` fails a number that is not what its record says, a record that is missing or about an older
-text of the kernel, a number without a record, and a word such as "faster" without a measured number in the same
-paragraph. ``refresh`` writes the numbers anew.
+text of the kernel, a number without a record, a sentence about another device, phase or case than the record's, and a
+word such as "faster" without a measured number in the same paragraph. ``refresh`` writes the numbers anew.
 
 The title is ``measured: QUANTITY; KEY=VALUE; ...``. Quantities: time, speedup, rate, bandwidth, memory, error (of its
 budget), noise (an error that is relative to a norm, in decibels), each also as ``lowest`` or ``highest`` of all that
@@ -45,6 +45,7 @@ from tools.website.claims import (
     without_behaviour,
     words,
 )
+from tools.website.conditions import Conditions, contradiction, sentence_around
 
 __all__ = [
     "GONE",
@@ -79,6 +80,8 @@ class Measured:
     provenance: str
     rivals: frozenset[str] = frozenset()
     """The baselines that a speedup is over."""
+    conditions: Conditions | None = None
+    """What it was measured under; None for a number of the whole record."""
 
 
 @dataclass(frozen=True)
@@ -133,10 +136,12 @@ def resolve(record_name: str, title: str, records: Mapping[str, Record]) -> Meas
             f"'; at={record.commit[:7]}' to the link and name that commit on the page"
         )
     values = [_value(quantity, record, row, chosen.get("over", "")) for row in rows]
-    shown = _SHOWN[quantity](min(values) if extreme == "lowest" else max(values))
+    best = min(values) if extreme == "lowest" else max(values)
+    shown = _SHOWN[quantity](best)
     over = chosen.get("over", "")
     rivals = frozenset(_rival(record, row, over)[1] for row in rows) if quantity == "speedup" else frozenset()
-    return Measured(shown, provenance(record), rivals)
+    chosen_rows = [row for row, value in zip(rows, values, strict=True) if value == best]
+    return Measured(shown, provenance(record), rivals, Conditions.of(record, chosen_rows))
 
 
 def _check_commit(at: str, stale: bool, record_name: str, record: Benchmark) -> None:
@@ -242,24 +247,25 @@ def check(text: str, page: Path, records: Mapping[str, Record]) -> Iterator[Prob
         prose, backed = "", False
         inside: Token | None = None
         shown = ""
-        links: list[tuple[int, str, frozenset[str]]] = []  # where it ends, the head of its column, its rivals
+        links: list[tuple[int, str, Measured]] = []  # where it ends, the head of its column, what is recorded
         for token in tokens:
             title = str(token.attrGet("title") or "")
             if token.type == "link_open" and title.startswith(PREFIX):
                 inside, shown = token, ""
+            elif token.type == "link_open":
+                prose += f" {title} "
             elif token.type == "link_close" and inside is not None:
-                found, rivals = _check_link(inside, shown, page, records)
+                found, right = _check_link(inside, shown, page, records)
                 if found:
                     yield Problem(line, found)
                 earlier = _AT.search(str(inside.attrGet("title") or ""))
                 if earlier and f"`{earlier[1]}`" not in text:
                     yield Problem(line, f"the number is of an earlier commit: say `{earlier[1]}` on the page")
-                links.append((len(prose), str(inside.meta.get("head", "")), rivals))
+                if right is not None:
+                    links.append((len(prose), str(inside.meta.get("head", "")), right))
                 inside, backed, prose = None, True, prose + " "
             elif token.type in ("text", "softbreak", "html_inline", "html_block", "image", "fence"):
-                content = (
-                    f" {visible_html(token.content)} " if token.type.startswith("html") else token.content or " "
-                )
+                content = _shown(token)
                 if token.type == "image":
                     content += f" {title}"
                     backed = backed or "/plots/" in f"/{token.attrGet('src')}"  # drawn from a record
@@ -268,7 +274,12 @@ def check(text: str, page: Path, records: Mapping[str, Record]) -> Iterator[Prob
                 prose += f" {token.content} "
         if any(ALLOWED.search(token.content) for token in tokens if token.type.startswith("html")):
             continue
-        for place, head, rivals in links:
+        for place, head, right in links:
+            rivals = right.rivals
+            said = f"{head}: {sentence_around(prose, place)}"
+            wrong = contradiction(said, right.conditions) if right.conditions is not None else ""
+            if wrong:
+                yield Problem(line, wrong)
             start = max((end for end, _, _ in links if end < place), default=0)
             around = (prose[place:], re.split(r"[.;]\s", prose[start:place])[-1], head)
             named = next(filter(None, (_other_rival(said, rivals, records) for said in around)), "")
@@ -323,7 +334,8 @@ _LIBRARIES = (
     "cuBLAS",
 )
 _COMPARED = re.compile(
-    r"\b(?:over|than|against|versus|vs\.?|compared (?:to|with)|relative to|as fast as)\s+([^.;:,()]{0,60})",
+    r"\b(?:over|than|against|versus|vs\.?|compared (?:to|with)|relative to|as fast as|the (?:speed|rate) of)\s+"
+    r"([^.;:,()]{0,60})",
     re.IGNORECASE,
 )
 
@@ -347,17 +359,17 @@ def _other_rival(after: str, rivals: frozenset[str], records: Mapping[str, Recor
     return found[0].strip() if named and not any(word in about for word in named) else ""
 
 
-def _check_link(link: Token, shown: str, page: Path, records: Mapping[str, Record]) -> tuple[str, frozenset[str]]:
-    """What is wrong with a measured number, and the baselines that it is over."""
+def _check_link(link: Token, shown: str, page: Path, records: Mapping[str, Record]) -> tuple[str, Measured | None]:
+    """What is wrong with a measured number, and what is recorded."""
     target = PurePosixPath(str(link.attrGet("href")))
     if target.suffix != ".json" or not (page.parent / target).is_file():
-        return f"no record at {target}", frozenset()
+        return f"no record at {target}", None
     try:
         right = resolve(target.stem, str(link.attrGet("title")), records)
     except EvidenceError as error:
-        return str(error), frozenset()
+        return str(error), None
     wrong = f"{shown!r} is {right.text!r} in the record: run 'python -m tools.website --write'"
-    return wrong if shown != right.text else "", right.rivals
+    return wrong if shown != right.text else "", right
 
 
 def _paragraphs(text: str) -> Iterator[tuple[int, list[Token]]]:
@@ -391,8 +403,27 @@ def _paragraphs(text: str) -> Iterator[tuple[int, list[Token]]]:
 
 
 def _is_prose(language: str) -> bool:
-    """Whether readers see a fenced block as text or as a picture: a diagram, or a directive such as a note."""
-    return language.strip("{} ") in DIAGRAMS or (language.startswith("{") and not CODE.match(language))
+    """Whether a fenced block is text or a picture, such as a note or a diagram, or code, whose comments are text."""
+    return not CODE.match(language) or "block" in language
+
+
+def _shown(token: Token) -> str:
+    """The text of a token as readers see it, for a block of code its comments."""
+    if token.type.startswith("html"):
+        return f" {visible_html(token.content)} "
+    if token.type != "fence":
+        return token.content.replace("$", "") or " "
+    language = token.info.strip()
+    if language.startswith("{") and not CODE.match(language):
+        return f"{language.partition('}')[2]} {token.content}"
+    if language.strip("{} ") in DIAGRAMS or language in _OUTPUT:
+        return without_behaviour(token.content)
+    comments = re.findall(r"(?:^|\s)(?:#|//) (.*)$", token.content, re.MULTILINE)
+    return without_behaviour("\n".join(comments))
+
+
+_OUTPUT = ("", "text", "console", "output", "none", "shell-session")
+"""Languages of blocks that show what a command prints."""
 
 
 def refresh(text: str, records: Mapping[str, Record]) -> str:

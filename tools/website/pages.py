@@ -215,7 +215,7 @@ def _changed_since(record: Record) -> list[str]:
     """A sentence for each kernel whose source is no longer the one that the record is about."""
     lines = []
     for name, what in stale_kernels(record).items():
-        consequence = ": its rows describe an older text of it" if what == "has changed since" else ""
+        consequence = ": its rows are of an earlier version" if what == "has changed since" else ""
         lines += ["", f"Kernel `{name}` {what}{consequence}."]
     return lines
 
@@ -225,19 +225,19 @@ def support_page(evidence: Path | None) -> str:
     lines = [
         "# Support",
         "",
-        "What is known about each kernel on each backend. Nobody types this table: it follows from the table of",
-        "ops and kernels and from the records in [benchmarks/evidence](../benchmarks/evidence).",
+        "The test status of each kernel on each backend, generated from the op registry and from the records in",
+        "[benchmarks/evidence](../benchmarks/evidence).",
         "",
         *support_markdown(_own_backends(evidence)).splitlines(),
         "",
-        "- **measured**: timed on hardware of this backend, after its results were found inside their budget.",
+        "- **measured**: timed on hardware of this backend, with results within their error budget.",
         "- **tested**: its cases pass on hardware of this backend.",
-        "- **compiled**: built for the architectures named, without their hardware; never run on them.",
-        "- **interpreted**: its cases pass in Triton's interpreter on a CPU; not built for this backend.",
-        "- **no record**: none of these for the present code.",
+        "- **compiled**: compiles for these architectures; not run on the hardware.",
+        "- **interpreted**: its cases pass in Triton's interpreter on a CPU; not compiled for this backend.",
+        "- **no record**: none of these for the present source.",
         "",
-        "An empty cell means that the backend does not have the kernel. A record counts only for the code it was",
-        "made with: change a kernel, and its records no longer count.",
+        "An empty cell means that the backend does not have the kernel. A record applies only to the source that it",
+        "was made with.",
     ]
     for record in load_evidence(evidence):
         if isinstance(record, Checks):

@@ -190,10 +190,17 @@ def _entry(name: str, value: Any) -> list[str]:
 def _class(name: str, cls: type) -> list[str]:
     lines: list[str] = []
     if dataclasses.is_dataclass(cls):
-        lines += ["", "A frozen record.", *_docstring(cls), *_fields(cls)]
+        parameters: Any = cls.__dataclass_params__  # type: ignore[attr-defined]
+        kind = "A frozen dataclass" if parameters.frozen else "A dataclass"
+        lines += ["", f"{kind} with the fields below.", *_docstring(cls), *_fields(cls)]
     else:
         bases = ", ".join(base.__name__ for base in cls.__bases__ if base is not object)
-        lines += ["", f"A class{f' derived from `{bases}`' if bases else ''}.", *_docstring(cls)]
+        made = "__init__" in vars(cls)
+        if made:
+            lines += ["", *_signature(name, cls.__init__)]  # type: ignore[misc]
+        if bases or not made:
+            lines += ["", f"A class{f' derived from `{bases}`' if bases else ''}."]
+        lines += _docstring(cls)
     for member_name, member in vars(cls).items():
         if member_name.startswith(("_", "test_", "pytest_")):
             continue
@@ -212,6 +219,7 @@ def _fields(cls: type) -> list[str]:
         *(
             f"- `{name}: {kind}{f' = {default}' if default else ''}`" + (f": {note}" if note else "")
             for name, kind, default, note in declared_fields(cls)
+            if not name.startswith("_")
         ),
     ]
 
@@ -241,7 +249,8 @@ def _signature(name: str, function: Callable[..., Any]) -> list[str]:
         for parameter in signature.parameters.values()
         if parameter.name not in ("self", "cls")
     ]
-    signature = signature.replace(parameters=parameters, return_annotation=bare(signature.return_annotation))
+    returns = inspect.Signature.empty if function.__name__ == "__init__" else bare(signature.return_annotation)
+    signature = signature.replace(parameters=parameters, return_annotation=returns)
     line = f"{name}{signature}"
     if len(line) > _WIDTH:
         inner = str(signature.replace(return_annotation=inspect.Signature.empty))[1:-1]

@@ -178,8 +178,7 @@ def parity(
 ) -> None:
     """Train a transformer in FP8 and in bf16 from the same seeds; compare losses and times in one report.
 
-    Exits with status 1 if the loss of a recipe differs from that of bf16 by more than the bf16 seeds differ from each
-    other, and by more than 0.25 %.
+    Exits with 1 if a loss differs from bf16 beyond its seeds and beyond 0.25 %.
     """
     from kernel_pytorch.cli.parity import redraw, run
 
@@ -332,8 +331,7 @@ def optimize_command(
 ) -> None:
     """Make a model fast, prove that it computes the same, and write the plan.
 
-    Every candidate is compared with the original and timed against it. A candidate that is not faster on every input
-    is refused with the reason.
+    A candidate that is not faster on every input is refused, with its reason.
     """
     from kernel_pytorch.cli.optimize import Source, optimize
 
@@ -446,8 +444,7 @@ def backend_check(
 ) -> None:
     """Check any backend's documentation: pages, sections, Python blocks, links and the table of operators.
 
-    Exits with status 1 if a required page or section is missing, empty or a placeholder, or if a block, a link or the
-    table is broken.
+    Exits with 1 if anything required is missing, empty, a template's or broken.
     """
     from kernel_pytorch.cli.backend import check
 

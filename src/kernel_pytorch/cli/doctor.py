@@ -132,10 +132,12 @@ def show(report: dict[str, Any], *, support: bool = False) -> None:
             table.add_row(what, f"kernel [green]{kernel}[/green]")
         console.print(table)
     there = [f"{row['package']} {row['version']}" for row in report["libraries"] if row["version"]]
-    console.print("[bold]Optional libraries[/bold]  " + ("  ".join(there) or "none"), highlight=False)
+    console.print(
+        "[bold]Optional libraries[/bold]  " + ("  ".join(there) or "none"), highlight=False, soft_wrap=True
+    )
     runtime = report["runtime"]
     state = "built" if runtime["built"] else f"not built: {runtime['remedy']}"
-    console.print(f"[bold]C++ runtime[/bold]  {escape(state)}", highlight=False)
+    console.print(f"[bold]C++ runtime[/bold]  {escape(state)}", highlight=False, soft_wrap=True)
     if support:
         console.print(_support_table(report["support"]))
     for broken in report["broken_backends"]:
@@ -143,9 +145,14 @@ def show(report: dict[str, Any], *, support: bool = False) -> None:
         console.print(f"[red bold]Broken backend {escape(broken['name'])}[/] ({origin}): {error}")
         console.print(broken["traceback"], style="dim", markup=False, highlight=False)
     if report["install_for_more"]:
-        console.print("[bold]For more[/bold]")
+        console.print("[bold]Install for more[/bold]")
+        gains: dict[str, list[str]] = {}
         for row in report["install_for_more"]:
-            console.print(f"  {row['for']}: {row['install']}", highlight=False, markup=False)
+            gains.setdefault(row["install"], []).append(row["for"])
+        for command, purposes in gains.items():
+            # Not wrapped by us: a command stays one line to copy.
+            console.print(f"  {command}", highlight=False, markup=False, soft_wrap=True)
+            console.print(f"    for {'; '.join(purposes)}", highlight=False, markup=False, soft_wrap=True)
 
 
 def _support_table(rows: list[dict[str, Any]]) -> Table:

@@ -109,14 +109,19 @@ def _language_model() -> tuple[nn.Module, torch.Tensor]:
 def _optimize(device: str) -> tuple[list[str], str]:
     model, ids = _language_model()
     best = kp.optimize(model.to(device), (ids.to(device),), goal="latency", budget=20)
-    lines = str(best.report).splitlines()
-    rows = [("eager", one.eager_seconds) for one in best.report.inputs]
-    rows += [("optimised", one.best_seconds) for one in best.report.inputs]
+    report = best.report
+    lines = [f"{report.model}, goal latency: {report.verdict}", *(f"note: {note}" for note in report.notes)]
+    lines += [
+        f"{one.label}: eager {one.eager_seconds * 1e3:.1f} ms, optimised {one.best_seconds * 1e3:.1f} ms, "
+        f"{one.speedup:.2f}x"
+        for one in report.inputs
+    ]
+    lines += [f"step {step.candidate}: {step.speedup:.2f}x, {step.summary}" for step in report.steps]
+    rows = [("eager", one.eager_seconds) for one in report.inputs]
+    rows += [("optimised", one.best_seconds) for one in report.inputs]
     chart = bar_chart([(name, value, f"{value * 1e3:.1f} ms") for name, value in rows], "time") if rows else ""
-    return [
-        *lines[:4],
-        f"{len(best.report.refusals)} candidates refused, each with its reason in best.report",
-    ], chart
+    lines.append(f"{len(report.refusals)} candidates refused, each with its reason in best.report")
+    return lines, chart
 
 
 def _fp8(device: str) -> tuple[list[str], str]:
@@ -208,7 +213,7 @@ def _chat(_: str) -> tuple[list[str], str]:
     made = generator.last
     assert made is not None
     lines.append(
-        f"first token after {made.first_token_seconds * 1e3:.0f} ms, then {made.tokens_per_second:.0f} tokens/s; "
+        f"first token after {made.first_token_seconds * 1e3:.2g} ms, then {made.tokens_per_second:.0f} tokens/s; "
         f"{made.reused_tokens} of {made.prompt_tokens} tokens of the prompt reused from the turn before"
     )
     return lines, ""

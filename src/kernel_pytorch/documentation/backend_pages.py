@@ -362,8 +362,8 @@ def _taken_sentence(record: Backend, taken: list[OperatorRow]) -> str:
 def _how_known(record: Backend) -> str:
     if record.lowering is None:
         return (
-            "Each op's kernels were asked, for each format, whether they serve its first case on some device of the "
-            "catalogue. Asking runs nothing; how much is known of each kernel is in the overview."
+            "An op is listed with a format if one of its kernels supports the op's first case in that format on a "
+            "device of the catalogue. No kernel was run for this; the overview has the test status of each kernel."
         )
     found = recorded(record)
     if found is None:
@@ -373,13 +373,13 @@ def _how_known(record: Backend) -> str:
         )
     made = ", ".join(f"{name} {version}" for name, version in found.versions.items())
     text = (
-        "Nobody types these tables. Each operator was lowered in a model of its own, in each format, with each "
-        "recipe and with a first dimension that may change, then run and compared with eager PyTorch. It counts "
-        f"as taken where nothing of it was left to portable kernels and the numbers agreed. Made with {made}; "
-        f"`kernel-pytorch backend docs {record.name} --probe` makes it anew."
+        "These tables are generated. Each operator was lowered in a model of its own, in each dtype, with each "
+        "recipe and with a dynamic first dimension, then run and compared with eager PyTorch. It is supported if "
+        f"no node of it was left to portable kernels and the results agreed. Made with {made}; "
+        f"`kernel-pytorch backend docs {record.name} --probe` makes them again."
     )
     if found.sources.get("lowering") != lowering_digest(record):
-        text += " The code of the lowering has changed since: the tables describe an older text of it."
+        text += " The lowering's code has changed since: the tables are of an earlier version."
     return text
 
 

@@ -176,6 +176,10 @@ class _Check:
         # Whether this is a copy of the folder without the rest of its documentation.
         self.alone = not any((above / sign).exists() for above in around for sign in ("conf.py", ".git"))
         self.generated = _generated_folders(around)
+        # The documentation's root where the rest of its repository is not here.
+        roots = (above for above in around if (above / "conf.py").is_file())
+        cloned = any((above / ".git").exists() for above in around)
+        self.root = None if cloned else next(roots, None)
 
     def _page(self, path: Path) -> Page | None:
         """Return the page at a path, cached; None, with a finding, if it cannot be read."""
@@ -290,6 +294,8 @@ class _Check:
                 inside = not role.folder and "/" in name  # a page of a tutorial is no page of the set
                 if word in path.stem.lower().replace("_", "-") and name not in taken and not inside:
                     return path
+        if role.folder:  # ExecuTorch's Ethos-U has tutorials/ethos-u-getting-started.md alone
+            return next((path for path in self.pages if path.parent == self.folder / role.folder), None)
         if role.name == "overview":  # any page with a part of its sections
             for path, page in self.pages.items():
                 titles = {section.title for section in page.sections}
@@ -399,7 +405,9 @@ class _Check:
                     self._say("error", page.path, link.line, "dead-link", message)
 
     def _elsewhere(self, page: Path, target: str) -> bool:
-        """Return whether a link leads outside of a copied folder."""
+        """Return whether a link leads outside of a copied folder, or of documentation without its repository."""
+        if self.root is not None and not target.startswith("/"):
+            return self.root not in (page.resolve().parent / target).resolve().parents
         if not self.alone:
             return False
         if target.startswith("/"):
