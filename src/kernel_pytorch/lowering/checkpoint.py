@@ -170,7 +170,7 @@ def lower_checkpoint(
 
     if config_of(Path(folder)).get("is_encoder_decoder"):
         return _lower_encoder_decoder(Path(folder), how, tell)
-    from kernel_pytorch.lowering.language_model import CachedLanguageModel
+    from kernel_pytorch.lowering.language_model import CachedLanguageModel, require_history
     from kernel_pytorch.lowering.program import lower
 
     folder = Path(folder)
@@ -183,6 +183,7 @@ def lower_checkpoint(
     if hasattr(model, "set_experts_implementation"):
         model.set_experts_implementation("batched_mm")  # the default has no kernel on devices
     _narrow_embedding(model)
+    require_history(model)
     config = model.config.get_text_config()
     most = getattr(config, "max_position_embeddings", None) or _LONGEST_CONTEXT
     context = _context_of(most, how)
