@@ -12,6 +12,7 @@ import transformers
 
 import kernel_pytorch as kp
 from kernel_pytorch.cli import main
+from kernel_pytorch.cli.generate import _converse
 from kernel_pytorch.lowering import Sampling, checkpoint
 from kernel_pytorch.lowering.build import build
 from kernel_pytorch.lowering.runtime import registered
@@ -300,6 +301,41 @@ def test_a_session_of_a_chat_is_kept_on_the_command_line(
     whole = said("hello dog\nsays the fox\n")
     session = str(tmp_path / "session")
     assert said("hello dog\n", "--session", session) + said("says the fox\n", "--session", session) == whole
+
+
+def test_a_chat_goes_on_after_an_answer_that_was_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[str] = []
+
+    def answer(said: str) -> None:
+        found.append(said)
+        if said == "stop":
+            raise KeyboardInterrupt
+        if said == "long":
+            raise ValueError("the prompt has 9 tokens and the context 8")
+
+    monkeypatch.setattr("sys.stdin", io.StringIO("stop\nlong\n/rest\nhello\n"))
+    _converse(None, answer, found.append)
+    assert found[:2] == ["stop", "\nstopped"]
+    assert found[2:4] == ["long", "the prompt has 9 tokens and the context 8; /rewind and /reset make room"]
+    assert found[4].startswith("/rest is no command: ")
+    assert found[5:] == ["hello"]
+
+
+def test_an_answer_that_is_interrupted_is_part_of_the_conversation(llama: Path) -> None:
+    chat = kp.TextGenerator.from_pretrained(llama).chat()
+    answer = chat.stream("hello", max_tokens=8)
+    heard = next(answer)
+    answer.close()
+    assert chat.messages == [{"role": "user", "content": "hello"}, {"role": "assistant", "content": heard}]
+
+
+def test_a_session_that_cannot_be_written_is_found_first(llama: Path, tmp_path: Path, capsys) -> None:
+    with pytest.raises(SystemExit):
+        main(["generate", str(llama), "--prompt", "hello", "--session", str(tmp_path / "missing" / "x")])
+    said = capsys.readouterr()
+    assert "session=" in said.err
+    assert "there is no folder" in said.err
+    assert said.out == ""
 
 
 def test_a_character_of_several_tokens_is_held_back() -> None:

@@ -14,15 +14,15 @@ from kernel_pytorch.cli.factory import from_function
 __all__ = ["lower", "lower_folder"]
 
 
-def _check_writable(out: Path) -> None:
-    """Raise an error if the file cannot be written, before minutes of work."""
+def check_writable(out: Path, name: str = "out") -> None:
+    """Raise an error that names the argument if the file cannot be written, before minutes of work."""
     if out.is_dir():
-        raise IsADirectoryError(f"out={str(out)!r} is a folder: name a file, such as {out / 'model.pte'}")
+        raise IsADirectoryError(f"{name}={str(out)!r} is a folder: name a file, such as {out / 'model.pte'}")
     if not out.parent.is_dir():
-        raise FileNotFoundError(f"out={str(out)!r}: there is no folder {str(out.parent)!r}; make it first")
+        raise FileNotFoundError(f"{name}={str(out)!r}: there is no folder {str(out.parent)!r}; make it first")
     if not os.access(out if out.exists() else out.parent, os.W_OK):
         raise PermissionError(
-            f"out={str(out)!r} cannot be written: choose another place, or change its permissions"
+            f"{name}={str(out)!r} cannot be written: choose another place, or change its permissions"
         )
 
 
@@ -38,7 +38,7 @@ def _show(console: Console, program: Any, out: Path) -> None:
 def lower(source: str, out: Path, backend: str, recipe: str | None, *, debug: bool = False) -> None:
     from kernel_pytorch.lowering.quiet import quiet_libraries, quiet_native
 
-    _check_writable(out)
+    check_writable(out)
     console = Console()
     model, inputs = from_function(source)
     model, inputs = model.eval(), tuple(inputs)
@@ -58,7 +58,7 @@ def lower_folder(folder: Path, out: Path, how: dict[str, Any], *, debug: bool = 
     """Lower a Hugging Face checkpoint folder, and write its tokenizer next to the program."""
     from kernel_pytorch.lowering.quiet import quiet_libraries, quiet_native
 
-    _check_writable(out)
+    check_writable(out)
     console = Console()
     with console.status("loading ExecuTorch") as status, quiet_libraries(not debug), quiet_native():
         from kernel_pytorch.lowering.checkpoint import TextProgram, lower_checkpoint

@@ -328,14 +328,19 @@ class Conversation:
         self.messages: list[dict[str, str]] = []
 
     def stream(self, message: str, *, max_tokens: int = 256, sampling: Sampling | None = None) -> Iterator[str]:
-        """Send a message and yield the answer as it is generated."""
+        """Send a message and yield the answer as it is generated; an answer that is interrupted is kept as it is."""
         asked = [*self.messages, {"role": "user", "content": message}]
         found = self._generator.tokenizer.apply_chat_template(asked, add_generation_prompt=True)
         ids = found if isinstance(found, list) else found["input_ids"]
         pieces = []
-        for piece in self._generator.stream_tokens(ids, max_tokens=max_tokens, sampling=sampling):
-            pieces.append(piece)
-            yield piece
+        try:
+            for piece in self._generator.stream_tokens(ids, max_tokens=max_tokens, sampling=sampling):
+                pieces.append(piece)
+                yield piece
+        except (GeneratorExit, KeyboardInterrupt):
+            if pieces:
+                self.messages = [*asked, {"role": "assistant", "content": "".join(pieces)}]
+            raise
         self.messages = [*asked, {"role": "assistant", "content": "".join(pieces)}]
 
     def save_session(self, path: str | Path) -> None:
