@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import argparse
-import json
-import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import torch
 
 from kernel_pytorch.evidence import Benchmark, EvidenceError, Measurement, Quantiles, facts, now, versions
@@ -23,19 +19,7 @@ from kernel_pytorch.hardware_abstraction.source_digest import part_digest
 from kernel_pytorch.hardware_abstraction.timing import quantiles, sample_seconds
 from kernel_pytorch.testing.budget import Comparison, compare, exceeded
 
-__all__ = [
-    "GateError",
-    "Plan",
-    "RunState",
-    "Step",
-    "add_split_arguments",
-    "checkout",
-    "plan",
-    "record",
-    "record_name",
-    "run",
-    "source_name",
-]
+__all__ = ["GateError", "Plan", "Step", "checkout", "plan", "record", "record_name", "run", "source_name"]
 
 _MOST_CPU_FLOPS = 10**11  # about a second a run
 _REFERENCE_COPIES = 12  # float64 tensors alive at once while a gate runs, counted in copies of the inputs
@@ -200,59 +184,6 @@ def record_name(op: Op | str, device: Device) -> str:
 def source_name(op: str, kernel: Kernel) -> str:
     """Return the name of a kernel in a record about an op, prefixed with the kernel's op if that is another."""
     return kernel.name if kernel.op == op else f"{kernel.op}/{kernel.name}"
-
-
-def add_split_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add ``--state`` and ``--limit``, with which a benchmark is split over several runs."""
-    parser.add_argument("--state", type=Path, help="keep finished cases in this file, and go on where it ends")
-    parser.add_argument("--limit", type=float, help="begin no case after so many seconds")
-
-
-class RunState:
-    """Measurements of finished cases, kept in a file, so that a benchmark can be split over several runs.
-
-    Args:
-        path: the file, one JSON line for each case; None keeps them in memory alone.
-        key: what the measurements depend on, such as digests, versions, the device and the commit. Lines with
-            another key are ignored, so what was measured with other code is measured again.
-        limit: seconds after which no further case begins; None for no limit.
-
-    Example:
-        >>> state = RunState(None, ("a commit",))
-        >>> state.keep("a case", [])
-        >>> state.missing(["a case", "another"])
-        ['another']
-    """
-
-    def __init__(self, path: Path | None, key: Iterable[object], limit: float | None = None) -> None:
-        self._path, self._key, self._limit = path, repr(tuple(key)), limit
-        self._started = time.perf_counter()
-        lines = path.read_text().splitlines() if path is not None and path.exists() else []
-        found = [line for line in map(json.loads, lines) if line["key"] == self._key]
-        self._rows = {line["case"]: msgspec.convert(line["rows"], list[Measurement]) for line in found}
-
-    def keep(self, case: str, rows: list[Measurement]) -> None:
-        """Add the measurements of a finished case."""
-        self._rows[case] = rows
-        if self._path is not None:
-            line = {"key": self._key, "case": case, "rows": msgspec.to_builtins(rows)}
-            with self._path.open("a") as file:
-                file.write(json.dumps(line) + "\n")
-
-    def missing(self, cases: Iterable[str]) -> list[str]:
-        """Return the cases that are not finished."""
-        return [case for case in cases if case not in self._rows]
-
-    def pending(self, cases: Iterable[str]) -> Iterator[str]:
-        """Yield the cases that are not finished, until the limit is reached."""
-        for case in self.missing(cases):
-            if self._limit is not None and time.perf_counter() - self._started > self._limit:
-                return
-            yield case
-
-    def rows(self, cases: Iterable[str]) -> list[Measurement]:
-        """Return the measurements of those cases that are finished, in their order."""
-        return [row for case in cases for row in self._rows.get(case, ())]
 
 
 def record(
