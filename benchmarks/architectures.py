@@ -29,7 +29,7 @@ import kernel_pytorch as kp
 from kernel_pytorch import benchmarking
 from kernel_pytorch.evidence import Measurement, Quantiles, clean_commit
 from kernel_pytorch.hardware_abstraction.timing import quantiles
-from kernel_pytorch.lowering.program import difference
+from kernel_pytorch.lowering.difference import difference
 
 THREADS = 2
 FEWEST_DECIBELS = 60.0

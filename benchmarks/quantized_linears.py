@@ -26,7 +26,7 @@ from kernel_pytorch import benchmarking
 from kernel_pytorch.evidence import Measurement, Quantiles, clean_commit
 from kernel_pytorch.hardware_abstraction.rates import measure_rates
 from kernel_pytorch.hardware_abstraction.timing import quantiles
-from kernel_pytorch.lowering.program import difference
+from kernel_pytorch.lowering.difference import difference
 from kernel_pytorch.lowering.quiet import quiet_libraries
 
 THREADS = 2
