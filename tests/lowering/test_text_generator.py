@@ -192,6 +192,31 @@ def test_a_folder_that_is_no_checkpoint(tmp_path: Path) -> None:
         kp.TextGenerator.from_pretrained(tmp_path)
 
 
+def test_a_folder_with_missing_or_damaged_files(llama: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "folder"
+    shutil.copytree(llama, folder)
+    for path in folder.glob("tokenizer*"):
+        path.unlink()
+    with pytest.raises(ValueError, match=r"has no tokenizer that can be read: copy its files there"):
+        kp.TextGenerator.from_pretrained(folder)
+    (folder / "config.json").write_text("{")
+    with pytest.raises(ValueError, match=r"config.json' is no JSON object .*: download the checkpoint again"):
+        kp.TextGenerator.from_pretrained(folder)
+
+
+def test_prompts_that_are_refused(llama: Path) -> None:
+    generator = kp.TextGenerator.from_pretrained(llama)
+    with pytest.raises(TypeError, match="prompt is a list: pass one text"):
+        generator.generate(["a", "b"])
+    for token in (-1, 10**6):
+        with pytest.raises(
+            ValueError, match=rf"token {token} is not in the vocabulary of the model, 0 to \d+: use"
+        ):
+            list(generator.stream_tokens([5, token]))
+    with pytest.raises(ValueError, match="temperature=nan: use 0 for greedy"):
+        Sampling(temperature=float("nan"))
+
+
 def test_a_place_that_cannot_be_written_is_found_first(llama: Path, tmp_path: Path, capsys) -> None:
     with pytest.raises(SystemExit):
         main(["lower", "--hf", str(llama), "--out", str(tmp_path / "missing" / "x.pte")])
