@@ -4,7 +4,9 @@ Architectures have the sizes that people run, with random weights. Both programs
 PyTorch first. They are then timed in one process, in alternating turns, so that both meet the same machine.
 
     python benchmarks/architectures.py                    # all of it; --model NAME for one, --record to keep it
-    python benchmarks/architectures.py --lower            # the programs alone, kept for a later run at this commit
+    python benchmarks/architectures.py --lower --programs FOLDER   # the programs alone; --record if they are for one
+
+``--state FILE --limit SECONDS`` splits a run over several.
 """
 
 from __future__ import annotations
@@ -19,16 +21,15 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import split_run
 import torch
 import transformers as hf
-from rich.console import Console
 
 import kernel_pytorch as kp
 from kernel_pytorch import benchmarking
-from kernel_pytorch.cli.bench import measurement_table
-from kernel_pytorch.evidence import Measurement, Quantiles, clean_commit, evidence_directory, write_record
-from kernel_pytorch.hardware_abstraction.timing import quantiles, require_quiet
-from kernel_pytorch.lowering.program import difference
+from kernel_pytorch.evidence import Measurement, Quantiles, clean_commit
+from kernel_pytorch.hardware_abstraction.timing import quantiles
+from kernel_pytorch.lowering.difference import difference
 
 THREADS = 2
 FEWEST_DECIBELS = 60.0
@@ -244,9 +245,32 @@ def _subprocess(*options: str) -> str:
     return done.stdout
 
 
+def lowered(name: str, folder: Path) -> None:
+    """Lower both arms of a model, each in a process of its own, unless the folder has them."""
+    for arm in ARMS:
+        if not (folder / f"{name}.{arm}.pte").exists():
+            _subprocess("--model", name, "--arm", arm, "--programs", str(folder))
+            print(f"{name}: lowered, {arm}", file=sys.stderr)
+
+
+def measure(name: str, folder: Path, seconds: float) -> list[Measurement]:
+    lowered(name, folder)
+    given = ("--programs", str(folder), "--seconds", str(seconds))
+    taken = json.loads(_subprocess("--model", name, "--time", *given).splitlines()[-1])
+    medians = {arm: statistics.median(times) for arm, times in taken.items()}
+    times = ", ".join(f"{arm} {median * 1e3:.2f} ms" for arm, median in medians.items())
+    print(f"{name}: {times}, {medians['xnnpack'] / medians['ours']:.3f}x", file=sys.stderr)
+    rows = []
+    for arm, samples in taken.items():
+        subject = "kernel:delegate" if arm == "ours" else "baseline:XNNPACK alone"
+        found = Quantiles(*quantiles(samples))
+        rows.append(Measurement(name, "forward", "float32", subject, found, len(samples), 0, 0))
+    return rows
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--record", action="store_true", help="keep the result in benchmarks/evidence")
+    split_run.add_arguments(parser)
     parser.add_argument("--seconds", type=float, default=4.0, help="time to sample each arm for")
     parser.add_argument("--model", choices=list(MODELS), action="append", help="this model alone; may be repeated")
     parser.add_argument("--lower", action="store_true", help="lower and check the programs that are not there yet")
@@ -256,45 +280,26 @@ def main() -> None:
     arguments = parser.parse_args()
     names = arguments.model or list(MODELS)
     if arguments.arm:
-        return lower(names[0], arguments.arm, arguments.programs)
+        lower(names[0], arguments.arm, arguments.programs)
+        return
     if arguments.time:
         print(json.dumps(time_turns(names[0], arguments.programs, arguments.seconds)))
-        return None
+        return
     commit = clean_commit(benchmarking.checkout()) if arguments.record else ""
     with tempfile.TemporaryDirectory() as temporary:
         folder = (arguments.programs or Path(temporary)) / commit
         folder.mkdir(parents=True, exist_ok=True)
-        for name in names:
-            for arm in ARMS:
-                if not (folder / f"{name}.{arm}.pte").exists():
-                    _subprocess("--model", name, "--arm", arm, "--programs", str(folder))
-                    print(f"{name}: lowered, {arm}", file=sys.stderr)
         if arguments.lower:
-            return None
-        if arguments.record:
-            require_quiet(kp.device("cpu"))
-        measurements = []
-        for name in names:
-            given = ("--programs", str(folder), "--seconds", str(arguments.seconds))
-            taken = json.loads(_subprocess("--model", name, "--time", *given).splitlines()[-1])
-            medians = {arm: statistics.median(times) for arm, times in taken.items()}
-            ratio = medians["xnnpack"] / medians["ours"]
-            times = ", ".join(f"{arm} {seconds * 1e3:.2f} ms" for arm, seconds in medians.items())
-            print(f"{name}: {times}, {ratio:.3f}x", file=sys.stderr)
-            for arm, samples in taken.items():
-                subject = "kernel:delegate" if arm == "ours" else "baseline:XNNPACK alone"
-                seconds = Quantiles(*quantiles(samples))
-                measurements.append(Measurement(name, "forward", "float32", subject, seconds, len(samples), 0, 0))
-    Console().print(measurement_table(measurements))
-    evidence = evidence_directory()
-    if arguments.record and evidence is not None:
-        device = kp.device("cpu")
-        made = benchmarking.record(
-            "architectures", device, (), measurements,
-            command="python benchmarks/architectures.py --record", commit=commit, parts=("lowering/",),
-        )  # fmt: skip
-        write_record(made, evidence / benchmarking.record_name("architectures", device))
-    return None
+            for name in names:
+                lowered(name, folder)
+            return
+        split_run.measure(
+            "architectures",
+            names,
+            lambda name: measure(name, folder, arguments.seconds),
+            arguments,
+            settings=(arguments.seconds,),
+        )
 
 
 if __name__ == "__main__":

@@ -4,6 +4,8 @@ Run it with ``python benchmarks/chat_memory.py``; add ``--record`` in a clean ch
 set is what the same process takes with a model of almost no weights: Python, torch, ExecuTorch and transformers. Each
 case runs in a process of its own, after its model was lowered. Times are those of ``kp.TextGenerator``: loading the
 program of the cache, after ExecuTorch was imported. Peak memory is that of the whole process.
+
+``--prepare`` writes and lowers the models; ``--state FILE --limit SECONDS`` splits a run over several.
 """
 
 from __future__ import annotations
@@ -16,15 +18,13 @@ import subprocess
 import sys
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
-from rich.console import Console
+import split_run
 from text_generation_arms import PREFILL, THREADS, checkpoint, prompt
 
-import kernel_pytorch as kp
-from kernel_pytorch import benchmarking
-from kernel_pytorch.cli.bench import measurement_table
-from kernel_pytorch.evidence import Measurement, Quantiles, clean_commit, evidence_directory, write_record
+from kernel_pytorch.evidence import Measurement, Quantiles
 from kernel_pytorch.hardware_abstraction.timing import quantiles
 
 
@@ -94,7 +94,15 @@ def chat(work: Path, case: Case) -> dict[str, float]:
     return facts
 
 
-TASKS = {"write": written, "lower": lowered, "chat": chat}
+def verified(work: Path, case: Case) -> dict[str, float]:
+    """Load a program once, so that later processes need not read all of it to verify it."""
+    from kernel_pytorch.lowering.checkpoint import load_cached
+
+    load_cached(program(work, case))
+    return {"peak": peak()}
+
+
+TASKS = {"write": written, "lower": lowered, "verify": verified, "chat": chat}
 
 
 def in_process(work: Path, name: str, task: str) -> dict[str, float]:
@@ -105,9 +113,41 @@ def in_process(work: Path, name: str, task: str) -> dict[str, float]:
     return dict(json.loads(done.stdout.splitlines()[-1]))
 
 
+def prepare(work: Path, name: str) -> None:
+    """Write, lower and verify the model of a case, each in a process of its own."""
+    in_process(work, name, "write")
+    taken = in_process(work, name, "lower")
+    print(f"{name}: the process that lowers it takes {taken['peak'] / 1e9:.2f} GB at most", file=sys.stderr)
+    in_process(work, name, "verify")
+
+
+def measure(work: Path, name: str) -> list[Measurement]:
+    for needed in ("working set", name):
+        prepare(work, needed)
+    working_set = in_process(work, "working set", "chat")["peak"]
+    case = CASES[name]
+    runs = [in_process(work, name, "chat") for _ in range(1 if case.tokens > 10_000 else 3)]
+    found, starts = runs[-1], [run["start"] for run in runs]
+    most = int(max(run["peak"] for run in runs))
+    expected = int(found["weights"] + found["caches"] + working_set)
+    print(
+        f"{name}: starts in {min(starts):.3f} s, {most / 1e6:.0f} MB at most: weights {found['weights'] / 1e6:.0f} "
+        f"MB, caches {found['caches'] / 1e6:.0f} MB, working set {working_set / 1e6:.0f} MB",
+        file=sys.stderr,
+    )
+    number_format = "bfloat16" if case.bfloat16 else "float32"
+    seconds = Quantiles(*quantiles(starts))
+    return [
+        Measurement(
+            name, "forward", number_format, "kernel:delegate", seconds, len(starts), 0, 0,
+            peak_bytes=most, predicted_peak_bytes=expected,
+        )
+    ]  # fmt: skip
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--record", action="store_true", help="keep the result in benchmarks/evidence")
+    split_run.add_arguments(parser)
     parser.add_argument("--work", type=Path, default=Path("text-generation-work"), help="folder for models")
     parser.add_argument("--prepare", action="store_true", help="lower the models, and measure nothing")
     parser.add_argument("--case", choices=list(CASES), action="append", help="this case alone; may be repeated")
@@ -121,54 +161,11 @@ def main() -> None:
         print(json.dumps(TASKS[given.task](work, case)))
         return
     names = given.case or list(CASES)
-    for name in ("working set", *names):
-        in_process(work, name, "write")
-        taken = in_process(work, name, "lower")
-        print(f"{name}: the process that lowers it takes {taken['peak'] / 1e9:.2f} GB at most", file=sys.stderr)
-        in_process(work, name, "chat")  # which verifies the program, once
     if given.prepare:
+        for name in ("working set", *names):
+            prepare(work, name)
         return
-    commit = clean_commit(benchmarking.checkout()) if given.record else ""
-    working_set = in_process(work, "working set", "chat")["peak"]
-    measurements = []
-    for name in names:
-        runs = [in_process(work, name, "chat") for _ in range(1 if CASES[name].tokens > 10_000 else 3)]
-        found, starts = runs[-1], [run["start"] for run in runs]
-        expected = found["weights"] + found["caches"] + working_set
-        measurements.append(
-            Measurement(
-                name,
-                "forward",
-                "bfloat16" if CASES[name].bfloat16 else "float32",
-                "kernel:delegate",
-                Quantiles(*quantiles(starts)),
-                len(starts),
-                0,
-                0,
-                peak_bytes=int(max(run["peak"] for run in runs)),
-                predicted_peak_bytes=int(expected),
-            )
-        )
-        print(
-            f"{name}: starts in {min(starts):.3f} s, {found['peak'] / 1e6:.0f} MB at most: weights "
-            f"{found['weights'] / 1e6:.0f} MB, caches {found['caches'] / 1e6:.0f} MB, working set "
-            f"{working_set / 1e6:.0f} MB",
-            file=sys.stderr,
-        )
-    Console().print(measurement_table(measurements))
-    folder = evidence_directory()
-    if given.record and folder is not None:
-        device = kp.device("cpu")
-        evidence = benchmarking.record(
-            "chat_memory",
-            device,
-            (),
-            measurements,
-            command="python benchmarks/chat_memory.py --record",
-            commit=commit,
-            parts=("lowering/",),
-        )
-        write_record(evidence, folder / benchmarking.record_name("chat_memory", device))
+    split_run.measure("chat_memory", names, partial(measure, work), given)
 
 
 if __name__ == "__main__":

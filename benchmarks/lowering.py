@@ -3,6 +3,7 @@
 Run it with ``python benchmarks/lowering.py``; add ``--record`` in a clean checkout to keep the result. Every program
 is compared with eager before it is timed. The arms of a case take turns, so that what else the machine does meets all
 of them. ``custom_sdpa`` is ExecuTorch's own attention operator, ``portable`` its kernels without any backend.
+``--state FILE --limit SECONDS`` splits a run over several.
 """
 
 from __future__ import annotations
@@ -15,15 +16,13 @@ import sys
 import time
 from collections.abc import Callable
 
+import split_run
 import torch
-from rich.console import Console
 
 import kernel_pytorch as kp
 from kernel_pytorch import benchmarking
-from kernel_pytorch.cli.bench import measurement_table
-from kernel_pytorch.evidence import Measurement, Quantiles, clean_commit, evidence_directory, write_record
-from kernel_pytorch.hardware_abstraction.op import registered_op
-from kernel_pytorch.hardware_abstraction.timing import quantiles, require_quiet
+from kernel_pytorch.evidence import Measurement, Quantiles
+from kernel_pytorch.hardware_abstraction.timing import quantiles
 from kernel_pytorch.kv_cache import quantized_rows
 
 THREADS = 2
@@ -171,9 +170,29 @@ def time_arm(case: str, arm: str, seconds: float) -> list[float]:
     return samples
 
 
+def measure(cases: tuple[str, ...], seconds: float, rounds: int) -> list[Measurement]:
+    """Time the arms of cases that belong together, in turns, each in a process of its own."""
+    samples: dict[tuple[str, str], list[float]] = {}
+    turns = [(case, arm) for case in cases for arm in ARMS[case]]
+    for case, arm in turns * rounds:
+        command = [sys.executable, __file__, "--case", case, "--arm", arm, "--seconds", str(seconds)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise RuntimeError(f"{case} {arm}: {done.stderr[-2000:]}")
+        samples.setdefault((case, arm), []).extend(json.loads(done.stdout.splitlines()[-1]))
+        print(f"{case} {arm}: median {statistics.median(samples[case, arm]) * 1e3:.3f} ms", file=sys.stderr)
+    rows = []
+    for (case, arm), taken in samples.items():
+        subject = "kernel:delegate" if arm == "ours" else f"baseline:{arm}"
+        rows.append(
+            Measurement(case, "forward", "float32", subject, Quantiles(*quantiles(taken)), len(taken), 0, 0)
+        )
+    return rows
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--record", action="store_true", help="keep the result in benchmarks/evidence")
+    split_run.add_arguments(parser)
     parser.add_argument("--seconds", type=float, default=3.0, help="time to sample each arm for, in each round")
     parser.add_argument("--rounds", type=int, default=3, help="how often the arms of a case take turns")
     parser.add_argument("--case", choices=list(ARMS), action="append", help="this case alone; may be repeated")
@@ -182,34 +201,15 @@ def main() -> None:
     if arguments.arm:
         print(json.dumps(time_arm(arguments.case[0], arguments.arm, arguments.seconds)))
         return
-    commit = clean_commit(benchmarking.checkout()) if arguments.record else ""
-    if arguments.record:
-        require_quiet(kp.device("cpu"))
-    samples: dict[tuple[str, str], list[float]] = {}
-    for cases in TOGETHER:
-        turns = [(case, arm) for case in cases if case in (arguments.case or ARMS) for arm in ARMS[case]]
-        for case, arm in turns * arguments.rounds:
-            command = [sys.executable, __file__, "--case", case, "--arm", arm, "--seconds", str(arguments.seconds)]
-            done = subprocess.run(command, capture_output=True, text=True, check=False)
-            if done.returncode:
-                raise RuntimeError(f"{case} {arm}: {done.stderr[-2000:]}")
-            samples.setdefault((case, arm), []).extend(json.loads(done.stdout.splitlines()[-1]))
-            print(f"{case} {arm}: median {statistics.median(samples[case, arm]) * 1e3:.3f} ms", file=sys.stderr)
-    measurements = []
-    for (case, arm), taken in samples.items():
-        name = "kernel:delegate" if arm == "ours" else f"baseline:{arm}"
-        seconds = Quantiles(*quantiles(taken))
-        measurements.append(Measurement(case, "forward", "float32", name, seconds, len(taken), 0, 0))
-    Console().print(measurement_table(measurements))
-    folder = evidence_directory()
-    if arguments.record and folder is not None:
-        device = kp.device("cpu")
-        name = benchmarking.record_name(registered_op("attention"), device)
-        command = "python benchmarks/lowering.py --record"
-        evidence = benchmarking.record(
-            "lowering", device, (), measurements, command=command, commit=commit, parts=("lowering/",)
-        )
-        write_record(evidence, folder / name.replace("attention", "lowering", 1))
+    chosen = [tuple(case for case in cases if case in (arguments.case or ARMS)) for cases in TOGETHER]
+    groups = {" and ".join(cases): cases for cases in chosen if cases}
+    split_run.measure(
+        "lowering",
+        list(groups),
+        lambda name: measure(groups[name], arguments.seconds, arguments.rounds),
+        arguments,
+        settings=(arguments.seconds, arguments.rounds),
+    )
 
 
 if __name__ == "__main__":

@@ -3,7 +3,10 @@
 A chain of linears is larger than every cache. One row is a step of decoding, bound by reading the weights: the record
 has their bytes, and so the share of the machine's copy bandwidth. More rows are a prompt, bound by multiplying.
 
-    python benchmarks/quantized_linears.py        # --record keeps the result
+    python benchmarks/quantized_linears.py --lower --programs FOLDER   # lower and check; timing is apart
+    python benchmarks/quantized_linears.py --programs FOLDER           # --record keeps the result
+
+``--state FILE --limit SECONDS`` splits a run over several.
 """
 
 from __future__ import annotations
@@ -15,16 +18,15 @@ import tempfile
 import time
 from pathlib import Path
 
+import split_run
 import torch
-from rich.console import Console
 
 import kernel_pytorch as kp
 from kernel_pytorch import benchmarking
-from kernel_pytorch.cli.bench import measurement_table
-from kernel_pytorch.evidence import Measurement, Quantiles, clean_commit, evidence_directory, write_record
+from kernel_pytorch.evidence import Measurement, Quantiles, clean_commit
 from kernel_pytorch.hardware_abstraction.rates import measure_rates
-from kernel_pytorch.hardware_abstraction.timing import quantiles, require_quiet
-from kernel_pytorch.lowering.program import difference
+from kernel_pytorch.hardware_abstraction.timing import quantiles
+from kernel_pytorch.lowering.difference import difference
 from kernel_pytorch.lowering.quiet import quiet_libraries
 
 THREADS = 2
@@ -95,49 +97,50 @@ def time_turns(
     return taken
 
 
+def measure(recipe: str, folder: Path, bandwidth: float, seconds: float) -> list[Measurement]:
+    with quiet_libraries():
+        made = programs(recipe, folder)
+    rows = []
+    for count in ROWS:
+        case, read = f"{recipe} rows {count}", weight_bytes(recipe)
+        flops = 2 * 2 * LAYERS * count * WIDTH * WIDE
+        for way, samples in time_turns(made, torch.randn(count, WIDTH), seconds).items():
+            median = statistics.median(samples)
+            shown = f"{read / median / bandwidth:.0%} of copy, {flops / median / 1e9:.0f} GFLOP/s"
+            print(f"{case} {way}: {median * 1e3:.2f} ms, {shown}", file=sys.stderr)
+            found = Quantiles(*quantiles(samples))
+            rows.append(Measurement(case, "forward", "int8", way, found, len(samples), read, flops))
+    return rows
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--record", action="store_true", help="keep the result in benchmarks/evidence")
+    split_run.add_arguments(parser)
     parser.add_argument("--seconds", type=float, default=2.0, help="time to sample each way for")
     parser.add_argument("--recipe", choices=RECIPES, action="append", help="this recipe alone; may be repeated")
     parser.add_argument("--lower", action="store_true", help="lower and check the programs that are not there yet")
     parser.add_argument("--programs", type=Path, help="a folder for programs; with --record they are by commit")
     arguments = parser.parse_args()
     torch.set_num_threads(THREADS)
-    device = kp.device("cpu")
     commit = clean_commit(benchmarking.checkout()) if arguments.record else ""
-    folder = (arguments.programs or Path(tempfile.mkdtemp())) / commit
-    folder.mkdir(parents=True, exist_ok=True)
-    if arguments.lower:
-        for recipe in arguments.recipe or RECIPES:
-            programs(recipe, folder)
-        return
-    if arguments.record:
-        require_quiet(device)
-    bandwidth = measure_rates(device).bandwidth
-    print(f"copy: {bandwidth / 1e9:.1f} GB/s", file=sys.stderr)
-    measurements = []
-    for recipe in arguments.recipe or RECIPES:
-        with quiet_libraries():
-            made = programs(recipe, folder)
-        for rows in ROWS:
-            case, read = f"{recipe} rows {rows}", weight_bytes(recipe)
-            for way, samples in time_turns(made, torch.randn(rows, WIDTH), arguments.seconds).items():
-                median = statistics.median(samples)
-                flops = 2 * 2 * LAYERS * rows * WIDTH * WIDE
-                shown = f"{read / median / bandwidth:.0%} of copy, {flops / median / 1e9:.0f} GFLOP/s"
-                print(f"{case} {way}: {median * 1e3:.2f} ms, {shown}", file=sys.stderr)
-                seconds = Quantiles(*quantiles(samples))
-                measurements.append(Measurement(case, "forward", "int8", way, seconds, len(samples), read, flops))
-    Console().print(measurement_table(measurements))
-    evidence = evidence_directory()
-    if arguments.record and evidence is not None:
-        made_record = benchmarking.record(
-            "quantized_linears", device, (), measurements,
-            command="python benchmarks/quantized_linears.py --record", commit=commit, copy_bandwidth=bandwidth,
-            parts=("lowering/",),
-        )  # fmt: skip
-        write_record(made_record, evidence / benchmarking.record_name("quantized_linears", device))
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = (arguments.programs or Path(temporary)) / commit
+        folder.mkdir(parents=True, exist_ok=True)
+        recipes = arguments.recipe or RECIPES
+        if arguments.lower:
+            for recipe in recipes:
+                programs(recipe, folder)
+            return
+        bandwidth = measure_rates(kp.device("cpu")).bandwidth
+        print(f"copy: {bandwidth / 1e9:.1f} GB/s", file=sys.stderr)
+        split_run.measure(
+            "quantized_linears",
+            recipes,
+            lambda recipe: measure(recipe, folder, bandwidth, arguments.seconds),
+            arguments,
+            settings=(arguments.seconds,),
+            copy_bandwidth=bandwidth,
+        )
 
 
 if __name__ == "__main__":

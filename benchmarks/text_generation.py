@@ -3,7 +3,11 @@
 Run it with ``python benchmarks/text_generation.py``; add ``--record`` in a clean checkout to keep the result. Models
 have random weights in real shapes, written to ``--work`` with what each arm needs (``--prepare`` does no more). Each
 arm runs in a process of its own, and its logits are compared with float32 PyTorch before it is timed. llama.cpp is
-``llama-cpp-python`` built from its source package, in Q8_0 for int8 and Q4_0 for int4; ``gguf`` writes its files.
+``llama-cpp-python`` built from its source package, in Q8_0 for int8 and Q4_0 for int4; ``gguf`` writes its files. A
+folder that they were installed in with ``pip install --target`` is put on ``PYTHONPATH``.
+
+The model of 1B parameters runs in the formats that people run it in, int8 and int4, and without the history of 8,192
+tokens; ``--format`` and ``--case`` choose others. ``--state FILE --limit SECONDS`` splits a run over several.
 """
 
 from __future__ import annotations
@@ -17,17 +21,21 @@ import sys
 import time
 from pathlib import Path
 
+import split_run
 import torch
-from rich.console import Console
-from text_generation_arms import ARMS, FORMATS, LONGEST, PREFILL, SHAPES, THREADS, Step, prompt, reference
+from text_generation_arms import ARMS, FORMATS, LONGEST, PREFILL, SHAPES, THREADS, Arm, Step, prompt, reference
 
-import kernel_pytorch as kp
 from kernel_pytorch import benchmarking
-from kernel_pytorch.cli.bench import measurement_table
-from kernel_pytorch.evidence import Measurement, Quantiles, clean_commit, evidence_directory, write_record
-from kernel_pytorch.hardware_abstraction.timing import quantiles, require_quiet
+from kernel_pytorch.evidence import Measurement, Quantiles
+from kernel_pytorch.hardware_abstraction.timing import quantiles
 
 CASES = {"prefill": 0, "decode-512": PREFILL, "decode-8192": LONGEST}
+"""Tokens before those that are timed, in ascending order."""
+DEFAULTS = {
+    "smollm-135m": (FORMATS, tuple(CASES)),
+    "llama-1b": (("int8", "int4"), ("prefill", "decode-512")),
+}
+"""Formats and cases of the models that run when none is named."""
 DECIBELS = {"float32": 60.0, "bfloat16": 25.0, "int8": 20.0, "int4": 3.0}
 """The least signal to noise of the logits: random weights are as hard to quantize as any."""
 
@@ -49,32 +57,81 @@ def time_arm(work: Path, model: str, arm: str, form: str, cases: list[str], seco
             raise benchmarking.GateError(
                 f"{model} {arm} {form}: logits have {ratio:.1f} dB, {DECIBELS[form]} expected"
             )
-        samples = {case: sampled(step, ids, CASES[case], seconds) for case in cases}
+        samples = sampled(ARMS[arm], step, ids, cases, seconds)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return {"samples": samples, "snr": ratio, "peak": peak, "start": start}
 
 
-def sampled(step: Step, ids: list[int], history: int, seconds: float) -> list[float]:
-    """Times of a prefill, where there is no history, or of one token after so many."""
-    for at in range(0, history, PREFILL):
-        step(ids, at)
-    given = ids if history == 0 else ids[:1]
-    samples: list[float] = []
-    step(given, history)
-    stop = time.perf_counter() + seconds
-    while len(samples) < 3 or time.perf_counter() < stop:
-        started = time.perf_counter()
+def sampled(arm: Arm, step: Step, ids: list[int], cases: list[str], seconds: float) -> dict[str, list[float]]:
+    """Times of a prefill, where there is no history, and of one token after so many; the first prompt has run."""
+    held = PREFILL
+    found: dict[str, list[float]] = {}
+    for case in (case for case in CASES if case in cases):
+        history = CASES[case]
+        if history and arm.needs_history:
+            for at in range(held, history, PREFILL):
+                step(ids, at)
+        held = max(history, PREFILL)
+        given = ids[:1] if history else ids
         step(given, history)
-        samples.append(time.perf_counter() - started)
-    return samples
+        samples: list[float] = []
+        stop = time.perf_counter() + seconds
+        while len(samples) < 3 or time.perf_counter() < stop:
+            started = time.perf_counter()
+            step(given, history)
+            samples.append(time.perf_counter() - started)
+        found[case] = samples
+    return found
+
+
+def measure(turn: str, work: Path, cases: tuple[str, ...], seconds: float) -> list[Measurement]:
+    """Prepare and time one arm of a model in one format, each in a process of its own."""
+    model, arm, form = turn.split("/")
+    options = ["--work", str(work), "--seconds", str(seconds), *(f"--case={case}" for case in cases)]
+    run(turn, [*options, "--prepare"])
+    found = json.loads(run(turn, options).splitlines()[-1])
+    rows = []
+    for case, taken in found["samples"].items():
+        name = "kernel:delegate" if arm == "ours" else f"baseline:{arm}"
+        times = Quantiles(*quantiles(taken))
+        rows.append(
+            Measurement(f"{model} {case}", "forward", form, name, times, len(taken), 0, 0, peak_bytes=found["peak"])
+        )
+        tokens = 1 if CASES[case] else PREFILL
+        print(
+            f"{model} {form} {arm} {case}: {tokens / statistics.median(taken):.1f} tokens/s, {found['snr']:.0f} "
+            f"dB, started in {found['start']:.2f} s, {found['peak'] / 1e6:.0f} MB at most",
+            file=sys.stderr,
+        )
+    return rows
+
+
+def run(turn: str, options: list[str]) -> str:
+    command = [sys.executable, __file__, "--one", turn, *options]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"{turn}: {(done.stderr or done.stdout)[-2000:]}")
+    return done.stdout
+
+
+def one(given: argparse.Namespace, work: Path) -> None:
+    """Prepare or time one turn in this process."""
+    model, arm, form = given.one.split("/")
+    if not given.prepare:
+        print(json.dumps(time_arm(work, model, arm, form, given.case, given.seconds)))
+        return
+    torch.set_num_threads(THREADS)
+    with torch.no_grad():
+        ARMS[arm].prepare(work, model, form)
+        reference(work, model)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--record", action="store_true", help="keep the result in benchmarks/evidence")
+    split_run.add_arguments(parser)
     parser.add_argument("--work", type=Path, default=Path("text-generation-work"), help="folder for models")
     parser.add_argument("--prepare", action="store_true", help="write what the arms need, and time nothing")
-    parser.add_argument("--seconds", type=float, default=3.0, help="time to sample each case of an arm for")
+    parser.add_argument("--seconds", type=float, default=2.0, help="time to sample each case of an arm for")
     parser.add_argument("--model", choices=list(SHAPES), action="append", help="this model alone; may be repeated")
     parser.add_argument("--case", choices=list(CASES), action="append", help="this case alone; may be repeated")
     parser.add_argument("--arm", choices=list(ARMS), action="append", help="this arm alone; may be repeated")
@@ -85,72 +142,28 @@ def main() -> None:
     given = parser.parse_args()
     work = given.work.resolve()
     work.mkdir(parents=True, exist_ok=True)
-    cases = given.case or list(CASES)
     if given.one:
-        model, arm, form = given.one.split("/")
-        if given.prepare:
-            torch.set_num_threads(THREADS)
-            with torch.no_grad():
-                ARMS[arm].prepare(work, model, form)
-                reference(work, model)
-        else:
-            print(json.dumps(time_arm(work, model, arm, form, cases, given.seconds)))
+        one(given, work)
         return
-    turns = [
-        (model, arm, form)
-        for model in given.model or [name for name in SHAPES if name != "tiny"]
-        for form in given.format or FORMATS
-        for arm in given.arm or ARMS
-        if form in ARMS[arm].formats
-    ]
-    options = ["--work", str(work), "--seconds", str(given.seconds), *(f"--case={case}" for case in cases)]
-    for turn in turns:
-        run(turn, [*options, "--prepare"])
+    turns = {}
+    for model in given.model or DEFAULTS:
+        forms, cases = DEFAULTS.get(model, (FORMATS, tuple(CASES)))
+        for form in given.format or forms:
+            for arm in given.arm or ARMS:
+                if form in ARMS[arm].formats:
+                    turns[f"{model}/{arm}/{form}"] = tuple(given.case or cases)
     if given.prepare:
+        for turn in turns:
+            run(turn, ["--work", str(work), "--prepare"])
+            print(f"{turn}: prepared", file=sys.stderr)
         return
-    commit = clean_commit(benchmarking.checkout()) if given.record else ""
-    if given.record:
-        require_quiet(kp.device("cpu"))
-    measurements = []
-    for model, arm, form in turns:
-        found = json.loads(run((model, arm, form), options).splitlines()[-1])
-        name = "kernel:delegate" if arm == "ours" else f"baseline:{arm}"
-        for case, taken in found["samples"].items():
-            seconds = Quantiles(*quantiles(taken))
-            measurements.append(
-                Measurement(
-                    f"{model} {case}", "forward", form, name, seconds, len(taken), 0, 0, peak_bytes=found["peak"]
-                )
-            )
-            tokens = PREFILL if CASES[case] == 0 else 1
-            print(
-                f"{model} {form} {arm} {case}: {tokens / statistics.median(taken):.1f} tokens/s, {found['snr']:.0f} "
-                f"dB, started in {found['start']:.2f} s, {found['peak'] / 1e6:.0f} MB at most",
-                file=sys.stderr,
-            )
-    Console().print(measurement_table(measurements))
-    folder = evidence_directory()
-    if given.record and folder is not None:
-        device = kp.device("cpu")
-        chosen = "".join(f" --model {name}" for name in given.model or ())
-        evidence = benchmarking.record(
-            "text_generation",
-            device,
-            (),
-            measurements,
-            command=f"python benchmarks/text_generation.py{chosen} --record",
-            commit=commit,
-            parts=("lowering/",),
-        )
-        write_record(evidence, folder / benchmarking.record_name("text_generation", device))
-
-
-def run(turn: tuple[str, str, str], options: list[str]) -> str:
-    command = [sys.executable, __file__, "--one", "/".join(turn), *options]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise RuntimeError(f"{' '.join(turn)}: {(done.stderr or done.stdout)[-2000:]}")
-    return done.stdout
+    split_run.measure(
+        "text_generation",
+        list(turns),
+        lambda turn: measure(turn, work, turns[turn], given.seconds),
+        given,
+        settings=(given.seconds, given.case),
+    )
 
 
 if __name__ == "__main__":

@@ -296,6 +296,9 @@ class Arm:
     formats: tuple[str, ...]
     start: Callable[[Path, str, str], Step]
     prepare: Callable[[Path, str, str], Path]
+    needs_history: bool
+    """Whether a position can be passed only after those before it. Caches that are plain tensors take any, and read
+    as much of it whatever it holds."""
 
 
 def _checkpoint_of(work: Path, model: str, form: str) -> Path:
@@ -303,9 +306,11 @@ def _checkpoint_of(work: Path, model: str, form: str) -> Path:
 
 
 ARMS = {
-    "ours": Arm(FORMATS, _ours, _program),
-    "eager": Arm(FORMATS[:2], lambda *given: _eager(*given, compiled=False), _checkpoint_of),
-    "torch.compile": Arm(FORMATS[:2], lambda *given: _eager(*given, compiled=True), _checkpoint_of),
-    "XNNPACK + custom_sdpa": Arm(("float32", "int8", "int4"), _xnnpack, _xnnpack_program),
-    "llama.cpp": Arm(FORMATS, _llama_cpp, _gguf),
+    "ours": Arm(FORMATS, _ours, _program, needs_history=True),
+    "eager": Arm(FORMATS[:2], lambda *given: _eager(*given, compiled=False), _checkpoint_of, needs_history=False),
+    "torch.compile": Arm(
+        FORMATS[:2], lambda *given: _eager(*given, compiled=True), _checkpoint_of, needs_history=False
+    ),
+    "XNNPACK + custom_sdpa": Arm(("float32", "int8", "int4"), _xnnpack, _xnnpack_program, needs_history=False),
+    "llama.cpp": Arm(FORMATS, _llama_cpp, _gguf, needs_history=True),
 }

@@ -58,6 +58,25 @@ def test_one_head_of_keys_for_all_queries() -> None:
     assert program.report.count(OURS, "kernel_pytorch_lowering::attention") == 2
 
 
+class Pairs(torch.nn.Module):
+    """Rows of (token, expert) pairs: what stands between the two products sees twice the number of tokens alone."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        pairs = x.reshape(-1, 1, 4)
+        weight = torch.ones(1, 4, 8).expand(pairs.shape[0], 4, 8)
+        gate, value = torch.bmm(pairs, weight).chunk(2, dim=-1)
+        return torch.bmm(torch.nn.functional.silu(gate) * value, weight[:, :, :4]).sum(dim=(1, 2))
+
+
+def test_a_delegate_that_sees_a_multiple_of_a_dimension() -> None:
+    tokens = torch.export.Dim("tokens", min=2, max=16)
+    program = kp.lower(Pairs().eval(), (torch.randn(5, 8),), dynamic_shapes=({0: tokens},))
+    assert program.report.ours
+    for count in (2, 5, 16):
+        (difference,) = program.compare(torch.randn(count, 8))
+        assert difference.snr > 100, difference
+
+
 @pytest.mark.parametrize("kind", ["Mixtral", "gpt-oss"])
 def test_experts(kind: str) -> None:
     model = experts(kind)

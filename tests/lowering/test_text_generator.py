@@ -12,6 +12,7 @@ import transformers
 
 import kernel_pytorch as kp
 from kernel_pytorch.cli import main
+from kernel_pytorch.cli.generate import _converse
 from kernel_pytorch.lowering import Sampling, checkpoint
 from kernel_pytorch.lowering.build import build
 from kernel_pytorch.lowering.runtime import registered
@@ -191,6 +192,31 @@ def test_a_folder_that_is_no_checkpoint(tmp_path: Path) -> None:
         kp.TextGenerator.from_pretrained(tmp_path)
 
 
+def test_a_folder_with_missing_or_damaged_files(llama: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "folder"
+    shutil.copytree(llama, folder)
+    for path in folder.glob("tokenizer*"):
+        path.unlink()
+    with pytest.raises(ValueError, match=r"has no tokenizer that can be read: copy its files there"):
+        kp.TextGenerator.from_pretrained(folder)
+    (folder / "config.json").write_text("{")
+    with pytest.raises(ValueError, match=r"config.json' is no JSON object .*: download the checkpoint again"):
+        kp.TextGenerator.from_pretrained(folder)
+
+
+def test_prompts_that_are_refused(llama: Path) -> None:
+    generator = kp.TextGenerator.from_pretrained(llama)
+    with pytest.raises(TypeError, match="prompt is a list: pass one text"):
+        generator.generate(["a", "b"])
+    for token in (-1, 10**6):
+        with pytest.raises(
+            ValueError, match=rf"token {token} is not in the vocabulary of the model, 0 to \d+: use"
+        ):
+            list(generator.stream_tokens([5, token]))
+    with pytest.raises(ValueError, match="temperature=nan: use 0 for greedy"):
+        Sampling(temperature=float("nan"))
+
+
 def test_a_place_that_cannot_be_written_is_found_first(llama: Path, tmp_path: Path, capsys) -> None:
     with pytest.raises(SystemExit):
         main(["lower", "--hf", str(llama), "--out", str(tmp_path / "missing" / "x.pte")])
@@ -300,6 +326,41 @@ def test_a_session_of_a_chat_is_kept_on_the_command_line(
     whole = said("hello dog\nsays the fox\n")
     session = str(tmp_path / "session")
     assert said("hello dog\n", "--session", session) + said("says the fox\n", "--session", session) == whole
+
+
+def test_a_chat_goes_on_after_an_answer_that_was_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[str] = []
+
+    def answer(said: str) -> None:
+        found.append(said)
+        if said == "stop":
+            raise KeyboardInterrupt
+        if said == "long":
+            raise ValueError("the prompt has 9 tokens and the context 8")
+
+    monkeypatch.setattr("sys.stdin", io.StringIO("stop\nlong\n/rest\nhello\n"))
+    _converse(None, answer, found.append)
+    assert found[:2] == ["stop", "\nstopped"]
+    assert found[2:4] == ["long", "the prompt has 9 tokens and the context 8; /rewind and /reset make room"]
+    assert found[4].startswith("/rest is no command: ")
+    assert found[5:] == ["hello"]
+
+
+def test_an_answer_that_is_interrupted_is_part_of_the_conversation(llama: Path) -> None:
+    chat = kp.TextGenerator.from_pretrained(llama).chat()
+    answer = chat.stream("hello", max_tokens=8)
+    heard = next(answer)
+    answer.close()
+    assert chat.messages == [{"role": "user", "content": "hello"}, {"role": "assistant", "content": heard}]
+
+
+def test_a_session_that_cannot_be_written_is_found_first(llama: Path, tmp_path: Path, capsys) -> None:
+    with pytest.raises(SystemExit):
+        main(["generate", str(llama), "--prompt", "hello", "--session", str(tmp_path / "missing" / "x")])
+    said = capsys.readouterr()
+    assert "session=" in said.err
+    assert "there is no folder" in said.err
+    assert said.out == ""
 
 
 def test_a_character_of_several_tokens_is_held_back() -> None:

@@ -12,9 +12,14 @@ from typing import Any
 
 from rich.console import Console
 
+from kernel_pytorch.cli.output_file import check_writable
+
 __all__ = ["generate"]
 
-_HELP = "/reset forgets the conversation, /rewind takes back the last answer, /quit or the end of input leaves"
+_HELP = (
+    "/reset forgets the conversation, /rewind takes back the last answer, /quit or the end of input leaves; Ctrl-C "
+    "stops an answer"
+)
 
 
 def _peak() -> int:
@@ -45,6 +50,8 @@ def generate(
     """Lower or load the checkpoint, then answer a prompt or chat in the terminal."""
     if (prompt is None) != chat:
         raise ValueError("give --prompt TEXT or --chat, one of them")
+    if session is not None:
+        check_writable("session", session, "chat.session")
     notes = Console(stderr=True)
     started = time.perf_counter()
     # Keeps the terminal while the standard error goes through a filter.
@@ -70,16 +77,21 @@ def generate(
         answer(generator.stream(prompt, max_tokens=max_tokens, sampling=how))
     else:
         _note(notes, _HELP)
-        _converse(saved, lambda said: answer(saved.stream(said, max_tokens=max_tokens, sampling=how)))
+        _converse(
+            saved,
+            lambda said: answer(saved.stream(said, max_tokens=max_tokens, sampling=how)),
+            lambda text: _note(notes, text),
+        )
     if session is not None:
         saved.save_session(session)
 
 
-def _converse(conversation: Any, answer: Callable[[str], None]) -> None:
+def _converse(conversation: Any, answer: Callable[[str], None], note: Callable[[str], None]) -> None:
+    """Answer what is typed until the input ends; what stops one answer does not end the conversation."""
     while True:
         try:
             said = input("> " if sys.stdin.isatty() else "").strip()
-        except EOFError:
+        except (EOFError, KeyboardInterrupt):
             return
         if said == "/quit":
             return
@@ -87,8 +99,15 @@ def _converse(conversation: Any, answer: Callable[[str], None]) -> None:
             conversation.reset()
         elif said == "/rewind":
             conversation.rewind()
+        elif said.startswith("/") and said[1:].isalpha():
+            note(f"{said} is no command: {_HELP}")
         elif said:
-            answer(said)
+            try:
+                answer(said)
+            except KeyboardInterrupt:
+                note("\nstopped")
+            except ValueError as error:  # such as a context that is full
+                note(f"{error}; /rewind and /reset make room")
 
 
 def _steps(update: Callable[[str], None]) -> Callable[[str], None]:

@@ -80,7 +80,29 @@ def config_of(folder: Path) -> dict[str, Any]:
             f"folder={str(folder)!r} has no config.json: pass a Hugging Face checkpoint folder, with config.json, "
             "*.safetensors and the tokenizer's files"
         )
-    return dict(json.loads(path.read_text()))
+    try:
+        return dict(json.loads(path.read_text()))
+    except ValueError as error:
+        raise ValueError(f"{str(path)!r} is no JSON object ({error}): download the checkpoint again") from error
+
+
+def tokenizer_of(folder: Path) -> Any:
+    """The folder's tokenizer; an error where its files are missing, of which transformers may make an empty one."""
+    from transformers import AutoTokenizer
+
+    config_of(folder)
+    fault: Exception | None = None
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        if len(tokenizer.get_vocab()) > len(tokenizer.all_special_tokens):
+            return tokenizer
+    except (OSError, ValueError) as error:
+        fault = error
+    why = "" if fault is None else f"; transformers says: {' '.join(str(fault).split())}"
+    raise ValueError(
+        f"folder={str(folder)!r} has no tokenizer that can be read: copy its files there, such as tokenizer.json and "
+        f"tokenizer_config.json{why}"
+    ) from fault
 
 
 def _metadata(config: Any, generation: Any, how: TextProgram, context: int) -> dict[str, Any]:
@@ -137,11 +159,9 @@ def _context_of(most: int, how: TextProgram) -> int:
 
 def _prompt_prefix(folder: Path) -> list[int]:
     """The ids that the folder's tokenizer puts before every text; runners without transformers put them there."""
-    from transformers import AutoTokenizer
-
     if not (folder / "tokenizer.json").is_file():
         return []
-    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    tokenizer = tokenizer_of(folder)
     whole, plain = (tokenizer("a", add_special_tokens=special)["input_ids"] for special in (True, False))
     return list(whole[: -len(plain)]) if whole[-len(plain) :] == plain else []
 
@@ -170,7 +190,7 @@ def lower_checkpoint(
 
     if config_of(Path(folder)).get("is_encoder_decoder"):
         return _lower_encoder_decoder(Path(folder), how, tell)
-    from kernel_pytorch.lowering.language_model import CachedLanguageModel
+    from kernel_pytorch.lowering.language_model import CachedLanguageModel, require_history
     from kernel_pytorch.lowering.program import lower
 
     folder = Path(folder)
@@ -183,6 +203,7 @@ def lower_checkpoint(
     if hasattr(model, "set_experts_implementation"):
         model.set_experts_implementation("batched_mm")  # the default has no kernel on devices
     _narrow_embedding(model)
+    require_history(model)
     config = model.config.get_text_config()
     most = getattr(config, "max_position_embeddings", None) or _LONGEST_CONTEXT
     context = _context_of(most, how)

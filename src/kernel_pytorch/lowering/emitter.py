@@ -100,7 +100,7 @@ class Emitter:
         self._results: dict[Node, Any] = {}
         self._payload = Payload()
         self._expressions: dict[Any, int] = {}
-        self._symbols: dict[sympy.Symbol, int] = {}
+        self._symbols: dict[sympy.Symbol, list[tuple[Token, int]]] = {}
         self._constant_storage: dict[Any, tuple[Storage, torch.Tensor]] = {}
         self._made: dict[Any, tuple[Any, tuple[Any, ...]]] = {}
 
@@ -409,7 +409,7 @@ class Emitter:
         if isinstance(size, int) or size.is_Integer:
             return [(Token.CONSTANT, int(size))]
         if isinstance(size, sympy.Symbol):
-            return [(Token.SYMBOL, self._symbol(size))]
+            return list(self._symbol(size))
         joins = {sympy.Add: Token.ADD, sympy.Mul: Token.MULTIPLY, FloorDiv: Token.FLOOR_DIVIDE, Mod: Token.MODULO}
         if isinstance(size, sympy.Pow) and size.exp.is_Integer and size.exp > 0:
             parts, join = [size.base] * int(size.exp), Token.MULTIPLY
@@ -422,21 +422,52 @@ class Emitter:
             tokens += [*self._tokens(part), (join, 0)]
         return tokens
 
-    def _symbol(self, symbol: sympy.Symbol) -> int:
+    def _symbol(self, symbol: sympy.Symbol) -> list[tuple[Token, int]]:
         if symbol not in self._symbols:
             low, high = self._bounds(symbol)
-            for index, given in enumerate(self._inputs):
-                if given.size == symbol:
-                    found = Symbol(index, tables.NONE, low, high)
-                    break
-                if symbol in given.dims:
-                    found = Symbol(index, given.dims.index(symbol), low, high)
+            sizes = [
+                (index, axis, size)
+                for index, given in enumerate(self._inputs)
+                for axis, size in [(tables.NONE, given.size), *enumerate(given.dims)]
+                if size is not None
+            ]
+            for index, axis, size in sizes:
+                if size == symbol:
+                    self._symbols[symbol] = [self._read(Symbol(index, axis, low, high))]
                     break
             else:
-                raise ValueError(f"dimension {symbol} is a dimension of no input of the delegate")
-            self._symbols[symbol] = len(self._payload.symbols)
-            self._payload.symbols.append(found)
+                self._symbols[symbol] = self._solved(symbol, sizes)
         return self._symbols[symbol]
+
+    def _solved(self, symbol: sympy.Symbol, sizes: Sequence[tuple[int, int, Size]]) -> list[tuple[Token, int]]:
+        """A symbol that is no dimension of an input itself, from a dimension ``factor * symbol + rest``.
+
+        A mixture of experts has such delegates: their rows are (token, expert) pairs.
+        """
+        low, high = self._bounds(symbol)
+        for index, axis, size in sizes:
+            if isinstance(size, int) or size.free_symbols != {symbol}:
+                continue
+            whole = sympy.expand(size)
+            factor, rest = whole.coeff(symbol, 1), whole.coeff(symbol, 0)
+            if factor.is_Integer and rest.is_Integer and factor > 0 and whole == factor * symbol + rest:
+                lowest, highest = int(factor * low + rest), int(factor * high + rest)
+                return [
+                    self._read(Symbol(index, axis, lowest, highest)),
+                    (Token.CONSTANT, -int(rest)),
+                    (Token.ADD, 0),
+                    (Token.CONSTANT, int(factor)),
+                    (Token.FLOOR_DIVIDE, 0),
+                ]
+        raise ValueError(
+            f"dimension {symbol} cannot be computed from the sizes of the delegate's inputs: "
+            f"{', '.join(str(size) for *_, size in sizes)}; lower the model with fixed shapes, or leave operators to "
+            "other backends with PartitionerOptions"
+        )
+
+    def _read(self, symbol: Symbol) -> tuple[Token, int]:
+        self._payload.symbols.append(symbol)
+        return Token.SYMBOL, len(self._payload.symbols) - 1
 
 
 def _identity(tensor: torch.Tensor) -> tuple[Any, ...]:

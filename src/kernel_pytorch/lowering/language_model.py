@@ -2,16 +2,43 @@
 
 from __future__ import annotations
 
+from contextvars import ContextVar
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from kernel_pytorch.kv_cache import KVCache
 
-__all__ = ["CachedLanguageModel"]
+__all__ = ["CachedLanguageModel", "require_history"]
 
 _NAME = "kernel_pytorch_cache"
-_NOT_TAKEN = ("softcap", "s_aux", "head_mask")
+_NOT_TAKEN = {
+    "softcap": "soft-capped scores",
+    "s_aux": "learnt attention sinks",
+    "head_mask": "a mask of heads",
+    "position_bias": "a bias of positions",
+}
+_INSTEAD = "lower the model without a cache, with kp.lower"
+_MOST_APART = 1e-3
+"""Relative error of logits in float32: rounding makes 1e-6 to 1e-4 of it, a state that is lost far more."""
+
+
+@dataclass
+class _Call:
+    """A call of a model: what its layers attend through, and the sizes of their keys and values.
+
+    Without caches, the sizes are recorded and attention gives zeros.
+    """
+
+    caches: torch.nn.ModuleList | None = None
+    position: torch.Tensor | int = 0
+    sizes: dict[int, tuple[int, int, int]] = field(default_factory=dict)
+    """Heads of keys, elements of a key and elements of a value, by layer."""
+
+
+# Not an argument of the model's forward: many models do not pass on to their attention what they do not know.
+_CALL: ContextVar[_Call | None] = ContextVar("kernel_pytorch_cached_call", default=None)
 
 
 class CachedLanguageModel(torch.nn.Module):
@@ -19,7 +46,9 @@ class CachedLanguageModel(torch.nn.Module):
 
     ``model(tokens, position)`` takes token ids of shape (batch, n), the first of which stands at ``position``, and
     returns the logits of the last one. Keys are kept rotated, at absolute positions. The model given is used, not
-    copied: its attention is switched to the caches.
+    copied: its attention is switched to the caches. A model with layers that do not attend through transformers'
+    attention interface, such as convolutions over time, is an error. It runs once on one token, to see the sizes of
+    its keys and values.
 
     Args:
         model: such as ``LlamaForCausalLM``; one that asks transformers for its attention.
@@ -55,35 +84,64 @@ class CachedLanguageModel(torch.nn.Module):
         AttentionInterface.register(_NAME, _attend)
         AttentionMaskInterface.register(_NAME, lambda *_, **__: None)
         config = model.config.get_text_config()
-        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
         self.model = model
         self.model.set_attn_implementation(_NAME)
+        call = _Call()
+        with torch.no_grad():
+            self._run(torch.zeros(1, 1, dtype=torch.int64), call)
+        sizes = call.sizes
         own_windows = _sliding_windows(config)
+        without = [str(layer) for layer in range(len(own_windows)) if layer not in sizes]
+        if without:
+            raise ValueError(
+                f"model={type(model).__name__}: layers {', '.join(without)} do not attend through transformers' "
+                f"attention interface, so a cache cannot hold what they need of earlier tokens; {_INSTEAD}"
+            )
         self.caches = torch.nn.ModuleList(
             KVCache(
-                kv_heads,
-                head_dim,
+                sizes[layer][0],
+                sizes[layer][1],
                 window=window if own is None else min(window, own),
                 sinks=sinks if own is None or own >= window else 0,
                 longest=longest,
                 dtype=dtype,
                 batch=batch,
+                value_dim=sizes[layer][2],
             )
-            for own in own_windows
+            for layer, own in enumerate(own_windows)
         )
 
     def forward(self, tokens: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
-        positions = position + torch.arange(tokens.shape[1], device=tokens.device)
-        found = self.model(
-            input_ids=tokens,
-            position_ids=positions[None],
-            use_cache=False,
-            logits_to_keep=1,
-            kernel_pytorch_caches=self.caches,
-            kernel_pytorch_position=position,
-        )
+        return self._run(tokens, _Call(self.caches, position))
+
+    def _run(self, tokens: torch.Tensor, call: _Call) -> torch.Tensor:
+        positions = call.position + torch.arange(tokens.shape[1], device=tokens.device)
+        before = _CALL.set(call)
+        try:
+            found = self.model(input_ids=tokens, position_ids=positions[None], use_cache=False, logits_to_keep=1)
+        finally:
+            _CALL.reset(before)
         return found.logits  # type: ignore[no-any-return]
+
+
+def require_history(model: Any) -> None:
+    """Raise ValueError unless a model that attends through caches, call by call, gives the logits of one call.
+
+    A layer with other state does not, such as a recurrence beside its attention. Afterwards the model attends through
+    caches.
+    """
+    tokens = torch.arange(1, 8)[None] % model.config.get_text_config().vocab_size
+    with torch.no_grad():
+        wanted = model(input_ids=tokens, use_cache=False).logits[:, -1:]
+        cached = CachedLanguageModel(model, window=8, longest=4).eval()
+        for start, stop in ((0, 4), (4, 6), (6, 7)):
+            found = cached(tokens[:, start:stop], torch.tensor([start]))
+    apart = float((found - wanted).norm() / wanted.norm())
+    if not apart <= _MOST_APART:
+        raise ValueError(
+            f"model={type(model).__name__}: with a KV cache its logits have a relative error of {apart:.1e}, because "
+            f"it depends on earlier tokens by more than keys and values; {_INSTEAD}"
+        )
 
 
 def _sliding_windows(config: Any) -> list[int | None]:
@@ -103,20 +161,24 @@ def _attend(
     v: torch.Tensor,
     attention_mask: object,
     scaling: float | None = None,
-    *,
-    kernel_pytorch_caches: Any = None,
-    kernel_pytorch_position: Any = None,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
-    if kernel_pytorch_caches is None:
+    call = _CALL.get()
+    if call is None:
         raise ValueError("this model attends through caches: call the CachedLanguageModel around it")
-    asked = [name for name in _NOT_TAKEN if options.get(name) is not None]
-    if asked:
-        raise ValueError(f"the model asks for {asked[0]}={options[asked[0]]}, which a cache does not do")
-    cache = kernel_pytorch_caches[module.layer_idx]
+    for name, meaning in _NOT_TAKEN.items():
+        if options.get(name) is not None:
+            raise ValueError(f"the model asks for {name} ({meaning}), which a KV cache does not do; {_INSTEAD}")
+    layer = module.layer_idx
+    if layer in call.sizes:
+        raise ValueError(f"layer {layer} attends twice in one call, and has one cache; {_INSTEAD}")
+    call.sizes[layer] = (k.shape[1], k.shape[3], v.shape[3])
+    if call.caches is None:
+        return q.new_zeros(q.shape[0], q.shape[2], q.shape[1], v.shape[3]), None
+    cache: Any = call.caches[layer]
     if options.get("sliding_window") is not None and cache.window >= options["sliding_window"]:
         raise ValueError(
             f"layer {module.layer_idx} asks for sliding_window={options['sliding_window']}, which its configuration "
             f"does not say: pass window={options['sliding_window'] - 1} or less"
         )
-    return cache(q, k, v, kernel_pytorch_position, scale=scaling).transpose(1, 2), None
+    return cache(q, k, v, call.position, scale=scaling).transpose(1, 2), None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -29,7 +30,7 @@ class Sampling:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.temperature < 0:
+        if not 0 <= self.temperature < math.inf:
             raise ValueError(f"temperature={self.temperature}: use 0 for greedy, or a positive number")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p={self.top_p}: use a number above 0 and at most 1")

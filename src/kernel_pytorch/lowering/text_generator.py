@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from kernel_pytorch.lowering.checkpoint import TextProgram, cached_program, load_cached
+from kernel_pytorch.lowering.checkpoint import TextProgram, cached_program, load_cached, tokenizer_of
 from kernel_pytorch.lowering.checksum import add_checksum, content, damage, write_whole
 from kernel_pytorch.lowering.runtime import LoadedProgram, load
 from kernel_pytorch.lowering.sampling import Sampling, sample
@@ -94,7 +94,8 @@ class TextGenerator:
 
     def __init__(self, program: LoadedProgram | str | Path, tokenizer: Any) -> None:
         self._program = program if isinstance(program, LoadedProgram) else load(program)
-        missing = {"forward", "get_max_seq_len", "get_max_context_len", "get_eos_ids"} - set(self._program.methods)
+        needed = {"forward", "get_max_seq_len", "get_max_context_len", "get_eos_ids", "get_vocab_size"}
+        missing = needed - set(self._program.methods)
         if missing:
             raise ValueError(
                 f"program has no method {', '.join(sorted(missing))}: make it with kernel-pytorch lower --hf, or "
@@ -110,6 +111,7 @@ class TextGenerator:
         """Memory of keys and values; 0 where the program does not say."""
         self.weight_bytes = self._program.nbytes
         """Of the program, which is mapped, not copied."""
+        self._vocabulary = int(self._program.run("get_vocab_size", ()))
         ends = self._program.run("get_eos_ids", ())
         self._ends = {int(end) for end in (ends if isinstance(ends, tuple) else (ends,))}
         self._held: list[int] = []  # the ids whose keys and values are in the cache
@@ -141,12 +143,11 @@ class TextGenerator:
                 whichever is smaller.
             tell: gets a line for each step.
         """
-        from transformers import AutoTokenizer
-
         folder = Path(folder)
+        tokenizer = tokenizer_of(folder)
         how = TextProgram(recipe=recipe, window=window, sinks=sinks, cache_dtype=cache_dtype, context=context)
         program = load_cached(cached_program(folder, how, tell), tell)
-        return cls(program, AutoTokenizer.from_pretrained(folder, local_files_only=True))
+        return cls(program, tokenizer)
 
     def generate(self, prompt: str, *, max_tokens: int = 256, sampling: Sampling | None = None) -> Generation:
         """Return the text that follows a prompt.
@@ -163,6 +164,8 @@ class TextGenerator:
 
     def stream(self, prompt: str, *, max_tokens: int = 256, sampling: Sampling | None = None) -> Iterator[str]:
         """Yield the text that follows a prompt as it is generated; ``last`` has the whole at the end."""
+        if not isinstance(prompt, str):
+            raise TypeError(f"prompt is a {type(prompt).__name__}: pass one text, or token ids to stream_tokens")
         ids = self.tokenizer(prompt)["input_ids"]
         if not ids:
             raise ValueError(f"prompt={prompt!r} has no tokens: pass some text")
@@ -243,6 +246,13 @@ class TextGenerator:
         """``stream`` for a prompt of token ids."""
         if max_tokens < 1:
             raise ValueError(f"max_tokens={max_tokens}: at least 1 is needed")
+        vocabulary = self._vocabulary
+        outside = [token for token in ids if not 0 <= token < vocabulary]
+        if outside:
+            raise ValueError(
+                f"token {outside[0]} is not in the vocabulary of the model, 0 to {vocabulary - 1}: use the tokenizer "
+                "that belongs to it"
+            )
         if len(ids) >= self.context:
             raise ValueError(
                 f"the prompt has {len(ids)} tokens and the context {self.context}: shorten it, or give a window"
@@ -329,14 +339,19 @@ class Conversation:
         self.messages: list[dict[str, str]] = []
 
     def stream(self, message: str, *, max_tokens: int = 256, sampling: Sampling | None = None) -> Iterator[str]:
-        """Send a message and yield the answer as it is generated."""
+        """Send a message and yield the answer as it is generated; an answer that is interrupted is kept as it is."""
         asked = [*self.messages, {"role": "user", "content": message}]
         found = self._generator.tokenizer.apply_chat_template(asked, add_generation_prompt=True)
         ids = found if isinstance(found, list) else found["input_ids"]
         pieces = []
-        for piece in self._generator.stream_tokens(ids, max_tokens=max_tokens, sampling=sampling):
-            pieces.append(piece)
-            yield piece
+        try:
+            for piece in self._generator.stream_tokens(ids, max_tokens=max_tokens, sampling=sampling):
+                pieces.append(piece)
+                yield piece
+        except (GeneratorExit, KeyboardInterrupt):
+            if pieces:
+                self.messages = [*asked, {"role": "assistant", "content": "".join(pieces)}]
+            raise
         self.messages = [*asked, {"role": "assistant", "content": "".join(pieces)}]
 
     def save_session(self, path: str | Path) -> None:

@@ -58,9 +58,13 @@ def tiny_checkpoint(folder: Path, kind: str = "llama", seed: int = 0, **sizes: A
         "eos_token_id": tokenizer.eos_token_id,
         "initializer_range": 0.4,  # with the usual 0.02 a random model repeats one token
     }
+    default = AutoConfig.for_model(kind)
+    known = {*default.to_dict(), *default.attribute_map}  # GPT-2 has no heads of keys of its own
+    chosen = {key: value for key, value in given.items() if key in known}
+    config = AutoConfig.for_model(kind, **{**chosen, **sizes})
     with torch.random.fork_rng(devices=()):
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **{**given, **sizes}))
+        model = AutoModelForCausalLM.from_config(config)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
