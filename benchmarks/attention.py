@@ -311,7 +311,7 @@ def baselines(work: Workload, phase: Phase, arguments: dict[str, Any]) -> Iterat
         functions["SDPA on the window's keys"] = lambda q, k, v: torch.nn.functional.scaled_dot_product_attention(
             q, k[:, :, -kept:], v[:, :, -kept:], scale=scale, enable_gqa=grouped
         )
-    if work.pattern.flex is not None:
+    if work.pattern.flex is not None and (q.is_cuda or phase == "forward"):
         block_mask = work.block_mask(str(q.device))
         compiled = torch.compile(flex_attention, dynamic=False, fullgraph=True)
         functions["compiled FlexAttention"] = lambda q, k, v: compiled(

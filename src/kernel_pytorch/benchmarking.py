@@ -41,6 +41,7 @@ UNFINISHED = 75
 _Row = TypeVar("_Row")
 
 _MOST_CPU_FLOPS = 10**11  # about a second a run
+_MOST_CPU_BYTES = 350 * 10**6  # of a case that is checked in float64 at its own size
 _REFERENCE_COPIES = 12  # float64 tensors alive at once while a gate runs, counted in copies of the inputs
 
 
@@ -120,7 +121,7 @@ def plan(op: Op, device: Device, cases: tuple[str, ...] = (), formats: tuple[str
                 left_out.append(
                     f"{case.name} {number_format}: its float64 reference needs more memory than is here"
                 )
-            elif not cases and device.backend == "cpu" and _flops(op, case, number_format) > _MOST_CPU_FLOPS:
+            elif not cases and device.backend == "cpu" and _for_gpus(op, case, number_format):
                 left_out.append(f"{case.name} {number_format}: sized for a GPU; name it with --case to run it here")
             elif not device.supports(number_format):
                 left_out.append(f"{case.name} {number_format}: {device.arch} does not compute in it")
@@ -130,9 +131,10 @@ def plan(op: Op, device: Device, cases: tuple[str, ...] = (), formats: tuple[str
     return Plan(op, device, tuple(steps), kernels, tuple(left_out))
 
 
-def _flops(op: Op, case: Case, number_format: str) -> int:
+def _for_gpus(op: Op, case: Case, number_format: str) -> bool:
     arguments = case.arguments(getattr(torch, number_format), torch.device("meta"))
-    return op.flops(function_of(op).call("forward", tuple(arguments.values())))
+    call = function_of(op).call("forward", tuple(arguments.values()))
+    return op.flops(call) > _MOST_CPU_FLOPS or (case.gate is None and op.traffic(call) > _MOST_CPU_BYTES)
 
 
 def gate(op: Op, kernel: Kernel, arguments: dict[str, Any]) -> tuple[Comparison, ...]:

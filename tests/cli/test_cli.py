@@ -8,7 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -224,6 +224,16 @@ def test_bench_prints_a_table_of_checked_times(run: Run) -> None:
     for line in ours:
         assert line.rstrip(" │").endswith("%"), "the error's share of its budget"
     assert "recorded" not in outcome.out
+
+
+def test_bench_leaves_cases_for_gpus_out_on_a_cpu_unless_they_are_named() -> None:
+    op, cpu = registered_op("rms_norm"), replace(kp.device("cpu"), memory_bytes=1 << 40)
+    work = benchmarking.plan(op, cpu)
+    steps = [str(step) for step in work.steps]
+    assert "4096x4096 float32" in steps
+    assert "16384x8192 float32" not in steps
+    assert "16384x8192 float32: sized for a GPU; name it with --case to run it here" in work.left_out
+    assert len(benchmarking.plan(op, cpu, ("16384x8192",), ("float32",)).steps) == 1
 
 
 @pytest.mark.parametrize("command", [*COMMANDS, *GROUPED])

@@ -98,6 +98,22 @@ def model_and_inputs(what: str) -> tuple[nn.Module, Any, dict[str, Any], dict[st
         case "ours":
             config = transformers.LlamaConfig(**{**SMALL, "attn_implementation": "kernel_pytorch"})
             return transformers.LlamaForCausalLM(config), causal, llama, {}
+        case "gpt-2 loss":
+            config = transformers.GPT2Config(
+                vocab_size=40, n_embd=32, n_layer=1, n_head=2, attn_pdrop=0.0, resid_pdrop=0.0, embd_pdrop=0.0
+            )
+            return transformers.GPT2LMHeadModel(config), causal, {**llama, "labels": tokens}, {}
+        case "sinks":
+            options = {**SMALL, "head_dim": 16, "num_local_experts": 2, "num_experts_per_tok": 1}
+            config = transformers.GptOssConfig(
+                **{**options, "attn_implementation": "kernel_pytorch"}, layer_types=["full_attention"]
+            )
+            return transformers.GptOssForCausalLM(config), causal, {**llama, "labels": tokens}, {}
+        case "softcap":
+            config = transformers.Gemma2Config(
+                **{**SMALL, "attn_implementation": "kernel_pytorch"}, head_dim=16, layer_types=["full_attention"]
+            )
+            return transformers.Gemma2ForCausalLM(config), causal, llama, {}
         case "mixes" | "mixes not":
             return Mixes(what != "mixes not"), causal, {"x": torch.randn(1, 24, 16)}, {"positions": None}
     raise AssertionError(what)
@@ -129,6 +145,10 @@ def called(group: dist.ProcessGroup, what: str) -> str:
         ("cross-attention", "NotImplementedError: encoder_hidden_states: cross-attention is not sharded"),
         ("encoder-decoder", "NotImplementedError: model: T5ForConditionalGeneration has cross-attention"),
         ("wrong mask", r"ValueError: model: .*mask is not what the model attends to"),
+        (
+            "softcap",
+            "NotImplementedError: model: Gemma2Attention attends with softcap, which attention across ranks",
+        ),
         ("mixes", "ValueError: model: sharded over 2 ranks it returns another output"),
     ],
 )
@@ -138,6 +158,8 @@ def test_a_silently_wrong_model_raises_an_error(ranks: Ranks, what: str, message
     assert all(re.search(message, one, re.DOTALL) or "RankError" in one for one in said), said
 
 
-@pytest.mark.parametrize("what", ["all ones", "documents", "ours", "mixes not", "mixes, unverified"])
+@pytest.mark.parametrize(
+    "what", ["all ones", "documents", "ours", "gpt-2 loss", "sinks", "mixes not", "mixes, unverified"]
+)
 def test_correct_models_are_served(ranks: Ranks, what: str) -> None:
     assert ranks.run(called, 2, what) == ["served"] * 2

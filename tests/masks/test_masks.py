@@ -176,6 +176,13 @@ def test_a_converted_code_is_an_error() -> None:
             from_code(code)
 
 
+def test_whole_numbers_of_numpy_are_taken() -> None:
+    three = np.int64(3)
+    assert str(window(three, np.int32(1)) | sinks(three)) == "window(3, 1) | sinks(3)"
+    assert documents([three, np.uint8(2)]) == documents([3, 2])
+    assert blocks(EYE, np.int64(16)) == blocks(EYE, 16)
+
+
 def test_equality() -> None:
     assert window(5) == window(5, 0) != window(5, 1)
     assert causal() != full()

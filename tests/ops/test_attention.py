@@ -62,14 +62,27 @@ BAD: dict[str, tuple[tuple[Any, ...], dict[str, Any], type[Exception], str]] = {
     "head-dim": (swapped(k=K[..., :31]), {}, ValueError, "k has head_dim 31 and q 32: they must be equal"),
     "groups": (swapped(q=drawn(1, 3, 40, 32)), {}, ValueError, "q has 3 heads and k 2: .* multiple of k's"),
     "fewer-q-heads": (swapped(q=Q[:, :1]), {}, ValueError, "q has 1 heads and k 2: .* multiple of k's"),
-    "no-heads": (swapped(q=Q[:, :0]), {}, ValueError, "need at least one head"),
-    "no-dim": (swapped(q=Q[..., :0], k=K[..., :0]), {}, ValueError, "one number a head"),
+    "no-heads": (swapped(q=Q[:, :0]), {}, ValueError, "q has 0 heads and head_dim 32: use at least 1"),
+    "no-dim": (swapped(q=Q[..., :0], k=K[..., :0]), {}, ValueError, "q has 2 heads and head_dim 0: use at least 1"),
+    "q-numpy": (swapped(q=Q.numpy()), {}, TypeError, r"q=a numpy\.ndarray: expected a tensor"),
+    "k-sparse": (swapped(k=K.to_sparse()), {}, TypeError, r"k has layout torch\.sparse_coo: use .*\.to_dense\(\)"),
+    "q-nested": (
+        swapped(q=torch.nested.nested_tensor([Q[0], Q[0]])),
+        {},
+        TypeError,
+        r"q is a nested tensor: .* kp\.masks\.documents",
+    ),
     "scale-nan": (swapped(), {"scale": math.nan}, ValueError, "scale=nan: use a finite number"),
     "scale-inf": (swapped(), {"scale": -math.inf}, ValueError, "scale=-inf: use a finite number"),
     "scale-bool": (swapped(), {"scale": True}, ValueError, "scale=True: use a finite number"),
     "scale-text": (swapped(), {"scale": "1"}, ValueError, "scale='1': use a finite number"),
-    "scale-tensor": (swapped(), {"scale": torch.tensor(1.0)}, ValueError, "scale=.*: use a finite number"),
-    "mask-tensor": (swapped(mask=torch.ones(40, 40).bool()), {}, TypeError, r"mask=.*expected a mask of kp\.masks"),
+    "scale-tensor": (swapped(), {"scale": torch.tensor(1.0)}, ValueError, r"scale=a tensor of float32\[\]: use a"),
+    "mask-tensor": (
+        swapped(mask=torch.ones(40, 40).bool()),
+        {},
+        TypeError,
+        r"mask=.*; kp\.masks\.from_dense takes",
+    ),
     "mask-text": (swapped(mask="causal"), {}, TypeError, "mask='causal': expected a mask"),
     "mask-function": (swapped(mask=causal), {}, TypeError, "mask=<function causal.*: expected a mask"),
     "table-size": (swapped(mask=blocks(TABLE, 16) & blocks(TABLE[:2], 16)), {}, ValueError, "table has 2x3 .* 3x3"),
@@ -127,6 +140,13 @@ def test_a_good_call_before_does_not_let_a_bad_one_pass() -> None:
         kp.attention(Q, K, V, causal(), scale=True)
     with pytest.raises(ValueError, match="lengths sum to 41"):
         torch.ops.kernel_pytorch.attention.default(Q, K, V, documents([41]).code, 1.0, "grad", "")
+
+
+def test_jit_trace_is_refused() -> None:
+    with pytest.raises(
+        NotImplementedError, match=r"torch\.jit\.trace cannot trace kp\.attention: use torch\.export"
+    ):
+        torch.jit.trace(lambda q: kp.attention(q, K, V), Q)
 
 
 def test_no_mask_is_the_full_mask() -> None:

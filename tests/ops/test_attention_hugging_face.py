@@ -248,6 +248,15 @@ def test_set_attn_implementation_and_a_compiled_model():
     torch.testing.assert_close(compiled(ids, attention_mask=real).logits, expected)
 
 
+def test_an_export_without_values_is_refused():
+    model, _ = decoder("Llama")
+    for inputs in ({"input_ids": tokens()}, {"input_ids": tokens(), "attention_mask": torch.ones_like(tokens())}):
+        with pytest.raises(
+            NotImplementedError, match=r'under torch\.export: call set_attn_implementation\("sdpa"\)'
+        ):
+            torch.export.export(model, (), {**inputs, "use_cache": False})
+
+
 def test_unsupported_calls_raise_errors():
     config = transformers.BertConfig(**SMALL)  # its default has dropout
     model = transformers.AutoModel.from_config(config, attn_implementation=NAME).train()

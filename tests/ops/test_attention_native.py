@@ -95,3 +95,21 @@ def test_padded_calls_go_to_it() -> None:
     q, k, v = heads(2, 2, 2, 1, 70)
     choice = kp.explain(kp.attention, q, k, v, M.causal() & M.padding([70, 9], "left"))
     assert choice.kernel.name == "native"
+
+
+def test_a_step_of_decoding_changes_sizes_in_one_payload(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step of decoding has shapes of its own, in a cache of fixed strides or in a concatenated one."""
+    made: list[object] = []
+    original = native_kernel.Payload.to_bytes
+    monkeypatch.setattr(native_kernel.Payload, "to_bytes", lambda self: (made.append(self), original(self))[1])
+    q, k, v = heads(1, 4, 2, 1, 60, 24, 40)
+    scale = 0.3071  # of no other test, so that no payload is there yet
+    for length in range(50, 60):
+        for keys, values in (
+            (k[:, :, :length], v[:, :, :length]),
+            (k[:, :, -length:].clone(), v[:, :, -length:].clone()),
+        ):
+            out = kp.attention(q, keys, values, M.causal(), scale=scale, kernel="native")
+            tiled = kp.attention(q, keys, values, M.causal(), scale=scale, kernel="tiled")
+            torch.testing.assert_close(out, tiled)
+    assert len(made) == 1

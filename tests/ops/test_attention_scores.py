@@ -111,7 +111,7 @@ def test_plain_calls_keep_their_op():
         ({"dropout_p": 0.1}, ValueError, "dropout_p=0.1: kp.attention is exact.*attention_dropout=0.0"),
         ({"softcap": 0.0}, ValueError, "softcap=0: use a number above 0"),
         ({"softcap": -1.0}, ValueError, "softcap=-1.0: use a number above 0"),
-        ({"bias": torch.zeros(9, 9)}, ValueError, r"bias has shape \[9, 9\].*here \[1, 2, 9, 9\]"),
+        ({"bias": torch.zeros(3, 9, 9)}, ValueError, r"bias has shape \[1, 3, 9, 9\].*here \[1, 2, 9, 9\]"),
         (
             {"bias": torch.zeros(1, 1, 9, 9, dtype=torch.int64)},
             TypeError,
@@ -130,6 +130,11 @@ def test_plain_calls_keep_their_op():
         ),
         ({"sink_logits": 1.0}, TypeError, "sink_logits=1.0: expected a tensor"),
         (
+            {"sink_logits": torch.zeros(2, device="meta")},
+            ValueError,
+            "sink_logits is on meta and q on cpu: move one",
+        ),
+        (
             {"softcap": 1.0, "kernel": "triton"},
             ValueError,
             "kernel='triton': score_mod_attention has no such kernel",
@@ -140,6 +145,17 @@ def test_bad_input(terms, error, message):
     q = torch.ones(1, 2, 9, 8)
     with pytest.raises(error, match=message):
         kp.attention(q, q, q, causal(), **terms)
+
+
+@pytest.mark.parametrize("shape", [(9,), (9, 9), (2, 9, 9), (9, 1), ()])
+def test_a_bias_broadcasts_from_fewer_dimensions(shape):
+    q, bias = torch.randn(1, 2, 9, 8), torch.randn(shape, requires_grad=True)
+    whole = bias.detach().expand(1, 2, 9, 9).clone().requires_grad_()
+    out, expected = (kp.attention(q, q, q, causal(), bias=b) for b in (bias, whole))
+    torch.testing.assert_close(out, expected)
+    out.square().sum().backward()
+    expected.square().sum().backward()
+    torch.testing.assert_close(bias.grad, whole.grad.sum_to_size(shape))
 
 
 def test_autocast_is_honoured():

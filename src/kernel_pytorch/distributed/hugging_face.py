@@ -16,11 +16,13 @@ from torch.nn import functional
 
 from kernel_pytorch.distributed.context import Context
 
-__all__ = ["Prepared", "labels", "prepare", "window"]
+__all__ = ["Prepared", "labels", "prepare", "sink_logits", "window"]
 
 _IMPLEMENTATION = "kernel_pytorch_context_parallel"
 _SHIFTED = ("ForCausalLM", "ForConditionalGeneration")
 _TOKENWISE = (*_SHIFTED, "ForMaskedLM", "ForTokenClassification")
+_DEFAULT_LOSS = "ForCausalLM"  # of transformers, for models without a loss_type, such as GPT-2
+_NOT_SERVED = ("softcap", "position_bias")
 
 Mean = Callable[[torch.Tensor, Any], torch.Tensor]
 
@@ -29,6 +31,7 @@ class _Local(threading.local):
     whole: torch.Tensor | None = None
     context: Context | None = None
     window: int | None = None
+    sink_logits: torch.Tensor | None = None
 
 
 _local = _Local()
@@ -144,7 +147,7 @@ def prepare(model: nn.Module, mean: Mean) -> Prepared:
             # With "sdpa" the model takes a jump in this rank's positions for the start of another document, and
             # builds a dense (tokens, tokens) mask.
             module.config._attn_implementation = _IMPLEMENTATION
-            module.loss_function = _Loss(getattr(module, "loss_type", None) or "", mean)
+            module.loss_function = _Loss(getattr(module, "loss_type", None) or _DEFAULT_LOSS, mean)
             changed.append((module, before, loss, module.loss_function))
             limit = _rotary_limit(module.config)
             longest = limit if longest is None else longest if limit is None else min(longest, limit)
@@ -171,14 +174,32 @@ def window() -> int | None:
     return _local.window
 
 
+def sink_logits() -> torch.Tensor | None:
+    """Return the learned sinks of the attending layer, or None."""
+    return _local.sink_logits
+
+
 def _register() -> None:
     sdpa = importlib.import_module("transformers.integrations.sdpa_attention").sdpa_attention_forward
 
-    def attend(*args: Any, sliding_window: int | None = None, **kwargs: Any) -> Any:
-        before, _local.window = _local.window, sliding_window
+    def attend(
+        module: nn.Module,
+        *args: Any,
+        sliding_window: int | None = None,
+        s_aux: torch.Tensor | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        for name in _NOT_SERVED:
+            if kwargs.get(name) is not None:
+                raise NotImplementedError(
+                    f"model: {type(module).__name__} attends with {name}, which attention across ranks does not "
+                    "have; use this model on one device"
+                )
+        before = _local.window, _local.sink_logits
+        _local.window, _local.sink_logits = sliding_window, s_aux
         try:
-            return sdpa(*args, **kwargs)
+            return sdpa(module, *args, **kwargs)
         finally:
-            _local.window = before
+            _local.window, _local.sink_logits = before
 
     importlib.import_module("transformers").AttentionInterface.register(_IMPLEMENTATION, attend)

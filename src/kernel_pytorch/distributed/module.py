@@ -243,19 +243,26 @@ class _Spread(TorchFunctionMode):
                 "layers differ"
             )
         found.calls += 1
+        sinks = hugging_face.sink_logits()
         if query.ndim == 3:
             query, key, value = (x.unsqueeze(1) for x in (query, key, value))
-            return _attend(query, key, value, mask, scale, found.context).squeeze(1)
-        return _attend(query, key, value, mask, scale, found.context)
+            return _attend(query, key, value, mask, scale, sinks, found.context).squeeze(1)
+        return _attend(query, key, value, mask, scale, sinks, found.context)
 
     # A graph break in compiled models: a graph must not capture the pass and its masks.
     attend = torch.compiler.disable(spread)
 
 
 def _attend(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask, scale: float | None, context: Context
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: Mask,
+    scale: float | None,
+    sink_logits: torch.Tensor | None,
+    context: Context,
 ) -> torch.Tensor:
-    out = attention(q, k, v, mask, scale=scale, group=context)
+    out = attention(q, k, v, mask, scale=scale, sink_logits=sink_logits, group=context)
     assert isinstance(out, torch.Tensor)
     return out
 

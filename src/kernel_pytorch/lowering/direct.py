@@ -31,6 +31,7 @@ class _Tensor(ctypes.Structure):
     )
 
 
+@cache
 def _library() -> Any:
     library = native()
     library.kernel_pytorch_load.restype = ctypes.c_void_p

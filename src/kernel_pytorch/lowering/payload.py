@@ -27,6 +27,7 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 
 __all__ = [
@@ -48,6 +49,7 @@ __all__ = [
     "Value",
     "Buffer",
     "aligned",
+    "with_constants",
 ]
 
 # tests/lowering/test_payload_format.py holds these constants and enums to native/core/format.h.
@@ -57,6 +59,10 @@ TARGETS = {"cpu": 1}
 NONE = 0xFFFFFFFF
 ALIGNMENT = 64
 HEADER_BYTES = 32
+_COUNTS = struct.Struct("<10I")
+"""The target, then the number of entries in each table."""
+_PLACES = struct.Struct("<3Q")
+"""Bytes of the arena; where the constants begin; their bytes."""
 MOST_DIMENSIONS = 8
 REGISTERS = 16
 PANEL = 32
@@ -308,15 +314,31 @@ class Payload:
             *(self.symbols, self.expressions, self.inputs, self.outputs, self.shared, self.caches),
             *(self.buffers, self.values, self.ops),
         )
-        head = struct.pack("<10I", TARGETS[self.target], *(len(table) for table in counts))
-        constants_at = HEADER_BYTES + len(head) + 24 + len(tables)
+        head = _COUNTS.pack(TARGETS[self.target], *(len(table) for table in counts))
+        constants_at = HEADER_BYTES + _COUNTS.size + _PLACES.size + len(tables)
         if self.constants:
             constants_at = aligned(constants_at)
-        places = struct.pack("<QQQ", self.arena_bytes, constants_at, len(self.constants))
+        places = _PLACES.pack(self.arena_bytes, constants_at, len(self.constants))
         body = head + places + tables
         body += bytes(constants_at - HEADER_BYTES - len(body)) + bytes(self.constants)
         rest = struct.pack("<QQ", HEADER_BYTES + len(body), 0) + body
         return MAGIC + struct.pack("<II", VERSION, zlib.crc32(rest)) + rest
+
+
+def with_constants(data: bytes, constants: Sequence[int]) -> bytes:
+    """Return a payload without symbols whose first expressions, all constants, have other values.
+
+    Example:
+        >>> made = [Payload(expressions=[((Token.CONSTANT, n),)]).to_bytes() for n in (1, 7)]
+        >>> with_constants(made[0], [7]) == made[1]
+        True
+    """
+    changed = bytearray(data)
+    at = HEADER_BYTES + _COUNTS.size + _PLACES.size
+    # Every second word of 64 bits: an expression is (u32 1, u32 Token.CONSTANT, i64 value).
+    np.frombuffer(changed, "<i8", 2 * len(constants), at)[1::2] = constants
+    struct.pack_into("<I", changed, len(MAGIC) + 4, zlib.crc32(memoryview(changed)[len(MAGIC) + 8 :]))
+    return bytes(changed)
 
 
 def _indices(numbers: Sequence[int]) -> bytes:

@@ -117,6 +117,7 @@ def blocks(
     """
     if torch.compiler.is_compiling():
         raise RuntimeError("blocks() in a compiled function: make it outside and pass the mask in as an argument")
-    if checked_count("block", block, 16) % 16:
+    block = checked_count("block", block, 16)
+    if block % 16:
         raise ValueError(f"block={block}: use a multiple of 16")
     return made(Node(mask_code.BLOCKS, mask_code.table_numbers(table, block)))

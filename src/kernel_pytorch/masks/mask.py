@@ -7,6 +7,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from kernel_pytorch._compat.structures import disable_modes, pytree
@@ -254,8 +255,9 @@ def _composed(kind: int, left: Mask, right: Mask) -> Mask:
 
 
 def checked_count(name: str, value: object, least: int = 0) -> int:
-    if isinstance(value, bool) or not isinstance(value, int):
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
         raise TypeError(f"{name}={value!r}: expected a whole number")
+    value = value if isinstance(value, int) else int(value)
     if value < least:
         raise ValueError(f"{name}={value}: use {least} or more")
     if value >= 1 << 62:

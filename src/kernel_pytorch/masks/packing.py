@@ -90,9 +90,7 @@ def _checked_lengths(name: str, lengths: Any) -> list[Sequence[int]]:
     for row in batched:
         if not isinstance(row, Sequence):
             raise TypeError(f"{name}={lengths!r}: {row!r} among lists; use one list for each batch entry")
-        for length in row:
-            checked_count(name, length)
-    return list(batched)
+    return [[checked_count(name, length) for length in row] for row in batched]
 
 
 def _traced_documents(lengths: Any, inner: Mask) -> Mask:
@@ -204,6 +202,5 @@ def padding(lengths: Sequence[int] | torch.Tensor, side: str = "right") -> Mask:
     listed: Any = lengths.tolist() if isinstance(lengths, (torch.Tensor, np.ndarray)) else lengths
     if not isinstance(listed, Sequence) or isinstance(listed, str) or not listed:
         raise TypeError(f"lengths={lengths!r}: expected the number of tokens of each batch entry")
-    for length in listed:
-        checked_count("lengths", length)
-    return made(Node(mask_code.PADDING, (len(listed), number, *listed)))
+    counts = [checked_count("lengths", length) for length in listed]
+    return made(Node(mask_code.PADDING, (len(counts), number, *counts)))

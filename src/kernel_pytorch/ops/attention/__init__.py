@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from kernel_pytorch._compat.modes import any_autocast, transform_active
+from kernel_pytorch._compat.modes import any_autocast, jit_tracing, transform_active
 from kernel_pytorch.hardware_abstraction.dispatch import Function
 from kernel_pytorch.masks import Mask, full
 from kernel_pytorch.ops.attention.definition import ATTENTION, result_dtype
@@ -150,6 +150,12 @@ def attention(
         mask = full()
     tensors = isinstance(q, torch.Tensor) and isinstance(k, torch.Tensor) and isinstance(v, torch.Tensor)
     compiling = torch.compiler.is_compiling()  # torch.compile cannot trace the private functions below
+    if tensors and not compiling:
+        _refuse_layouts(q, k, v)
+        if jit_tracing():
+            raise NotImplementedError(
+                "torch.jit.trace cannot trace kp.attention: use torch.export.export or torch.compile"
+            )
     kind = q.device.type if tensors and (compiling or any_autocast()) else "meta"
     if kind != "meta" and torch.is_autocast_enabled(kind):
         dtype = torch.get_autocast_dtype(kind)
@@ -176,6 +182,8 @@ def attention(
     else:
         if alibi_slopes is not None and getattr(alibi_slopes, "requires_grad", False):
             raise ValueError("alibi_slopes requires a gradient, and has none: pass it with .detach(), or use bias")
+        if isinstance(bias, torch.Tensor) and bias.ndim < 4:
+            bias = bias[(None,) * (4 - bias.ndim)]
         if softcap == 0:
             raise ValueError("softcap=0: use a number above 0, or None for no soft-capping")
         terms = Terms(bias, alibi_slopes, sink_logits, softcap or 0.0, _may_train(bias))
@@ -213,6 +221,15 @@ def _over_pages(
     chosen = full() if mask is None else mask
     out, lse = _paged(q, k, v, pages.table, pages.lengths, chosen, scale, kernel=kernel)
     return (out, lse) if return_lse else out
+
+
+def _refuse_layouts(*tensors: torch.Tensor) -> None:
+    for x in tensors:
+        if x.layout is not torch.strided or x.is_nested:
+            name = "qkv"[[x is y for y in tensors].index(True)]
+            if x.is_nested:
+                raise TypeError(f"{name} is a nested tensor: concatenate its sequences and use kp.masks.documents")
+            raise TypeError(f"{name} has layout {x.layout}: use a strided tensor, as of .to_dense()")
 
 
 def _simplified(mask: Mask, q: torch.Tensor, k: torch.Tensor) -> Mask:

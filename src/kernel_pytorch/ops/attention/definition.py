@@ -19,7 +19,7 @@ from kernel_pytorch.hardware_abstraction.op import Call, Case, Codec, Draw, Op, 
 if TYPE_CHECKING:
     from kernel_pytorch.masks import Mask
 
-__all__ = ["ATTENTION", "check_attention", "lse_dtype", "lse_flows", "masked_softmax", "result_dtype"]
+__all__ = ["ATTENTION", "check_attention", "lse_dtype", "lse_flows", "masked_softmax", "result_dtype", "shown"]
 
 _DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
@@ -120,6 +120,16 @@ def masked_softmax(scores: torch.Tensor, keep: torch.Tensor) -> tuple[torch.Tens
     return p, torch.where(attends.squeeze(-1), lse, -math.inf)
 
 
+def shown(value: object) -> str:
+    """Return an argument of a wrong type for an error, in one line."""
+    if isinstance(value, TensorSpec):
+        return f"a tensor of {value}"
+    text = repr(value)
+    return (
+        text if len(text) <= 80 and "\n" not in text else f"a {type(value).__module__}.{type(value).__qualname__}"
+    )
+
+
 def check_attention(call: Call) -> None:
     from kernel_pytorch.masks import Mask
     from kernel_pytorch.masks.relative import relative_intervals
@@ -127,7 +137,7 @@ def check_attention(call: Call) -> None:
     q, k, v, mask, scale = (call[name] for name in ("q", "k", "v", "mask", "scale"))
     for name, spec in (("q", q), ("k", k), ("v", v)):
         if not isinstance(spec, TensorSpec):
-            raise TypeError(f"{name}={spec!r}: expected a tensor")
+            raise TypeError(f"{name}={shown(spec)}: expected a tensor")
         if len(spec.shape) != 4:
             raise ValueError(f"{name} has shape {list(spec.shape)}: use (batch, heads, length, head_dim)")
         if spec.dtype not in _DTYPES:
@@ -137,7 +147,8 @@ def check_attention(call: Call) -> None:
         if spec.device != q.device:
             raise ValueError(f"{name} is on {spec.device} and q on {q.device}: move one with .to()")
     if not isinstance(mask, Mask):
-        raise TypeError(f"mask={mask!r}: expected a mask of kp.masks, such as kp.masks.causal()")
+        dense = "; kp.masks.from_dense takes a boolean tensor" if isinstance(mask, TensorSpec) else ""
+        raise TypeError(f"mask={shown(mask)}: expected a mask of kp.masks, such as kp.masks.causal(){dense}")
     for name, spec in (("k", k), ("v", v)):
         if spec.shape[0] != q.shape[0]:
             raise ValueError(f"{name} has batch {spec.shape[0]} and q {q.shape[0]}: they must be equal")
@@ -147,14 +158,17 @@ def check_attention(call: Call) -> None:
         )
     if k.shape[3] != q.shape[3]:
         raise ValueError(f"k has head_dim {k.shape[3]} and q {q.shape[3]}: they must be equal")
-    if 0 in (q.shape[1], k.shape[1], q.shape[3], v.shape[3]):
-        raise ValueError("q, k and v need at least one head and one number a head")
+    for name, spec in (("q", q), ("k", k), ("v", v)):
+        if 0 in (spec.shape[1], spec.shape[3]):
+            raise ValueError(
+                f"{name} has {spec.shape[1]} heads and head_dim {spec.shape[3]}: use at least 1 of each"
+            )
     if q.shape[1] % k.shape[1]:
         raise ValueError(
             f"q has {q.shape[1]} heads and k {k.shape[1]}: the number of q heads must be a multiple of k's"
         )
     if isinstance(scale, bool) or not isinstance(scale, (int, float)) or not math.isfinite(scale):
-        raise ValueError(f"scale={scale!r}: use a finite number, such as head_dim ** -0.5")
+        raise ValueError(f"scale={shown(scale)}: use a finite number, such as head_dim ** -0.5")
     if call["wanted"] not in _WANTED:
         raise ValueError(f"wanted={call['wanted']!r}: use one of {', '.join(_WANTED)}")
     if relative_intervals(mask.node) is not None:  # valid for any lengths, batch and heads: no layout is needed

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from kernel_pytorch._compat.compiler import index_by_tensors
+from kernel_pytorch._compat.modes import fake_mode_active
 from kernel_pytorch.masks import Mask, causal, documents, full, padding, window
 from kernel_pytorch.masks.from_tensor import from_rows
 from kernel_pytorch.ops.attention.hugging_face import NAME, carried
@@ -109,11 +110,21 @@ def _refuse_own_attention(config: Any) -> None:
         )
 
 
+def _refuse_fakes() -> None:
+    """Raise an error where tensors have no values, as in ``torch.export``: padding and packing cannot be read."""
+    if fake_mode_active():
+        raise NotImplementedError(
+            f'attn_implementation="{NAME}" reads padding and packed sequences from tensors, which have no values '
+            'under torch.export: call set_attn_implementation("sdpa") on the model before'
+        )
+
+
 def _real_tokens(attention_mask: torch.Tensor | None, span: _Span) -> torch.Tensor | None:
     """Return (batch, keys) booleans, true for tokens and false for padding and keys not seen yet; None if all are
     tokens."""
     if attention_mask is None:
         return None
+    _refuse_fakes()
     missing = span.kv_offset + span.kv_len - attention_mask.shape[1]
     real = torch.nn.functional.pad(attention_mask.bool(), (0, max(missing, 0)))
     real = real[:, span.kv_offset : span.kv_offset + span.kv_len]
@@ -161,6 +172,7 @@ def _expression(function: Callable[..., Any], span: _Span) -> Mask | None:
 
 def _packed(numbers: torch.Tensor, span: _Span) -> Mask | None:
     """Return the document mask of (batch, tokens) document numbers."""
+    _refuse_fakes()
     if span.kv_offset or span.q_offset or numbers.shape[1] != span.kv_len or bool((numbers.diff(dim=1) < 0).any()):
         return None
     rows = [torch.unique_consecutive(row, return_counts=True)[1].tolist() for row in numbers.cpu()]

@@ -1,7 +1,7 @@
 """The C++ runtime's attention in eager mode, on torch's threads.
 
 A call becomes a program with one operator on the tensors in place, with their strides. Programs are cached by shapes
-and mask.
+and mask. New shapes, such as those of a step of decoding, are written into the template of their mask.
 """
 
 from __future__ import annotations
@@ -9,13 +9,23 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from kernel_pytorch.hardware_abstraction.device import Device
 from kernel_pytorch.lowering.direct import DirectProgram
-from kernel_pytorch.lowering.payload import Buffer, BufferKind, Op, OpCode, Parameter, Payload, Token, Value
+from kernel_pytorch.lowering.payload import (
+    Buffer,
+    BufferKind,
+    Op,
+    OpCode,
+    Parameter,
+    Payload,
+    Token,
+    Value,
+    with_constants,
+)
 from kernel_pytorch.ops.attention.definition import lse_flows
 
 if TYPE_CHECKING:
@@ -24,48 +34,49 @@ if TYPE_CHECKING:
 __all__ = ["backward", "forward"]
 
 
-class _Tables:
-    """Builder of a payload with static sizes."""
+class _Template(NamedTuple):
+    """A payload with one operator on tensors whose sizes and strides are placeholders."""
 
-    def __init__(self) -> None:
-        self.payload = Payload()
-        self.spans: dict[str, int] = {}
-        """The elements in memory from the first to the last of each tensor."""
-        self._numbers: dict[int, int] = {}
+    data: bytes
+    dtypes: tuple[torch.dtype, ...]
+    """Of the inputs, then of the outputs."""
+    inputs: int
 
-    def number(self, value: int) -> int:
-        if value not in self._numbers:
-            self._numbers[value] = len(self.payload.expressions)
-            self.payload.expressions.append(((Token.CONSTANT, value),))
-        return self._numbers[value]
 
-    def add(
-        self, name: str, shape: Sequence[int], strides: Sequence[int] | None, dtype: torch.dtype, *, out: bool
-    ) -> None:
-        """Add a tensor as a strided view of flat memory; contiguous if ``strides`` is None."""
-        if strides is None:
-            strides = torch.empty(shape, device="meta").stride()
-        self.spans[name] = span = _span(shape, strides)
-        table = self.payload.outputs if out else self.payload.inputs
-        table.append(Parameter(name, dtype, (self.number(span),)))
-        kind = BufferKind.OUTPUT if out else BufferKind.INPUT
-        self.payload.buffers.append(Buffer(kind, dtype, index=len(table) - 1))
-        dims, steps = (tuple(self.number(value) for value in values) for values in (shape, strides))
-        self.payload.values.append(Value(len(self.payload.buffers) - 1, dims, steps, self.number(0)))
+def _template(op: Op, tensors: Sequence[tuple[str, torch.dtype, int]], inputs: int) -> _Template:
+    """Return the template of an operator on tensors of (name, dtype, number of dimensions), inputs first."""
+    payload = Payload(ops=[op])
+    payload.expressions.append(((Token.CONSTANT, 0),))
+    for at, (name, dtype, rank) in enumerate(tensors):
+        span = len(payload.expressions)
+        payload.expressions += [((Token.CONSTANT, 1),)] * (1 + 2 * rank)
+        table = payload.inputs if at < inputs else payload.outputs
+        table.append(Parameter(name, dtype, (span,)))
+        kind = BufferKind.INPUT if at < inputs else BufferKind.OUTPUT
+        payload.buffers.append(Buffer(kind, dtype, index=len(table) - 1))
+        sizes = range(span + 1, span + 1 + 2 * rank)
+        payload.values.append(Value(at, tuple(sizes[:rank]), tuple(sizes[rank:]), 0))
+    return _Template(payload.to_bytes(), tuple(dtype for _, dtype, _ in tensors), inputs)
 
 
 class _Program:
     """A program on tensors of fixed shapes, strides and dtypes, called with their addresses, inputs first.
 
-    It has one set of scratch memory: calls from two threads take turns.
+    Each tensor is a strided view of flat memory. A program has one set of scratch memory: calls from two threads take
+    turns.
     """
 
-    def __init__(self, made: _Tables, threads: int) -> None:
-        tables = [
-            [(table.dtype, made.spans[table.name]) for table in tables]
-            for tables in (made.payload.inputs, made.payload.outputs)
-        ]
-        self._run = DirectProgram(made.payload, on_torch_threads=threads).at_addresses(*tables)
+    def __init__(self, template: _Template, shapes: Shapes, strides: Shapes, threads: int) -> None:
+        sizes, spans = [0], []
+        for shape, stride in zip(shapes, strides, strict=True):
+            span = 1  # the elements in memory from the first to the last
+            for size, step in zip(shape, stride, strict=True):
+                span += (size - 1) * step
+            spans.append(span)
+            sizes += (span, *shape, *stride)
+        described = list(zip(template.dtypes, spans, strict=True))
+        program = DirectProgram(with_constants(template.data, sizes), on_torch_threads=threads)
+        self._run = program.at_addresses(described[: template.inputs], described[template.inputs :])
         self._lock = threading.Lock()
 
     def __call__(self, *addresses: int) -> None:
@@ -73,21 +84,51 @@ class _Program:
             self._run(*addresses)
 
 
-Shapes = tuple[tuple[int, ...], ...]
+Shapes = Sequence[Sequence[int]]
+
+
+def _contiguous(shape: Sequence[int]) -> tuple[int, ...]:
+    """Return the strides of a contiguous tensor."""
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= size
+    return tuple(reversed(strides))
+
+
+@lru_cache(maxsize=256)
+def _forward_template(dtype: torch.dtype, mask: Mask, scale: float) -> _Template:
+    tensors = [*((name, dtype, 4) for name in ("q", "k", "v", "out")), ("lse", torch.float32, 3)]
+    return _template(Op(OpCode.ATTENTION, (0, 1, 2, None), (3, 4), tuple(mask.code.tolist()), (scale,)), tensors, 3)
 
 
 @lru_cache(maxsize=256)
 def _forward_program(
     shapes: Shapes, strides: Shapes, dtype: torch.dtype, mask: Mask, scale: float, threads: int
 ) -> _Program:
-    made = _Tables()
-    for name, shape, stride in zip("qkv", shapes, strides, strict=True):
-        made.add(name, shape, stride, dtype, out=False)
     rows = shapes[0][:3]
-    made.add("out", (*rows, shapes[2][3]), None, dtype, out=True)
-    made.add("lse", rows, None, torch.float32, out=True)
-    made.payload.ops.append(Op(OpCode.ATTENTION, (0, 1, 2, None), (3, 4), tuple(mask.code.tolist()), (scale,)))
-    return _Program(made, threads)
+    made = (*rows, shapes[2][3]), rows
+    template = _forward_template(dtype, mask, scale)
+    return _Program(template, (*shapes, *made), (*strides, *map(_contiguous, made)), threads)
+
+
+@lru_cache(maxsize=256)
+def _backward_template(dtype: torch.dtype, mask: Mask, scale: float, with_dlse: bool) -> _Template:
+    rows = ("lse", "dlse")[: 1 + with_dlse]
+    first = 5 + len(rows)
+    op = Op(
+        OpCode.ATTENTION_BACKWARD,
+        (0, 1, 2, 3, 5, 4, 6 if with_dlse else None),
+        (first, first + 1, first + 2),
+        tuple(mask.code.tolist()),
+        (scale,),
+    )
+    tensors = [
+        *((name, dtype, 4) for name in ("q", "k", "v", "out", "dout")),
+        *((name, torch.float32, 3) for name in rows),
+        *(("dq", dtype, 4), ("dk", torch.float32, 4), ("dv", torch.float32, 4)),
+    ]
+    return _template(op, tensors, first)
 
 
 @lru_cache(maxsize=256)
@@ -101,31 +142,15 @@ def _backward_program(
     parts: int,
     threads: int,
 ) -> _Program:
-    made = _Tables()
-    for name, shape, stride in zip(("q", "k", "v", "out", "dout"), shapes, strides, strict=True):
-        made.add(name, shape, stride, dtype, out=False)
     rows, (batch, *rest) = shapes[0][:3], shapes[1]
-    for name in ("lse", "dlse")[: 1 + with_dlse]:
-        made.add(name, rows, None, torch.float32, out=False)
-    made.add("dq", shapes[0], None, dtype, out=True)
-    made.add("dk", (parts * batch, *rest), None, torch.float32, out=True)
-    made.add("dv", (parts * batch, *rest[:2], shapes[2][3]), None, torch.float32, out=True)
-    first = 6 + with_dlse
-    made.payload.ops.append(
-        Op(
-            OpCode.ATTENTION_BACKWARD,
-            (0, 1, 2, 3, 5, 4, 6 if with_dlse else None),
-            (first, first + 1, first + 2),
-            tuple(mask.code.tolist()),
-            (scale,),
-        )
+    made = (
+        *(rows,) * (1 + with_dlse),
+        shapes[0],
+        (parts * batch, *rest),
+        (parts * batch, *rest[:2], shapes[2][3]),
     )
-    return _Program(made, threads)
-
-
-def _span(shape: Sequence[int], strides: Sequence[int]) -> int:
-    """Return the number of elements from the first to the last element of a tensor in memory."""
-    return 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+    template = _backward_template(dtype, mask, scale, with_dlse)
+    return _Program(template, (*shapes, *made), (*strides, *map(_contiguous, made)), threads)
 
 
 def forward(
@@ -163,8 +188,8 @@ def backward(
     tensors = q, k, v, out, dout
     parts = _parts(batch * k.shape[1], q.shape[2], threads)
     run = _backward_program(
-        tuple(x.shape for x in tensors),
-        tuple(x.stride() for x in tensors),
+        (q.shape, k.shape, v.shape, out.shape, dout.shape),
+        (q.stride(), k.stride(), v.stride(), out.stride(), dout.stride()),
         q.dtype,
         mask,
         scale,

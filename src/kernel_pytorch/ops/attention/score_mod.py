@@ -24,6 +24,7 @@ from kernel_pytorch.ops.attention.definition import (
     lse_flows,
     masked_softmax,
     result_dtype,
+    shown,
 )
 
 if TYPE_CHECKING:
@@ -150,13 +151,13 @@ def check(call: Call) -> None:
     check_attention(_plain(call))
     q, k, (bias, slopes, sinks, softcap, _) = call["q"], call["k"], _terms(call)
     if isinstance(softcap, bool) or not isinstance(softcap, (int, float)) or not 0 <= softcap < math.inf:
-        raise ValueError(f"softcap={softcap!r}: use a number above 0, or None for no soft-capping")
+        raise ValueError(f"softcap={shown(softcap)}: use a number above 0, or None for no soft-capping")
     for name, spec in (("bias", bias), ("alibi_slopes", slopes), ("sink_logits", sinks)):
         if spec is None:
             continue
         if not isinstance(spec, TensorSpec) or spec.dtype not in _FORMATS:
-            shown = spec.format if isinstance(spec, TensorSpec) else repr(spec)
-            raise TypeError(f"{name}={shown}: expected a tensor of float64, float32, float16 or bfloat16")
+            given = spec.format if isinstance(spec, TensorSpec) else shown(spec)
+            raise TypeError(f"{name}={given}: expected a tensor of float64, float32, float16 or bfloat16")
         if spec.device != q.device:
             raise ValueError(f"{name} is on {spec.device} and q on {q.device}: move one with .to()")
     scores = (q.shape[0], q.shape[1], q.shape[2], k.shape[2])
@@ -164,7 +165,7 @@ def check(call: Call) -> None:
         fits = len(bias.shape) == 4 and all(n in (1, most) for n, most in zip(bias.shape, scores, strict=True))
         if not fits:
             raise ValueError(
-                f"bias has shape {list(bias.shape)}: use four dimensions that broadcast to (batch, q_heads, q_len, "
+                f"bias has shape {list(bias.shape)}: use one that broadcasts to (batch, q_heads, q_len, "
                 f"kv_len), here {list(scores)}"
             )
     for name, spec in (("alibi_slopes", slopes), ("sink_logits", sinks)):
