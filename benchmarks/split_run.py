@@ -6,14 +6,12 @@ A run that ``--limit`` ended before the last case exits with status 75; the same
 from __future__ import annotations
 
 import argparse
-import json
 import shlex
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-import msgspec
 from rich.console import Console
 
 import kernel_pytorch as kp
@@ -26,8 +24,6 @@ from kernel_pytorch.hardware_abstraction.timing import require_quiet
 
 _OF_ONE_RUN = ("--state", "--limit", "--work", "--programs")
 _PARTS = ("lowering/",)
-UNFINISHED = 75
-"""Exit status of a run that kept what it measured and has more to measure (EX_TEMPFAIL)."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -37,31 +33,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--state", type=Path, help="keep finished cases in this file, and go on where it ends")
     parser.add_argument("--limit", type=float, help="begin no case after so many seconds")
-
-
-class State:
-    """Measurements of finished cases, kept in a file.
-
-    Args:
-        path: the file, one JSON line for each case; None keeps them in memory alone.
-        key: what the measurements depend on, such as digests, versions and the commit. Lines with another key are
-            ignored, so what was measured with other code is measured again.
-    """
-
-    def __init__(self, path: Path | None, key: object) -> None:
-        self._path, self._key = path, repr(key)
-        lines = path.read_text().splitlines() if path is not None and path.exists() else []
-        found = [line for line in map(json.loads, lines) if line["key"] == self._key]
-        self.rows = {line["case"]: msgspec.convert(line["rows"], list[Measurement]) for line in found}
-        """By case."""
-
-    def add(self, case: str, rows: list[Measurement]) -> None:
-        """Keep the measurements of a finished case."""
-        self.rows[case] = rows
-        if self._path is not None:
-            line = {"key": self._key, "case": case, "rows": msgspec.to_builtins(rows)}
-            with self._path.open("a") as file:
-                file.write(json.dumps(line) + "\n")
 
 
 def command(program: Path, words: Sequence[str]) -> str:
@@ -87,7 +58,7 @@ def measure(
 ) -> None:
     """Measure the cases that ``--state`` does not have yet; write the record of ``name`` once all are there.
 
-    Exits with ``UNFINISHED`` where ``--limit`` left cases out.
+    Exits with ``benchmarking.UNFINISHED`` where ``--limit`` left cases out.
 
     Args:
         name: of the record.
@@ -100,7 +71,7 @@ def measure(
     device = kp.device("cpu")
     commit = clean_commit(benchmarking.checkout()) if given.record else ""
     key = (*map(part_digest, _PARTS), device.name, versions(), commit, *settings)
-    state, started = State(given.state, key), time.perf_counter()
+    state, started = benchmarking.Checkpoint(given.state, key, Measurement), time.perf_counter()
     for case in cases:
         if case in state.rows:
             continue
@@ -114,7 +85,7 @@ def measure(
     Console().print(measurement_table(rows))
     if missing:
         print(f"{len(cases) - len(missing)} of {len(cases)} cases; missing: {', '.join(missing)}", file=sys.stderr)
-        sys.exit(UNFINISHED)
+        sys.exit(benchmarking.UNFINISHED)
     folder = evidence_directory()
     if given.record and folder is not None:
         found = benchmarking.record(

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from benchmarks import split_run
 
+from kernel_pytorch.benchmarking import UNFINISHED
 from kernel_pytorch.evidence import Measurement, Quantiles
 
 
@@ -32,7 +33,7 @@ def test_a_later_run_goes_on_where_the_first_one_ended(tmp_path: Path) -> None:
     split_run.measure("tried", ["first"], one, given(*state), settings=(2.0,))
     with pytest.raises(SystemExit) as ended:
         split_run.measure("tried", ["first", "second"], one, given(*state, "--limit", "-1"), settings=(2.0,))
-    assert ended.value.code == split_run.UNFINISHED
+    assert ended.value.code == UNFINISHED
     split_run.measure("tried", ["first", "second"], one, given(*state), settings=(2.0,))
     assert found == ["first", "second"]
     split_run.measure("tried", ["first"], one, given(*state), settings=(3.0,))  # other settings: measured again
