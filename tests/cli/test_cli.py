@@ -194,7 +194,8 @@ def test_tour_visits_every_section(tmp_path: Path) -> None:
     assert outcome.err == "", "messages of other libraries"
     text = page.read_text()
     assert text.count("<h2>") == 5
-    assert text.count("<svg") >= 3  # that of kp.optimize is left out where the machine is too busy to decide
+    # Attention, FP8 and ranks; kp.optimize has no chart where the machine is too busy to decide.
+    assert text.count('role="img"') >= 3
 
 
 def test_the_baseline_of_a_line_chart_is_on_top() -> None:
