@@ -94,7 +94,7 @@ def _checked_lengths(name: str, lengths: Any) -> list[Sequence[int]]:
 
 
 def _traced_documents(lengths: Any, inner: Mask) -> Mask:
-    """``documents`` while tracing, from the codes only; invalid lengths raise an error when the graph runs."""
+    """Build ``documents`` while tracing, from the codes only; invalid lengths raise an error when the graph runs."""
     if isinstance(lengths, torch.Tensor):
         rows = lengths.reshape(-1, lengths.shape[-1]).to("cpu", torch.int64)
         batch, count = rows.shape
