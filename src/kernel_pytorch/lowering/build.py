@@ -51,7 +51,7 @@ _INSTALL = "pip install 'kernel-pytorch[lowering]'"
 
 
 class BuildError(RuntimeError):
-    """Raised if the runtime cannot be built; the message names what is missing."""
+    """The C++ runtime cannot be built; the message names what is missing."""
 
 
 @dataclass(frozen=True)

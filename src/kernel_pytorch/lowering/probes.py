@@ -57,7 +57,7 @@ class _Calls(torch.nn.Module):
 
 
 def probe(operator: str, function: Callable[..., Any], *shapes: tuple[int, ...], **facts: Any) -> Probe:
-    """Return a probe of a function without parameters."""
+    """Return a probe of a function that has no parameters or buffers."""
     return Probe(operator, lambda: _Calls(function), shapes, **facts)
 
 

@@ -215,8 +215,8 @@ def load(program: str | Path | bytes) -> LoadedProgram | LoadedPackage:
 
     A ``.pt2`` contains machine code: only load packages that you trust.
 
-    A file is memory-mapped, not copied: do not change it while the program is used, or replace it by renaming another
-    file, as ``save`` does.
+    A file is memory-mapped, not copied: leave it in place while the program is used. To replace it, rename another
+    file to its name, as ``save`` does.
 
     The whole file is verified first. Files of ``kp.lower`` have a checksum; for others, ExecuTorch verifies the
     tables. A damaged or truncated file raises an error with the reason.

@@ -67,7 +67,7 @@ class Lowering:
     probe_options: Any = None
     """Options for probing; None for the default options."""
     bundled: str = "Not part of ExecuTorch's pre-built libraries, on any platform: build it from source."
-    """Whether applications can get the runtime without building it."""
+    """Sentence for the pages: whether applications can get the runtime without building it."""
 
     def checked(self, options: Any) -> Any:
         """Return the options, or the default options for None; raise an error for another type."""

@@ -48,7 +48,7 @@ class Example:
         return self.map(lambda _, tensor: tensor.detach().clone().requires_grad_(tensor.requires_grad))
 
     def redrawn(self, seed: int) -> Example:
-        """Return random values of the same shapes and ranges.
+        """Return an example with random values of the same shapes and ranges.
 
         Floating-point tensors are redrawn with the same mean, deviation and bounds. The values of integer tensors
         are shuffled, so that indices stay valid. Masks, positions and constants are unchanged.
