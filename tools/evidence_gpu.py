@@ -90,8 +90,8 @@ def _fp8(name: str, limit: int, *workloads: str, records: tuple[str, ...]) -> St
 
 _GO_ON = ("--state", "{state}", "--seconds", "{seconds}")
 
-# What most pages show comes first; what fits no more in the time is left to the next run. Each benchmark checks its
-# kernels against float64 before it times them.
+# Steps whose records most pages show come first; steps that do not fit in the time are left to the next run. Each
+# benchmark checks its kernels against float64 before it times them.
 STEPS = (
     # With flash-attn-4 and nvidia-cudnn-frontend on the path it writes attention-libraries, else attention.
     Step("attention", ("python", "benchmarks/attention.py", "--record", *_GO_ON), 420,

@@ -440,7 +440,7 @@ class Emitter:
         return self._symbols[symbol]
 
     def _solved(self, symbol: sympy.Symbol, sizes: Sequence[tuple[int, int, Size]]) -> list[tuple[Token, int]]:
-        """Return the expression of a symbol that is no input dimension itself, from one ``factor * symbol + rest``.
+        """Return the expression of a symbol that is not an input dimension, from one ``factor * symbol + rest``.
 
         Delegates of mixture-of-experts models need this: their rows are (token, expert) pairs.
         """

@@ -62,7 +62,7 @@ class Revert:
 
 
 class Optimized(nn.Module):
-    """The result of ``kp.optimize`` and ``kp.apply`` as type checkers see it: the given model with more attributes.
+    """The static type of the result of ``kp.optimize`` and ``kp.apply``: the given model with more attributes.
 
     There are no instances: the model keeps its class, and its own attributes have the type ``Any`` here.
     """
