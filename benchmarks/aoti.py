@@ -1,8 +1,8 @@
-"""Packages for AOTInductor against ``torch.compile`` and eager PyTorch, on the best device that is here.
+"""Benchmark AOTInductor packages against ``torch.compile`` and eager PyTorch, on the best available device.
 
-Run it with ``python benchmarks/aoti.py``; add ``--record`` in a clean checkout to keep the result. Each package runs
-first in a process that cannot import this library, and its output is compared with float64: it may err twice as much
-as eager PyTorch does, plus one rounding. The subjects of a case take turns.
+Run it with ``python benchmarks/aoti.py``; add ``--record`` in a clean checkout to keep the result. Each package first
+runs in a process that cannot import this library, and its output is compared with float64: its error may be twice
+that of eager PyTorch, plus one rounding. The subjects of a case alternate.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ MASK = kp.masks.causal() & (kp.masks.window(1024) | kp.masks.sinks(64))
 
 
 class Attends(torch.nn.Module):
-    """Attention under a window and sinks, by our operator or by torch's with the mask as a tensor."""
+    """Attention with a window and sinks, by our operator or by torch's with a dense mask."""
 
     def __init__(self, length: int, ours: bool) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ class Attends(torch.nn.Module):
 
 
 class Block(torch.nn.Module):
-    """A block as Llama has it."""
+    """A Llama block."""
 
     def __init__(self, length: int, dim: int, heads: int, ours: bool) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ class Block(torch.nn.Module):
 
 @dataclass(frozen=True)
 class Subject:
-    """A case: a model with our operators, the same in torch's alone, and the inputs' shapes."""
+    """A case: a model with our operators, the same model with torch's only, and the inputs' shapes."""
 
     ours: torch.nn.Module
     plain: torch.nn.Module
@@ -122,7 +122,7 @@ torch.save(torch._inductor.aoti_load_package(sys.argv[1])(*inputs), sys.argv[3])
 
 
 def relative_error(found: torch.Tensor, exact: torch.Tensor) -> float:
-    """The worst error, relative to the largest element of its row."""
+    """Return the largest error relative to the amax of its row."""
     largest = exact.abs().amax(dim=-1, keepdim=True).clamp_min(torch.finfo(exact.dtype).tiny)
     return float(((found.double() - exact) / largest).abs().max())
 

@@ -1,7 +1,7 @@
-"""Whole models lowered with our delegate beside XNNPACK, against XNNPACK alone, on the CPU.
+"""Benchmark whole models lowered with our delegate beside XNNPACK, against XNNPACK alone, on the CPU.
 
-Architectures have the sizes that people run, with random weights. Both programs of a model are compared with eager
-PyTorch first. They are then timed in one process, in alternating turns, so that both meet the same machine.
+Architectures have their usual sizes, with random weights. Both programs of a model are first compared with eager
+PyTorch. They are then timed alternately in one process, so that both run under the same conditions.
 
     python benchmarks/architectures.py                    # all of it; --model NAME for one, --record to keep it
     python benchmarks/architectures.py --lower --programs FOLDER   # the programs alone; --record if they are for one
@@ -38,7 +38,7 @@ ARMS = ("ours", "xnnpack")
 
 
 class FirstOutput(torch.nn.Module):
-    """A model of transformers as a function of one tensor that returns one tensor."""
+    """A transformers model as a function of one tensor that returns one tensor."""
 
     def __init__(self, model: torch.nn.Module, **options: object) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ class FirstOutput(torch.nn.Module):
 
 
 class InvertedResidual(torch.nn.Module):
-    """A block of MobileNetV3: expand, depthwise, squeeze and excite, project."""
+    """A MobileNetV3 block: expand, depthwise, squeeze and excite, project."""
 
     def __init__(
         self, inputs: int, kernel: int, wide: int, outputs: int, excite: bool, hard: bool, stride: int
@@ -205,7 +205,7 @@ def lower(name: str, arm: str, folder: Path) -> None:
 
 
 def alone(model: torch.nn.Module, x: torch.Tensor) -> bytes:
-    """ExecuTorch's own flow with XNNPACK's partitioner."""
+    """Lower with ExecuTorch's own flow and XNNPACK's partitioner."""
     from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
     from executorch.exir import EdgeCompileConfig, to_edge_transform_and_lower
 
@@ -229,7 +229,7 @@ def time_turns(name: str, folder: Path, seconds: float) -> dict[str, list[float]
     stop = time.perf_counter() + seconds * len(ARMS)
     while time.perf_counter() < stop:
         for arm, program in programs.items():
-            program(x)  # what the other arm left in the caches is gone
+            program(x)  # evict the other arm's data from the caches
             turn = time.perf_counter() + TURN_SECONDS
             while time.perf_counter() < turn:
                 before = time.perf_counter()
@@ -246,7 +246,7 @@ def _subprocess(*options: str) -> str:
 
 
 def lowered(name: str, folder: Path) -> None:
-    """Lower both arms of a model, each in a process of its own, unless the folder has them."""
+    """Lower both arms of a model, each in a separate process, unless the folder has them."""
     for arm in ARMS:
         if not (folder / f"{name}.{arm}.pte").exists():
             _subprocess("--model", name, "--arm", arm, "--programs", str(folder))

@@ -1,12 +1,13 @@
-"""Attention beside its peers, in one run on one device: every kernel that fits, pinned, the forward and the backward
-apart; PyTorch's SDPA backends for dense masks, and compiled FlexAttention for all others. On a CPU, where
-FlexAttention has no backward, SDPA gets the other masks as dense tensors too.
+"""Benchmark attention on one device: our kernels against PyTorch's SDPA and FlexAttention.
+
+Every kernel that supports the call is pinned and timed, forward and backward separately. The baselines are PyTorch's
+SDPA backends for full and causal masks, and compiled FlexAttention for all others. On a CPU, where FlexAttention has
+no backward, SDPA gets the other masks as dense tensors too.
 
 Run it with ``python benchmarks/attention.py``; add ``--record`` in a clean checkout to keep the result, from which
-later calls choose their kernels. ``--only REGEX`` runs some of the workloads. ``--state FILE --seconds N`` splits a
-run in several, at one commit on one kind of device; the exit status is 75 while workloads are left. Each kernel is
-checked against float64 first, on each kind of mask at a small length. FlexAttention gets the mask as its users write
-it.
+later calls choose their kernels. ``--only REGEX`` selects workloads. ``--state FILE --seconds N`` splits a run into
+several, at one commit on one kind of device; the exit status is 75 while workloads are left. Each kernel is first
+checked against float64, with each kind of mask at a small length. FlexAttention gets the mask as its users write it.
 """
 
 from __future__ import annotations
@@ -49,19 +50,19 @@ SDPA = {
     "SDPA efficient": SDPBackend.EFFICIENT_ATTENTION,
 }
 SLOW = 4.0
-"""A subject that takes this many times as long as the fastest is timed once, if a run takes 20 ms."""
+"""A subject is timed once if it takes this many times as long as the fastest, and a run takes 20 ms."""
 
 MaskMod = Callable[..., torch.Tensor]
 
 
 @dataclass(frozen=True)
 class Pattern:
-    """A kind of mask at any lengths, as we write it and as FlexAttention's users do."""
+    """A kind of mask at any lengths, as a mask of ``kp.masks`` and as a mask function of FlexAttention."""
 
     name: str
     mask: Callable[[Workload], masks.Mask]
     flex: Callable[[Workload, str], MaskMod] | None = None
-    """The mask function of a workload on a device; None where SDPA serves the mask."""
+    """Return the mask function of a workload on a device; None if SDPA supports the mask."""
     per_head: bool = False
 
 
@@ -71,7 +72,7 @@ class Workload:
 
     pattern: Pattern
     length: int
-    """The number of keys, and of queries where there is more than one."""
+    """The number of keys, and of queries if there is more than one."""
     dim: int
     batch: int = 1
     heads: int = 16
@@ -96,12 +97,12 @@ class Workload:
         return ("forward",) if self.one_query else ("forward", "backward")
 
     def small(self) -> Workload:
-        """The same pattern at a length that float64 can check; equal for workloads that share their check."""
+        """Return the same pattern at a length that float64 can check; equal for workloads that share their check."""
         length = min(self.length, 4096 if self.one_query else 1024)
         return replace(self, length=length, batch=1, heads=4, kv_heads=4 * self.kv_heads // self.heads)
 
     def arguments(self, number_format: str, device: str) -> dict[str, Any]:
-        """The arguments of the op, by name."""
+        """Return the arguments of the op, by name."""
         dtype = getattr(torch, number_format)
         generator = None if device == "meta" else torch.Generator(device=device).manual_seed(0)
         kv_shape = (self.batch, self.kv_heads, self.length, self.dim)
@@ -113,18 +114,18 @@ class Workload:
         return {"q": q, "k": k, "v": v, "mask": mask, "scale": self.dim**-0.5, "wanted": "out"}
 
     def block_mask(self, device: str) -> Any:
-        """The mask as FlexAttention takes it."""
+        """Return the mask as a BlockMask of FlexAttention."""
         assert self.pattern.flex is not None
         per_head = self.heads if self.pattern.per_head else None
         mask_mod = self.pattern.flex(self, device)
-        # Eager, it evaluates the mask function on all pairs at once: 128 GiB for 16 heads of 32,768 tokens.
+        # In eager mode it evaluates the mask function on all pairs: 128 GiB for 16 heads of 32,768 tokens.
         pairs = (per_head or 1) * self.queries * self.length
         make = create_block_mask if pairs <= 1 << 31 else torch.compile(create_block_mask)
         return make(mask_mod, None, per_head, self.queries, self.length, device=device)
 
 
 def random_blocks(percent: int, *, per_head: bool = False) -> Pattern:
-    """Random tiles of 128 x 128, the same for all heads or not."""
+    """Return random 128 x 128 tiles, per head or the same for all heads."""
 
     def table(work: Workload) -> torch.Tensor:
         generator = torch.Generator().manual_seed(percent)
@@ -142,7 +143,7 @@ def random_blocks(percent: int, *, per_head: bool = False) -> Pattern:
 
 
 def windowed(window: int, sinks: int = 0) -> Pattern:
-    """A causal window, with sinks where there are any; narrower at small lengths, where it would be no window."""
+    """Return a causal window with optional sinks; narrower at small lengths, so that it still restricts attention."""
 
     def width(work: Workload) -> int:
         return window if work.length > 4 * window else work.length // 16
@@ -162,7 +163,7 @@ def windowed(window: int, sinks: int = 0) -> Pattern:
 
 
 def packed(count: int) -> Pattern:
-    """Documents of uneven lengths, the same in each run."""
+    """Return documents of uneven lengths, the same in each run."""
 
     def lengths(work: Workload) -> list[int]:
         cuts = np.random.default_rng(0).choice(np.arange(1, work.length), size=count - 1, replace=False)
@@ -181,7 +182,7 @@ CAUSAL = Pattern("causal", lambda _work: masks.causal())
 
 
 def gpu_workloads() -> Iterator[Workload]:
-    """The most important first: ``--seconds`` cuts off the end. 2048 elements in all heads of a token."""
+    """Yield workloads, the most important first, because ``--seconds`` cuts off the end. 2048 elements per token."""
     long = {dim: partial(Workload, dim=dim, heads=2048 // dim, kv_heads=2048 // dim) for dim in (128, 64)}
     for dim in (128, 64):
         yield long[dim](CAUSAL, 32768)
@@ -213,7 +214,7 @@ def gpu_workloads() -> Iterator[Workload]:
 
 
 def cpu_workloads() -> Iterator[Workload]:
-    """One of each kind first: ``--seconds`` cuts off the end."""
+    """Yield workloads, one of each kind first, because ``--seconds`` cuts off the end."""
     eight = partial(Workload, dim=64, heads=8, kv_heads=8)
     grouped = partial(Workload, dim=64, heads=8, kv_heads=2)
     yield eight(CAUSAL, 2048)
@@ -233,7 +234,7 @@ def cpu_workloads() -> Iterator[Workload]:
 
 
 class Checks:
-    """Every kernel against float64, once for each kind of mask and shape; what exceeds its budget is not timed."""
+    """Checks of kernels against float64, once per kind of mask and shape; a kernel over its budget is not timed."""
 
     def __init__(self, device: kp.Device, console: Console) -> None:
         self.device, self.console = device, console
@@ -241,12 +242,12 @@ class Checks:
         self.failed: list[str] = []
 
     def closest(self, work: Workload, number_format: str, phase: Phase, kernel: Kernel) -> Comparison | None:
-        """The result closest to its budget; None where the kernel exceeds it or refuses the case."""
+        """Return the result closest to its budget; None if the kernel exceeds it or does not support the case."""
         key = (work.small(), number_format, phase, kernel.name)
         if key not in self.known:
             try:
                 self.known[key] = self._compared(*key[:3], kernel)
-            except Exception as error:  # another library may fail in any way; the other kernels go on
+            except Exception as error:  # another library may raise anything; continue with the other kernels
                 self.known[key] = None
                 self.fail(f"{kernel.name} on {key[0].name}, {phase}: {type(error).__name__}: {error}")
         return self.known[key]
@@ -270,7 +271,7 @@ Subject = tuple[str, Callable[[], object], Comparison | None]
 def our_kernels(
     work: Workload, phase: Phase, arguments: dict[str, Any], number_format: str, checks: Checks
 ) -> Iterator[Subject]:
-    """Each kernel that fits the call, pinned; its backward takes the results of whichever forward is chosen."""
+    """Yield each kernel that supports the call, pinned; backward kernels get the results of the selected forward."""
     values = tuple(arguments.values())
     if phase == "backward":
         trained = (*values[:-1], "grad")
@@ -279,7 +280,7 @@ def our_kernels(
     call = FUNCTION.call(phase, values)
     for kernel in backend(checks.device.backend).kernels:
         if kernel.language == "torch" and checks.device.backend != "cpu":
-            continue  # seconds a run on a GPU, and chosen only where nothing else fits
+            continue  # takes seconds on a GPU, and is selected only as a last resort
         if kernel.op == OP.name and kernel.refusal(call, checks.device) is None:
             checked = checks.closest(work, number_format, phase, kernel)
             if checked is not None:
@@ -331,7 +332,7 @@ def baselines(work: Workload, phase: Phase, arguments: dict[str, Any]) -> Iterat
 
 
 class _Later:
-    """A backward whose forward runs when it is first called."""
+    """A backward whose forward runs on its first call."""
 
     def __init__(self, make: Callable[[], Callable[[], object]]) -> None:
         self.make = make
@@ -344,7 +345,7 @@ class _Later:
 
 
 def sampled(run: Callable[[], object], device: kp.Device, seconds: float, fastest: float) -> list[float]:
-    """The seconds of each run; of a single one where it takes much longer than the fastest subject."""
+    """Return the seconds of each run; of only one run if it takes much longer than the fastest subject."""
 
     def once() -> float:
         _wait(device)
@@ -375,12 +376,12 @@ def measure(work: Workload, number_format: str, checks: Checks, seconds: float) 
             *our_kernels(work, phase, arguments, number_format, checks),
             *baselines(work, phase, arguments),
         ]
-        while subjects:  # popped, so that the tensors of each are free when the next one runs
+        while subjects:  # popped, so that its tensors are freed before the next one runs
             subject, run, checked = subjects.pop(0)
             try:
                 with torch.set_grad_enabled(phase == "backward"):
                     samples = sampled(run, checks.device, seconds, fastest)
-            except Exception as error:  # such as an SDPA backend that does not take the call
+            except Exception as error:  # such as an SDPA backend that does not support the call
                 reason = f"{subject} on {work.name}, {phase}: {type(error).__name__}: {error}"
                 if checked is not None:
                     checks.fail(reason)
@@ -396,7 +397,7 @@ def measure(work: Workload, number_format: str, checks: Checks, seconds: float) 
 
 
 def selected(work: Workload, row: Measurement, device: kp.Device) -> str:
-    """The kernel that a call of this workload gets now."""
+    """Return the kernel that would be selected for this workload now."""
     arguments = work.arguments(row.format, "meta")
     forward = FUNCTION.call("forward", tuple(arguments.values()))
     if row.phase == "forward":
@@ -408,7 +409,7 @@ def selected(work: Workload, row: Measurement, device: kp.Device) -> str:
 
 
 def summary(works: list[Workload], measurements: list[Measurement], device: kp.Device) -> Iterator[str]:
-    """TFLOP/s of each subject, and what a call gets over the best of all."""
+    """Yield a line per workload: TFLOP/s of each subject, and the selected kernel's relative to the best subject."""
     names = list(dict.fromkeys(row.subject.partition(":")[2] for row in measurements if row.flops))
     width = max([len(work.name) for work in works], default=0) + 4
     for number, name in enumerate(names):
@@ -435,7 +436,7 @@ def summary(works: list[Workload], measurements: list[Measurement], device: kp.D
 
 
 def mask_costs(works: list[Workload]) -> Iterator[Measurement]:
-    """What building each mask costs, from nothing to the tiles on the device."""
+    """Measure the time to build each mask, including the tiles on the device."""
     for work in works:
         if work.length != 32768 or work.dim != 128 or work.kv_heads != work.heads or work.pattern.flex is None:
             continue
@@ -469,7 +470,7 @@ def mask_costs(works: list[Workload]) -> Iterator[Measurement]:
 
 
 def memory() -> Iterator[Measurement]:
-    """The peak of forward and backward together as the sequence grows; the mask's own tensors are counted."""
+    """Measure peak memory of forward plus backward at growing lengths, including the mask's own tensors."""
     for length in (16384, 32768, 65536, 131072, 262144):
         mask = masks.causal() & (masks.window(1024) | masks.sinks(64))
         shape = (1, 16, length, 128)
@@ -559,7 +560,7 @@ def main() -> None:
                     highlight=False,
                 )
         state.add(work.name, measured)
-        keep()  # after every workload: what was measured is kept whatever happens to the next
+        keep()  # after every workload, in case a later one fails
     if gpu and others not in state.rows:
         if time.perf_counter() - started > arguments.seconds:
             left.append(others)

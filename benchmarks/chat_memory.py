@@ -1,9 +1,9 @@
-"""How soon a chat starts and how much memory it takes, against its weights, its caches and a stated working set.
+"""Benchmark the start-up time and memory of a chat, compared with its weights, its caches and a working set.
 
 Run it with ``python benchmarks/chat_memory.py``; add ``--record`` in a clean checkout to keep the result. The working
-set is what the same process takes with a model of almost no weights: Python, torch, ExecuTorch and transformers. Each
-case runs in a process of its own, after its model was lowered. Times are those of ``kp.TextGenerator``: loading the
-program of the cache, after ExecuTorch was imported. Peak memory is that of the whole process.
+set is the memory of the same process with a model of almost no weights: Python, torch, ExecuTorch and transformers.
+Each case runs in a separate process, after its model was lowered. Times are those of ``kp.TextGenerator``: loading
+the cached program, after ExecuTorch was imported. Peak memory is that of the whole process.
 
 ``--prepare`` writes and lowers the models; ``--state FILE --limit SECONDS`` splits a run over several.
 """
@@ -30,7 +30,7 @@ from kernel_pytorch.hardware_abstraction.timing import quantiles
 
 @dataclass(frozen=True)
 class Case:
-    """A chat of so many tokens."""
+    """A chat of a given length in tokens."""
 
     model: str
     bfloat16: bool
@@ -61,7 +61,7 @@ def program(work: Path, case: Case) -> Path:
 
 
 def lowered(work: Path, case: Case) -> dict[str, float]:
-    """Lower a model in this process; how much memory that took at most."""
+    """Lower a model in this process, and return the peak memory."""
     program(work, case)
     return {"peak": peak()}
 
@@ -114,7 +114,7 @@ def in_process(work: Path, name: str, task: str) -> dict[str, float]:
 
 
 def prepare(work: Path, name: str) -> None:
-    """Write, lower and verify the model of a case, each in a process of its own."""
+    """Write, lower and verify the model of a case, each in a separate process."""
     in_process(work, name, "write")
     taken = in_process(work, name, "lower")
     print(f"{name}: the process that lowers it takes {taken['peak'] / 1e9:.2f} GB at most", file=sys.stderr)

@@ -1,5 +1,7 @@
-"""FP8 training compared with bf16 and torchao on one GPU: forward and backward of linear layers, of a SwiGLU MLP and
-of Llama blocks, eager and compiled; their peak memory; and recipe ``auto`` on a grid of shapes.
+"""Benchmark FP8 training against bf16 and torchao on one GPU.
+
+The workloads are forward and backward of linear layers, of a SwiGLU MLP and of Llama blocks, eager and compiled;
+their peak memory; and recipe ``auto`` on a grid of shapes.
 
 Run it with ``python benchmarks/fp8.py``; add ``--record`` in a clean checkout to record the result. Every arm has the
 same weights, inputs and upstream gradient, normally distributed in bf16. The output and gradients of our arms are
@@ -52,7 +54,7 @@ os.environ.setdefault("TORCHAO_FORCE_SKIP_LOADING_SO_FILES", "1")  # its binarie
 choices = tempfile.TemporaryDirectory()
 os.environ["KERNEL_PYTORCH_CACHE"] = choices.name  # auto measures in every run
 
-say = partial(print, flush=True)  # a run that is killed must show what it did
+say = partial(print, flush=True)  # a killed run must show its progress
 
 
 TWIN = "the same bf16"

@@ -1,4 +1,4 @@
-"""Where the time of a compiled FP8 training step goes: GPU time by kind of kernel, eager beside compiled.
+"""Profile a compiled FP8 training step: GPU time by kind of kernel, eager beside compiled.
 
 Run it with ``python benchmarks/fp8_compiled_profile.py`` on a GPU with FP8 matrix units. It trains a Llama of
 Hugging Face (4 layers of 4096/14336, 4 x 4096 tokens), in bf16 and converted with ``delayed``, eager and compiled,

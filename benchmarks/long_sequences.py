@@ -1,9 +1,10 @@
-"""A million tokens on one GPU: exact causal attention in chunks from 128k to 1M tokens, and a whole training step.
+"""Benchmark a million tokens on one GPU: causal attention in chunks from 128k to 1M tokens, and a training step.
 
 Run it with ``python benchmarks/long_sequences.py``; add ``--record`` in a clean checkout to keep the result. Chunks
-are compared with float64 at a small length first. At each length: forward and backward, 8 heads of 128, bfloat16,
-once in chunks with everything on the device, once with keys, values and their gradients in host memory, and as the
-peer PyTorch's SDPA on the whole sequence. The step is ``million_tokens.py``, which checks its own gradients.
+are first compared with float64 at a small length. At each length, forward and backward with 8 heads of 128 in
+bfloat16 are timed: in chunks with all tensors on the device, in chunks with keys, values and their gradients in host
+memory, and with PyTorch's SDPA on the whole sequence as the baseline. The step is ``million_tokens.py``, which checks
+its own gradients.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ STEP = Path(__file__).parent / "million_tokens.py"
 
 
 def gate() -> Comparison:
-    """Chunks against float64 on a small case; the result closest to its budget."""
+    """Compare chunks with float64 on a small case, and return the result closest to its budget."""
 
     def chunked(q: Any, k: Any, v: Any, mask: Any, scale: float, _wanted: str) -> Any:
         group = kp.context_parallel.Chunks(32)
@@ -71,17 +72,17 @@ def measure(length: int, console: Console, checked: Comparison) -> Iterator[Meas
         ("baseline:SDPA", sdpa),
         ("kernel:triton in chunks, keys in host memory", in_chunks),
     ):
-        if "host" in subject:  # the last: the device's copies are gone from here on
+        if "host" in subject:  # the last arm: it frees the device's copies
             leaves[1:] = [x.detach().cpu().pin_memory().requires_grad_() for x in leaves[1:]]
         predicted = chunks.peak_bytes(*leaves) if "chunks" in subject else None
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-        if "host" in subject:  # pinning memory for the gradients takes seconds, once: a second step finds it pinned
+        if "host" in subject:  # pinning memory for the gradients takes seconds, but only in the first step
             pinned = [torch.empty(x.shape, dtype=x.dtype, pin_memory=True) for x in leaves[1:]]
             del pinned
         times: list[float] = []
-        # Several short runs, until the clocks have settled under load; a long one settles them itself.
+        # Several short runs, until the clocks have settled under load; one long run is enough.
         while sum(times) < 3.0 and len(times) < 12:
             started = time.perf_counter()
             out = function(*leaves)
@@ -147,7 +148,7 @@ def main() -> None:
     measurements: list[Measurement] = []
 
     def keep(name: str, rows: list[Measurement]) -> None:
-        if arguments.record:  # after every length: what was measured is kept whatever happens to the next
+        if arguments.record:  # after every length, in case a later one fails
             kernels = [kernel for kernel in backend(device.backend).kernels if kernel.op == OP.name]
             used = [kernel for kernel in kernels if kernel.name in ("triton", "cudnn")]
             command = "python benchmarks/long_sequences.py --record"
@@ -155,7 +156,7 @@ def main() -> None:
             path = arguments.out / benchmarking.record_name(OP, device).replace("attention.", f"attention-{name}.")
             write_record(record, path)
 
-    list(measure(2 * CHUNK, Console(quiet=True), checked))  # compiles every kernel that the lengths below run
+    list(measure(2 * CHUNK, Console(quiet=True), checked))  # compiles every kernel that the lengths below use
     for length in arguments.lengths:
         measurements += measure(length, console, checked)
         torch.cuda.empty_cache()

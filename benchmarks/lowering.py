@@ -1,7 +1,7 @@
-"""Programs for devices against eager PyTorch and against XNNPACK alone, on the CPU: each arm in processes of its own.
+"""Benchmark lowered programs on the CPU against eager PyTorch and XNNPACK alone, each arm in separate processes.
 
 Run it with ``python benchmarks/lowering.py``; add ``--record`` in a clean checkout to keep the result. Every program
-is compared with eager before it is timed. The arms of a case take turns, so that what else the machine does meets all
+is compared with eager before it is timed. The arms of a case alternate, so that other load on the machine affects all
 of them. ``custom_sdpa`` is ExecuTorch's own attention operator, ``portable`` its kernels without any backend.
 ``--state FILE --limit SECONDS`` splits a run over several.
 """
@@ -34,7 +34,7 @@ ARMS = {
     "decode-after-128k-tokens": ("ours",),
     "smallest-call": ("portable", "ours"),
 }
-# Cases that are held against each other take turns too.
+# Cases that are compared with each other alternate too.
 TOGETHER = (
     ("block-512",), ("block-1024",), ("attention-8192-window-512",), ("smallest-call",),
     ("decode-after-4k-tokens", "decode-after-128k-tokens"),
@@ -54,7 +54,7 @@ class Block(torch.nn.Module):
         self.up, self.down = torch.nn.Linear(dim, wide), torch.nn.Linear(wide, dim)
 
     def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """(batch, length, heads, head_dim) each."""
+        """Attend; all tensors are (batch, length, heads, head_dim)."""
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
 
@@ -72,7 +72,7 @@ class BlockWithCustomAttention(Block):
 
 
 class Decoder(torch.nn.Module):
-    """Attention over a cache: 8 heads of 64 numbers, in int8."""
+    """Attention over an int8 KV cache with 8 heads of dimension 64."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -110,14 +110,14 @@ def without_us(model: torch.nn.Module, inputs: tuple[torch.Tensor, ...], *, xnnp
 
 
 def after(tokens: int) -> tuple[Callable[..., object], tuple[torch.Tensor, ...]]:
-    """One more token in a chat of so many, all the same prefill again and again."""
+    """Return a decoding step after ``tokens`` tokens of history, which repeat one prefill, and its inputs."""
     model, start = Decoder().eval(), torch.tensor([0])
     some, one = torch.randn(3, 1, 8, PREFILL, 64), torch.randn(3, 1, 8, 1, 64)
     program = kp.lower(model, {"prefill": (some, start), "decode": (one, start)}).load()
     for at in range(0, tokens, PREFILL):
         program.run("prefill", (some, torch.tensor([at])))
     inputs = (one, torch.tensor([tokens]))
-    # What it attends to: the sinks, where they are out of the window's reach, the window, and itself.
+    # The attended keys: sinks beyond the window, the window, and the token itself.
     sinks = some[:, :, :, : SINKS if tokens > WINDOW else 0]
     q, k, v = torch.cat([sinks, some.repeat(1, 1, 1, WINDOW // PREFILL, 1), one], dim=3).double()
     k, v = (rows.double() * scales[..., None] for rows, scales in (quantized_rows(x) for x in (k, v)))
@@ -171,7 +171,7 @@ def time_arm(case: str, arm: str, seconds: float) -> list[float]:
 
 
 def measure(cases: tuple[str, ...], seconds: float, rounds: int) -> list[Measurement]:
-    """Time the arms of cases that belong together, in turns, each in a process of its own."""
+    """Time the arms of related cases alternately, each in a separate process."""
     samples: dict[tuple[str, str], list[float]] = {}
     turns = [(case, arm) for case in cases for arm in ARMS[case]]
     for case, arm in turns * rounds:

@@ -1,12 +1,12 @@
-"""One training step of a model of a billion parameters on a million tokens, on one GPU, checked and measured.
+"""Benchmark one training step of a model with a billion parameters on a million tokens, on one GPU.
 
-``demos/million_tokens.py`` shows how such a step is written. Here most layers attend with ``causal & (window |
+``demos/million_tokens.py`` shows how to write such a step. Here most layers attend with ``causal & (window |
 sinks)`` and some with exact dense causal attention; the rest of the model runs in chunks of tokens. Run it with
-``python benchmarks/million_tokens.py``: where the device cannot hold the step, or with ``--small``, a small model
-takes the same path in a few seconds. Its gradients are compared with a plain implementation before anything is timed,
-and the peak of memory with a formula. ``benchmarks/long_sequences.py`` records it.
+``python benchmarks/million_tokens.py``: if the step does not fit the device, or with ``--small``, a small model
+uses the same code in a few seconds. The gradients are compared with a plain implementation before timing, and the
+peak memory with a formula. ``benchmarks/long_sequences.py`` records it.
 
-Shapes: N tokens (C in a chunk), E hidden, G key heads, H query heads of one of them, D head dimension, F inside of
+Shapes: N tokens (C in a chunk), E hidden, G key heads, H query heads per key head, D head dimension, F inner width of
 the feed-forward, V vocabulary. Tokens are always the dimension before the last, and the batch is one sequence.
 """
 
@@ -45,11 +45,11 @@ class Config:
     window: int
     sinks: int
     dense_every: int
-    """The last of every so many layers attends to all earlier tokens, the others to the window and the sinks."""
+    """Every ``dense_every``-th layer attends to all earlier tokens, the others to the window and the sinks."""
     chunk: int
-    """Tokens that the token-local parts take at once."""
+    """Number of tokens per chunk of the token-local parts."""
     loss_chunk: int
-    """The same for the loss: a token has far more logits than anything else."""
+    """Number of tokens per chunk of the loss, separate because a token has far more logits than other elements."""
     dtype: torch.dtype
     check_tokens: int
     """The length at which gradients are compared with the plain implementation."""
@@ -61,7 +61,7 @@ class Config:
         return self.heads // self.kv_heads
 
     def masks(self, layers: int | None = None, share: int = 1) -> list[Mask]:
-        """The mask of each layer; windows and sinks divided by ``share``, for shorter sequences."""
+        """Return the mask of each layer; windows and sinks are divided by ``share``, for shorter sequences."""
         near = kp.masks.window(self.window // share) | kp.masks.sinks(max(1, self.sinks // share))
         layers = self.layers if layers is None else layers
         every = min(self.dense_every, layers)
@@ -84,9 +84,9 @@ SMALL = Config(
 
 
 def rotated(x_CHD: torch.Tensor, first: int, base: float) -> torch.Tensor:
-    """Rotary embedding of tokens that start at position ``first``.
+    """Apply the rotary embedding to tokens that start at position ``first``.
 
-    Angles in float64: at position one million, float32 would be off by hundredths of a radian.
+    Angles are float64: at position one million, float32 has errors of hundredths of a radian.
     """
     half = x_CHD.shape[-1] // 2
     position_C = torch.arange(first, first + x_CHD.shape[0], dtype=torch.float64, device=x_CHD.device)
@@ -98,13 +98,13 @@ def rotated(x_CHD: torch.Tensor, first: int, base: float) -> torch.Tensor:
 
 
 class Layer(nn.Module):
-    """Attention and a gated feed-forward, each after a norm and added to what came in."""
+    """Attention and a gated feed-forward, each with a pre-norm and a residual."""
 
     def __init__(self, config: Config, device: torch.device) -> None:
         super().__init__()
         self.config = config
         hidden, depth = config.hidden, (2 * config.layers) ** -0.5
-        per_group = (config.group + 2) * config.head_dim  # the query heads of a key head, the key and the value
+        per_group = (config.group + 2) * config.head_dim  # its query heads, the key and the value
 
         def weight(rows: int, columns: int, scale: float = 1.0) -> nn.Parameter:
             return nn.Parameter(torch.randn(rows, columns, device=device) * (scale * columns**-0.5))
@@ -119,7 +119,7 @@ class Layer(nn.Module):
     def project(self, first: int, x_CE: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         config = self.config
         qkv = functional.linear(kp.rms_norm(x_CE, self.attention_norm), self.qkv.to(x_CE.dtype))
-        # The query heads of a key head, the key and the value; then those of the next key head.
+        # In order: the query heads of a key head, the key and the value; then those of the next key head.
         qkv_CGHD = qkv.view(len(x_CE), config.kv_heads, config.group + 2, config.head_dim)
         q_CHD = rotated(qkv_CGHD[:, :, :-2].flatten(1, 2), first, config.rope_base)
         k_CGD = rotated(qkv_CGHD[:, :, -2], first, config.rope_base)
@@ -127,7 +127,7 @@ class Layer(nn.Module):
         return q, k, v
 
     def finish(self, _first: int, x_CE: torch.Tensor, heads_1HCD: torch.Tensor) -> torch.Tensor:
-        """The output projection, and the whole feed-forward."""
+        """Compute the output projection and the feed-forward."""
         dtype = x_CE.dtype
         attended = heads_1HCD.squeeze(0).transpose(0, 1).flatten(1)
         x_CE = x_CE + functional.linear(attended, self.out.to(dtype))
@@ -145,9 +145,9 @@ class Layer(nn.Module):
 class Model(nn.Module):
     """A Llama-shaped decoder.
 
-    Parameters are float32 and are rounded to the compute dtype where they are used, inside each chunk: they are
-    their own master copies, and the gradients of all chunks add up in float32. The rounding is repeated for every
-    chunk, which costs far less than the products of the chunk. The embedding is also the output projection.
+    Parameters are float32 and are cast to the compute dtype inside each chunk: they are their own master weights, and
+    the gradients of all chunks accumulate in float32. The cast is repeated for every chunk, which costs far less than
+    the chunk's GEMMs. The embedding is also the output projection.
     """
 
     def __init__(self, config: Config, device: torch.device) -> None:
@@ -171,12 +171,12 @@ class Model(nn.Module):
         masks: Sequence[Mask],
         on_layer: Callable[[str], None] = lambda _: None,
     ) -> torch.Tensor:
-        """The mean loss, through the first ``len(masks)`` layers."""
+        """Return the mean loss, using the first ``len(masks)`` layers."""
         config = self.config
         tokenwise = kp.context_parallel.tokenwise
         x_NE = tokenwise(self.embed, tokens_N1, chunk=config.chunk, parameters=[self.embedding])
         for layer, mask in zip(self.layers, masks, strict=False):
-            if x_NE.requires_grad:  # the gradient of a layer's input is there when its backward is done
+            if x_NE.requires_grad:  # the gradient of a layer's input is complete when its backward is done
                 x_NE.register_hook(lambda _: on_layer("backward"))
             x_NE = layer(x_NE, mask)
             on_layer("forward")
@@ -190,7 +190,7 @@ class Model(nn.Module):
 def plain_loss(
     model: Model, tokens_N1: torch.Tensor, targets_N1: torch.Tensor, masks: Sequence[Mask]
 ) -> torch.Tensor:
-    """The same model written plainly in float32: dense masks, nothing chunked, nothing recomputed."""
+    """Return the loss of the same model in plain float32: dense masks, no chunks, no recomputation."""
     config, tokens = model.config, len(tokens_N1)
 
     def norm(x_NE: torch.Tensor, weight_E: torch.Tensor) -> torch.Tensor:
@@ -213,7 +213,7 @@ def plain_loss(
     return functional.cross_entropy(norm(x_NE, model.norm) @ model.embedding.T, targets_N1.squeeze(-1))
 
 
-# What it takes
+# Memory and FLOPs
 
 
 def count_parameters(config: Config) -> int:
@@ -223,22 +223,22 @@ def count_parameters(config: Config) -> int:
 
 
 def predicted_peak(config: Config) -> dict[str, int]:
-    """Bytes at the fullest moment, by parts: the backward of the last layer, while every layer's input is kept.
+    """Return the peak memory in bytes by parts: in the last layer's backward, with every layer's input saved.
 
-    The last part is the larger of two moments in it: a chunk of the feed-forward, with the gradient that came in,
-    and the attention backward of one group, after that gradient is gone.
+    The working set is the larger of two phases: a chunk of the feed-forward, with the incoming gradient, and the
+    attention backward of one group, after that gradient is freed.
     """
     n, size = config.tokens, config.dtype.itemsize
     stream = n * config.hidden * size
     query, key = (n * heads * config.head_dim * size for heads in (config.heads, config.kv_heads))
     chunk = min(config.chunk, n)
-    # At its fullest a chunk holds six tensors as wide as the feed-forward (gate and up, their gradients, and those
-    # joined again) and as many as wide as the stream; then the weights in the compute dtype, and the gradient of
-    # the largest on its way into float32.
+    # At its peak a chunk holds six tensors of the feed-forward's width (gate and up, their gradients, and these
+    # concatenated) and six of the residual stream's width; also the weights in the compute dtype, and the gradient
+    # of the largest while it is converted to float32.
     in_chunk = stream + chunk * size * 6 * (config.ffn + config.hidden)
     in_chunk += config.hidden * size * (config.heads * config.head_dim + 3 * config.ffn)
     in_chunk += config.hidden * 2 * config.ffn * (size + 4)
-    # Keys and values repeated for each query head, the gradients of all three, and dq once more in float32.
+    # Keys and values repeated for each query head, the gradients of all three, and dq again in float32.
     in_attention = 5 * query // config.kv_heads + n * config.group * config.head_dim * 4
     return {
         "parameters, gradients and AdamW's two moments, float32": 16 * count_parameters(config),
@@ -250,10 +250,10 @@ def predicted_peak(config: Config) -> dict[str, int]:
 
 
 def step_flops(config: Config) -> tuple[int, int]:
-    """(what the mathematics asks for, what this step computes).
+    """Return the FLOPs of (the model, this step with recomputation).
 
-    The second runs forward everything twice, and the projections to q, k and v a third time: for the attention of
-    the layer that is run again, and for their own gradient. In attention's backward the scores are made again.
+    The step computes every forward twice, and the projections to q, k and v three times: for the attention of the
+    recomputed layer, and for their own gradient. The attention backward recomputes the scores.
     """
     attended = sum(mask.density(config.tokens, config.tokens) for mask in config.masks()) * config.tokens**2
     attention = int(attended * config.heads * config.head_dim)
@@ -267,8 +267,8 @@ def step_flops(config: Config) -> tuple[int, int]:
 def synthetic(
     tokens: int, vocab: int, device: torch.device, seed: int = 0, block: int = 256
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(tokens, next tokens), each (N, 1): frequencies as in language, and half of the blocks copied from any earlier
-    one, so that much of what comes next stands somewhere far back."""
+    """Return (tokens, next tokens), each (N, 1), with frequencies as in language; half of the blocks are copies of an
+    earlier block, so that many next tokens can be predicted from distant context."""
     generator = torch.Generator().manual_seed(seed)
     blocks = -(-(tokens + 1) // block)
     frequency = 1.0 / torch.arange(1, vocab + 1, dtype=torch.float64)
@@ -282,14 +282,14 @@ def synthetic(
     return text[:-1], text[1:]
 
 
-# Checks, before anything is timed
+# Checks before timing
 
 
 def tolerance(config: Config, roundings: int) -> float:
-    """How far the norm of a gradient's error may be from zero, as a share of the gradient's norm.
+    """Return the maximum norm of a gradient's error relative to the gradient's norm.
 
-    In float32 everything but the order of sums is the same. In a narrower format each of ``roundings`` results on
-    the way errs by up to its unit roundoff, independently, so that their squares add up.
+    In float32 only the order of accumulation differs. In a narrower dtype each of ``roundings`` intermediate results
+    has an independent error of up to the unit roundoff, so that their squares add up.
     """
     if config.dtype == torch.float32:
         return 1e-4
@@ -302,7 +302,7 @@ def apart(ours: torch.Tensor, truth: torch.Tensor) -> float:
 
 
 def check_gradients(model: Model, device: torch.device) -> tuple[dict[str, float], float]:
-    """Errors of the loss and of every parameter's gradient against the plain float32 model, and their tolerance."""
+    """Return the errors of the loss and of all gradients against the plain float32 model, and their tolerance."""
     config = model.config
     masks = config.masks(config.check_layers, share=max(1, config.window * 8 // config.check_tokens))
     data = synthetic(config.check_tokens, config.vocab, device, seed=1)
@@ -313,18 +313,18 @@ def check_gradients(model: Model, device: torch.device) -> tuple[dict[str, float
     loss.backward()
     errors = {"loss": apart(loss.detach(), truth_loss.detach())}
     for (name, parameter), exact in zip(model.named_parameters(), truth, strict=True):
-        if exact is not None:  # of the layers that took part
+        if exact is not None:  # of the layers in use
             assert parameter.grad is not None, name
             errors[name] = apart(parameter.grad, exact)
     model.zero_grad()
-    # A dozen results a layer are rounded on the way there and as many on the way back.
+    # About a dozen results per layer are rounded in the forward, and as many in the backward.
     return errors, tolerance(config, 24 * config.check_layers)
 
 
 def check_end(config: Config, mask: Mask, device: torch.device, last: int = 64) -> tuple[dict[str, float], float]:
-    """Errors of attention at the full length, where the last queries and keys are, and their tolerance.
+    """Return the errors of attention for the last queries and keys of the full length, and their tolerance.
 
-    No later query sees the last keys, so the last queries alone give these keys' whole gradients.
+    No later query attends to the last keys, so the last queries give the complete gradients of these keys.
     """
     generator = torch.Generator(device=device).manual_seed(0)
     last = min(last, config.tokens)
@@ -345,7 +345,7 @@ def check_end(config: Config, mask: Mask, device: torch.device, last: int = 64) 
     truth = [exact, *torch.autograd.grad(exact, wide, dout[:, :, -last:].float())]
     names = ("out", "dq", "dk", "dv")
     errors = {n: apart(x.detach(), y[:, :, -last:].detach()) for n, x, y in zip(names, ours, truth, strict=True)}
-    return errors, tolerance(config, 4)  # probabilities, scores' gradients, their sums and the result
+    return errors, tolerance(config, 4)  # roundings of probabilities, score gradients, their sums and the result
 
 
 def demand(errors: dict[str, float], limit: float, what: str, console: Console) -> None:
@@ -367,7 +367,7 @@ def train_step(
     wait: Callable[[], None],
     on_layer: Callable[[str], None] = lambda _: None,
 ) -> tuple[float, dict[str, float]]:
-    """The loss and the seconds of each phase; gradients are zero before and after."""
+    """Run a step and return the loss and the seconds of each phase; gradients are zero before and after."""
 
     def clock() -> float:
         wait()
@@ -409,7 +409,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--small", action="store_true", help="a small model that any machine can take")
     parser.add_argument("--json", type=Path, help="write the result here")
     arguments = parser.parse_args(argv)
-    # Freed blocks are joined again: without it the sizes of different phases would not fit into each other's gaps.
+    # Merge freed blocks: otherwise the sizes of different phases would not fit into each other's gaps.
     os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 
     console = Console()
@@ -451,7 +451,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         tasks = {phase: progress.add_task(phase, total=config.layers) for phase in ("forward", "backward")}
 
         def on_layer(phase: str) -> None:
-            wait()  # once a layer and direction: the bar shows what is done, not what is queued
+            wait()  # per layer and direction, so that the bar shows completed, not queued, work
             progress.advance(tasks[phase])
 
         loss, seconds = train_step(model, optimiser, data, masks, wait, on_layer)

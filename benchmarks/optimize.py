@@ -1,18 +1,18 @@
-"""kp.optimize on whole models, beside eager mode, torch.compile and combinations that people make by hand.
+"""Benchmark kp.optimize on whole models against eager mode, torch.compile and common manual combinations.
 
-Run it with ``python benchmarks/optimize.py``; add ``--record`` in a clean checkout to keep the result. Every plan is
-verified by kp.optimize itself before it is timed: exact steps against a float64 budget, approximate ones in dB. The
-arms of a model are then timed in turns once more, apart from the search. On a CPU the models are small versions of
+Run it with ``python benchmarks/optimize.py``; add ``--record`` in a clean checkout to keep the result. kp.optimize
+verifies every plan before it is timed: exact steps against a float64 budget, approximate ones in dB. The arms of a
+model are then timed alternately once more, independently of the search. On a CPU the models are small versions of
 architectures of transformers, and an ``nn.Transformer``; on a GPU they are a Llama-3-shaped training step of
 2 x 4096 tokens, its prefill of 8k tokens, a Mistral-shaped prefill of 32k tokens with a window of 4096, ViT-L and a
 Whisper encoder, in bfloat16.
-Liger and torchao take part where they can be imported. A prefill computes the logits of the last token alone, as
+Liger and torchao are used if they can be imported. A prefill computes only the logits of the last token, as
 generation does, and may use steps of 15 dB, such as FP8. ``--small`` runs tiny versions to check the program itself.
 
-``--state FILE`` keeps each finished model, so that a run can be split: ``--seconds 400`` begins no model after so
-many seconds, and the next run goes on with those that are missing; the exit status is 75 while there are such. What
-was measured with other code is measured again. The record is written after each model, and its command names the
-models. A model that fails does not stop the next ones.
+``--state FILE`` keeps each finished model, so that a run can be split: ``--seconds 400`` starts no model after that
+many seconds, and the next run continues with the missing ones; the exit status is 75 while models are missing.
+Results of other code are measured again. The record is written after each model, and its command names the models. If
+a model fails, the run continues with the next ones.
 """
 
 from __future__ import annotations
@@ -55,12 +55,12 @@ MODES = {
     "baseline:torch.compile reduce-overhead": ("compile-reduce-overhead",),
     "baseline:torch.compile max-autotune": ("compile-max-autotune",),
 }
-"""What people combine by hand, as candidates. One that does not match the model or the device is left out."""
+"""Common manual combinations, as candidates. Those that do not match the model or the device are skipped."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """A model with inputs, and the goal that it is optimised for."""
+    """A model with inputs, and the goal of its optimisation."""
 
     name: str
     goal: str
@@ -70,7 +70,7 @@ class Case:
     budget_db: float | None = None
     exclude: tuple[str, ...] = ()
     rivals: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """Beside torch.compile."""
+    """Baselines in addition to torch.compile."""
 
 
 def text(
@@ -83,7 +83,7 @@ def text(
     decoded: int = 0,
     **fields: Any,
 ) -> Any:
-    """A text model of transformers with random weights; ``decoded`` is the number of tokens for its decoder."""
+    """Return a transformers text model with random weights; ``decoded`` is the number of tokens for its decoder."""
 
     def make(device: torch.device) -> tuple[torch.nn.Module, Any]:
         import transformers
@@ -103,7 +103,7 @@ def text(
 
 
 def pixels(kind: str, rows: int, size: int, **fields: Any) -> Any:
-    """A vision encoder of transformers with random weights."""
+    """Return a transformers vision encoder with random weights."""
 
     def make(device: torch.device) -> tuple[torch.nn.Module, Any]:
         import transformers
@@ -119,7 +119,7 @@ def pixels(kind: str, rows: int, size: int, **fields: Any) -> Any:
 
 
 def speech(rows: int, *, decoded: int = 0, **fields: Any) -> Any:
-    """Whisper with random weights; its encoder alone where ``decoded``, the number of text tokens, is zero."""
+    """Return Whisper with random weights; only its encoder if ``decoded``, the number of text tokens, is zero."""
 
     def make(device: torch.device) -> tuple[torch.nn.Module, Any]:
         import transformers
@@ -139,7 +139,7 @@ def speech(rows: int, *, decoded: int = 0, **fields: Any) -> Any:
 
 
 def plain_transformer(rows: int, tokens: int, width: int, inner: int, layers: int, heads: int) -> Any:
-    """PyTorch's own ``nn.Transformer`` with random weights."""
+    """Return PyTorch's ``nn.Transformer`` with random weights."""
 
     def make(device: torch.device) -> tuple[torch.nn.Module, Any]:
         torch.manual_seed(0)
@@ -160,7 +160,7 @@ def decoder(
 
 
 def large_cases(small: bool) -> list[Case]:
-    """What is run on a GPU."""
+    """Return the cases for GPUs."""
     many = 128 if small else 1  # tokens and widths are divided by this
     shape = (32, 64, 1, 4, 2) if small else (4096, 14336, 4, 32, 8)
     llama = decoder(*shape, 64 if small else 128256, max_position_embeddings=8192)
@@ -198,7 +198,7 @@ def large_cases(small: bool) -> list[Case]:
 
 
 def small_cases(small: bool) -> list[Case]:
-    """What is run on a CPU: two layers of each architecture, so that a compilation takes seconds."""
+    """Return the cases for CPUs: two layers of each architecture, so that compilation takes seconds."""
     width, layers, tokens, size = (32, 1, 16, 32) if small else (512, 2, 256, 224)
     common = decoder(width, 3 * width, layers, 8, 4, 64 if small else 8192)
     plain = {key: value for key, value in common.items() if key != "num_key_value_heads"}
@@ -235,12 +235,12 @@ def small_cases(small: bool) -> list[Case]:
         Case("nn.Transformer", "latency", plain_transformer(2, tokens, width, 3 * width, layers, 8)),
         Case("llama step", "training", text("Llama", 2, tokens, labels=True, **common)),
     ]
-    long = ("resnet-50", "llama step")  # whose compilation takes twice as long
+    long = ("resnet-50", "llama step")  # its compilation takes twice as long
     return [replace(case, budget=80.0 if case.name in long else 40.0) for case in cases]
 
 
 def rivals(model: torch.nn.Module, case: Case, device: torch.device, exclude: tuple[str, ...]) -> dict[str, Edits]:
-    """The combinations that can be made here, not applied, and torch.compile; a line for each of the others."""
+    """Return the edits of torch.compile and of each available combination, not applied; print a line for others."""
     known = {candidate.name: candidate for candidate in registered_candidates()}
     wanted = {**COMPILE, **case.rivals}
     made = {}
@@ -269,9 +269,9 @@ def only(arms: dict[str, Edits], edits: Edits | None) -> None:
 def measure(
     case: Case, device: torch.device, budget: float | None, exclude: tuple[str, ...], *, quiet: bool = False
 ) -> list[Measurement]:
-    """Optimise one model, and time eager, torch.compile, the rivals and the result in turns.
+    """Optimise one model, and time eager, torch.compile, the rivals and the result alternately.
 
-    With ``quiet``, a machine that is too noisy for kp.optimize to decide is an error.
+    With ``quiet``, raise an error if the machine is too noisy for kp.optimize to decide.
     """
     model, inputs = case.make(device)
     started = time.perf_counter()
@@ -301,7 +301,7 @@ def measure(
                 only(arms, edits)
                 result = workload.step(example)
                 losses[name] = float(result.detach()) if isinstance(result, torch.Tensor) else math.nan
-            except Exception as error:  # a rival that fails is no reason to stop
+            except Exception as error:  # continue if a rival fails
                 print(f"{name}: left out: {type(error).__name__}: {' '.join(str(error).split())[:300]}", flush=True)
                 only(arms, None)
                 del arms[name]
@@ -340,7 +340,7 @@ def measure(
 
 
 def table(rows: list[Measurement], losses: dict[str, float] | None = None) -> str:
-    """Milliseconds, time over the plan's, peak memory and loss of each arm."""
+    """Return a table with milliseconds, time relative to the plan's, peak memory and loss of each arm."""
     lines = [f"{'case':34} {'arm':34} {'ms':>9} {'over plan':>9} {'GiB':>7} {'loss':>9}"]
     plans = {row.case: row.seconds.median for row in rows if row.subject == "kernel:plan"}
     for row in rows:
@@ -355,7 +355,7 @@ def table(rows: list[Measurement], losses: dict[str, float] | None = None) -> st
 
 
 def command(arguments: argparse.Namespace, done: Iterable[str]) -> str:
-    """How to make the record again, in one run; ``done`` names its models if they are not all that were asked for."""
+    """Return the command that repeats the record in one run; ``done`` are its models if not all were measured."""
     words = ["python", "benchmarks/optimize.py", "--record"]
     for name in ("device", "models", "budget"):
         if getattr(arguments, name) is not None:
@@ -423,7 +423,7 @@ def main() -> None:
             if arguments.record:
                 require_quiet(where)
             rows = measure(case, device, arguments.budget, tuple(arguments.exclude), quiet=arguments.record)
-        except Exception as error:  # memory, a library, a busy machine: the next model may do
+        except Exception as error:  # such as out of memory, a library or a busy machine: the next model may work
             failures.append(f"{case.name}: {type(error).__name__}: {error}")
             print(f"FAILED {failures[-1]}", flush=True)
         else:

@@ -1,10 +1,10 @@
-"""Optimise generated models, and check each: outputs within budget, state dict unchanged, exact revert.
+"""Fuzz kp.optimize with generated models; check outputs against the budget, the state dict, and the exact revert.
 
-Run it with ``python benchmarks/optimize_fuzz.py``; ``--models 300`` is what a release is checked with, ``--compile``
-includes torch.compile, which takes seconds for each model. ``--state FILE`` keeps what is done, so that a run can be
-split: ``--seconds 600`` ends after the model that is being checked then, and the next run goes on there. A model that
-was checked with other code is checked again. ``--record`` writes the result once all models are right. Ends with
-status 1 if a model is wrong, after all others are checked.
+Run it with ``python benchmarks/optimize_fuzz.py``; releases are checked with ``--models 300``. ``--compile`` includes
+torch.compile, which takes seconds for each model. ``--state FILE`` keeps finished models, so that a run can be split:
+``--seconds 600`` ends after the model that is being checked at that time, and the next run continues there. Models
+that were checked with other code are checked again. ``--record`` writes the result when all models are right. The
+exit status is 1 if a model is wrong, after all others are checked.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ EVIDENCE = Path(__file__).parent / "evidence"
 
 
 def read(state: Path | None, code: str) -> dict[int, dict[str, Any]]:
-    """What earlier runs found with this code, by seed."""
+    """Return the results of earlier runs with this code, by seed."""
     if state is None or not state.exists():
         return {}
     lines = [json.loads(line) for line in state.read_text().splitlines()]
@@ -45,7 +45,7 @@ def one(seed: int, code: str, compiled: bool) -> dict[str, Any]:
     started = time.perf_counter()
     found: dict[str, Any] = {"seed": seed, "code": code}
     try:
-        # The scripted timer says that every step gains, so that every step has to be right.
+        # The scripted timer reports a gain for every step, so that every step is used and must be right.
         exclude = () if compiled else ("compile",)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

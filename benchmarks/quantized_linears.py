@@ -1,7 +1,7 @@
-"""Linears with int8 and int4 weights, of the sizes of a Llama of 1B parameters: ours against XNNPACK's, on the CPU.
+"""Benchmark linears with int8 and int4 weights of a 1B-parameter Llama: ours against XNNPACK's, on the CPU.
 
-A chain of linears is larger than every cache. One row is a step of decoding, bound by reading the weights: the record
-has their bytes, and so the share of the machine's copy bandwidth. More rows are a prompt, bound by multiplying.
+A chain of linears is larger than every cache. One row is a decoding step, bound by reading the weights: the record
+has their bytes, and thus the fraction of the machine's copy bandwidth. More rows are a prompt, bound by compute.
 
     python benchmarks/quantized_linears.py --lower --programs FOLDER   # lower and check; timing is apart
     python benchmarks/quantized_linears.py --programs FOLDER           # --record keeps the result
@@ -33,7 +33,7 @@ THREADS = 2
 WIDTH, WIDE, LAYERS = 2048, 8192, 3
 ROWS = (1, 4, 128, 512)
 RECIPES = ("int8-dynamic", "int4-weight", "int4-weight-128")
-FEWEST_DECIBELS = 35.0  # XNNPACK and ours may round an activation to different sides
+FEWEST_DECIBELS = 35.0  # XNNPACK and ours may round an activation in different directions
 TURN_SECONDS = 0.2
 
 
@@ -45,7 +45,7 @@ def chain() -> torch.nn.Module:
 
 
 def weight_bytes(recipe: str) -> int:
-    """Bytes of weights and scales that one run reads."""
+    """Return the bytes of weights and scales that one run reads."""
     found = kp.lowering.RECIPES[recipe]
     elements = 2 * LAYERS * WIDTH * WIDE
     scales = elements // found.weight_group if found.weight_group else LAYERS * (WIDTH + WIDE)
@@ -53,7 +53,7 @@ def weight_bytes(recipe: str) -> int:
 
 
 def programs(recipe: str, folder: Path) -> dict[str, kp.lowering.LoadedProgram]:
-    """Both programs of a recipe, from the folder where they are there."""
+    """Return both programs of a recipe, from the folder if it has them."""
     torch.manual_seed(0)
     model, length = chain(), torch.export.Dim("rows", min=1, max=max(ROWS))
     ways = {

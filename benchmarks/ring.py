@@ -1,4 +1,4 @@
-"""Attention across ranks: what the cost model predicts for clusters, and how its predictions compare with real runs.
+"""Benchmark attention across ranks: predictions of the cost model for clusters, and real runs to compare with.
 
 ``python benchmarks/ring.py`` prints predictions for 8 to 1024 GPUs; no GPU is needed. ``python benchmarks/ring.py
 --check`` starts local Gloo ranks, measures their link and their compute, and prints predicted beside measured bytes
@@ -53,7 +53,7 @@ SHAPE = Shape(1, 32, 8, 128, 128, torch.bfloat16)
 
 
 def predicted(console: Console, lengths: tuple[int, ...], counts: tuple[int, ...]) -> Iterator[Table]:
-    """A table for each cluster and mask. Clusters share what is counted from a mask, so they come last inside."""
+    """Yield a table per cluster and mask. Clusters are the inner loop, because they share the counts of a mask."""
     found: dict[tuple[str, masks.Mask], list[tuple[int, int, tuple[Prediction, ...]]]] = {}
     with Progress(console=console, transient=True) as progress:
         task = progress.add_task("predicting", total=len(MASKS) * len(lengths) * len(counts))
@@ -95,7 +95,7 @@ def _prediction_table(title: str, rows: list[tuple[int, int, tuple[Prediction, .
             str(ranks),
             *cells,
             schedule,
-            f"{by_name['heads'].compute_seconds / chosen.seconds:.0%}",  # its compute is even, refused or not
+            f"{by_name['heads'].compute_seconds / chosen.seconds:.0%}",  # its compute is even, whether refused or not
             f"{chosen.sent_bytes / 1e6:,.1f}",
         )
     return table
@@ -103,17 +103,17 @@ def _prediction_table(title: str, rows: list[tuple[int, int, tuple[Prediction, .
 
 @dataclass(frozen=True)
 class Row:
-    """One call on so many ranks, as predicted and as it was."""
+    """One call on a number of ranks, predicted and measured."""
 
     case: str
     rate: float
-    """FLOP/s of a rank alone with this mask, measured just before."""
+    """FLOP/s of a rank with this mask without communication, measured directly before."""
     schedule: Schedule
     predicted_bytes: tuple[int, ...]
     counted_bytes: tuple[int, ...]
     predicted_seconds: float
     seconds: float
-    """The median of runs; a run is as long as its slowest rank's."""
+    """Median time of the runs; the time of a run is that of its slowest rank."""
 
 
 CHECKED = (
@@ -125,7 +125,7 @@ CHECKED_SHAPE = Shape(1, 8, 4, 64, 64, torch.float32)
 
 
 def _call(cp: Any, mask: masks.Mask, shape: Shape) -> tuple[float, int]:
-    """(seconds, bytes sent) of one call and its backward on this rank."""
+    """Return (seconds, bytes sent) of one call and its backward on this rank."""
     torch.manual_seed(cp.rank)
     q, k, v = (
         torch.randn(shape.batch, heads, cp.tokens, dim, dtype=shape.dtype, requires_grad=True)
@@ -148,7 +148,7 @@ def _agreed(values: list[float], op: Any) -> list[float]:
 
 
 def _local_rates(mask: masks.Mask, shape: Shape, tokens: int, seconds: float = 0.5) -> Rates:
-    """What attention with this mask, and copies, reach on the slowest rank while all others are as busy."""
+    """Measure FLOP/s of attention with this mask and copy bandwidth on the slowest rank, with all ranks busy."""
     q, k, v = (
         torch.randn(shape.batch, heads, tokens, shape.head_dim, dtype=shape.dtype, requires_grad=True)
         for heads in (shape.heads, shape.kv_heads, shape.kv_heads)
@@ -164,7 +164,7 @@ def _local_rates(mask: masks.Mask, shape: Shape, tokens: int, seconds: float = 0
         times.append(time.perf_counter() - started)
     bandwidth = measure_rates(kp.device("cpu")).bandwidth
     rate, bandwidth = _agreed([flops / statistics.median(times[1:]), bandwidth], dist.ReduceOp.MIN)
-    # The model takes a share of a data sheet's rate, and trusts no measured one: ranks could disagree on those.
+    # The cost model uses a fraction of data sheet rates, not measured ones, on which ranks could disagree.
     name = str(shape.dtype).removeprefix("torch.")
     return Rates(bandwidth=bandwidth, matmul={name: rate / _EFFICIENCY}, source="datasheet")
 
@@ -183,7 +183,7 @@ def _check_on(rank: int, ranks: int, store: str, repeats: int, results: Any) -> 
             if predictions[schedule].refusal:
                 continue
             cp = kp.context_parallel.Context(dist.group.WORLD, length, mask, schedule=schedule, link=link)
-            _call(cp, mask, CHECKED_SHAPE)  # builds the mask's parts and connects ranks
+            _call(cp, mask, CHECKED_SHAPE)  # builds the sub-masks and connects the ranks
             runs = [_call(cp, mask, CHECKED_SHAPE) for _ in range(repeats)]
             times = _agreed([seconds for seconds, _ in runs], dist.ReduceOp.MAX)
             sent = [0.0] * ranks
@@ -206,7 +206,7 @@ def _check_on(rank: int, ranks: int, store: str, repeats: int, results: Any) -> 
 
 
 def checked(ranks: int, repeats: int) -> tuple[Link, list[Row]]:
-    """The link, and every call on so many local ranks."""
+    """Return the link, and a row for every call on ``ranks`` local ranks."""
     results = mp.get_context("spawn").SimpleQueue()
     with tempfile.TemporaryDirectory() as folder:
         store = str(Path(folder) / "store")

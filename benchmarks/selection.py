@@ -1,7 +1,7 @@
-"""What a call costs where the work is small: selection alone, and attention of 16 tokens beside SDPA.
+"""Benchmark call overhead: kernel selection alone, and attention of 16 tokens against SDPA.
 
-Run it with ``python benchmarks/selection.py``; add ``--record`` in a clean checkout to keep the result. For the
-selection alone, the kernel is a stand-in that returns at once, so that the difference to calling it is the selection.
+Run it with ``python benchmarks/selection.py``; add ``--record`` in a clean checkout to keep the result. To measure
+selection alone, the kernel is a stub that returns immediately, and a direct call of the stub is the baseline.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ MEASURED = (
 
 
 def sample(function: Callable[[], object], rounds: int = 200, calls: int = 500) -> list[float]:
-    """Seconds a call; each round is long enough that the clock's own cost vanishes."""
+    """Return seconds per call; each round is long enough that the clock's overhead is negligible."""
     for _ in range(calls):
         function()
     times = []
@@ -50,7 +50,7 @@ def sample(function: Callable[[], object], rounds: int = 200, calls: int = 500) 
 
 
 def small_attention() -> Iterator[Measurement]:
-    """Attention of 16 tokens in 4 heads, and SDPA on the same tensors: with flags, or with the dense mask."""
+    """Time attention of 16 tokens in 4 heads, and SDPA on the same tensors: with flags, or with a dense mask."""
     q, k, v, upstream = torch.randn(4, 1, 4, 16, 64)
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
     window = kp.masks.causal() & kp.masks.window(4)

@@ -1,6 +1,6 @@
 """Run a benchmark of lowered programs case by case, in one run or split over several, and record it at the end.
 
-A run that ``--limit`` ended before the last case exits with status 75; the same command goes on.
+If ``--limit`` ends a run before the last case, it exits with status 75; the same command continues.
 """
 
 from __future__ import annotations
@@ -58,15 +58,15 @@ def measure(
 ) -> None:
     """Measure the cases that ``--state`` does not have yet; write the record of ``name`` once all are there.
 
-    Exits with ``benchmarking.UNFINISHED`` where ``--limit`` left cases out.
+    Exit with ``benchmarking.UNFINISHED`` if cases are left because of ``--limit``.
 
     Args:
-        name: of the record.
+        name: name of the record.
         cases: names of all cases of this run.
-        one: measures a case.
-        given: with the arguments of ``add_arguments``.
-        settings: what else the measurements depend on, such as seconds of sampling.
-        copy_bandwidth: of the machine; measured at the end if None.
+        one: function that measures a case.
+        given: parsed arguments, including those of ``add_arguments``.
+        settings: other values that the measurements depend on, such as seconds of sampling.
+        copy_bandwidth: copy bandwidth of the machine; measured at the end if None.
     """
     device = kp.device("cpu")
     commit = clean_commit(benchmarking.checkout()) if given.record else ""

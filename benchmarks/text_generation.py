@@ -1,13 +1,13 @@
-"""Prefill and decode of language models on the CPU, against PyTorch, XNNPACK with custom_sdpa, and llama.cpp.
+"""Benchmark prefill and decode of language models on the CPU: ours, PyTorch, XNNPACK with custom_sdpa, llama.cpp.
 
 Run it with ``python benchmarks/text_generation.py``; add ``--record`` in a clean checkout to keep the result. Models
-have random weights in real shapes, written to ``--work`` with what each arm needs (``--prepare`` does no more). Each
-arm runs in a process of its own, and its logits are compared with float32 PyTorch before it is timed. llama.cpp is
-``llama-cpp-python`` built from its source package, in Q8_0 for int8 and Q4_0 for int4; ``gguf`` writes its files. A
-folder that they were installed in with ``pip install --target`` is put on ``PYTHONPATH``.
+have random weights in real shapes, written to ``--work`` with each arm's files (``--prepare`` only does this). Each
+arm runs in a separate process, and its logits are compared with float32 PyTorch before it is timed. llama.cpp is
+``llama-cpp-python`` built from its source package, in Q8_0 for int8 and Q4_0 for int4; ``gguf`` writes its files. If
+they were installed with ``pip install --target``, put that folder on ``PYTHONPATH``.
 
-The model of 1B parameters runs in the formats that people run it in, int8 and int4, and without the history of 8,192
-tokens; ``--format`` and ``--case`` choose others. ``--state FILE --limit SECONDS`` splits a run over several.
+The model of 1B parameters runs in its usual formats, int8 and int4, and without the history of 8,192 tokens;
+``--format`` and ``--case`` select others. ``--state FILE --limit SECONDS`` splits a run over several.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from kernel_pytorch.evidence import Measurement, Quantiles
 from kernel_pytorch.hardware_abstraction.timing import quantiles
 
 CASES = {"prefill": 0, "decode-512": PREFILL, "decode-8192": LONGEST}
-"""Tokens before those that are timed, in ascending order."""
+"""Number of tokens before the timed ones, in ascending order."""
 DEFAULTS = {
     "smollm-135m": (FORMATS, tuple(CASES)),
     "llama-1b": (("int8", "int4"), ("prefill", "decode-512")),
 }
-"""Formats and cases of the models that run when none is named."""
+"""Models that run by default, with their formats and cases."""
 DECIBELS = {"float32": 60.0, "bfloat16": 25.0, "int8": 20.0, "int4": 3.0}
-"""The least signal to noise of the logits: random weights are as hard to quantize as any."""
+"""Minimum signal-to-noise ratio of the logits in dB; random weights are as hard to quantize as any."""
 
 
 def snr(found: torch.Tensor, wanted: torch.Tensor) -> float:
@@ -63,7 +63,7 @@ def time_arm(work: Path, model: str, arm: str, form: str, cases: list[str], seco
 
 
 def sampled(arm: Arm, step: Step, ids: list[int], cases: list[str], seconds: float) -> dict[str, list[float]]:
-    """Times of a prefill, where there is no history, and of one token after so many; the first prompt has run."""
+    """Return times of a prefill for the case without history, else of one decoded token; a prefill must have run."""
     held = PREFILL
     found: dict[str, list[float]] = {}
     for case in (case for case in CASES if case in cases):
@@ -85,7 +85,7 @@ def sampled(arm: Arm, step: Step, ids: list[int], cases: list[str], seconds: flo
 
 
 def measure(turn: str, work: Path, cases: tuple[str, ...], seconds: float) -> list[Measurement]:
-    """Prepare and time one arm of a model in one format, each in a process of its own."""
+    """Prepare and time one arm of a model in one format, each in a separate process."""
     model, arm, form = turn.split("/")
     options = ["--work", str(work), "--seconds", str(seconds), *(f"--case={case}" for case in cases)]
     run(turn, [*options, "--prepare"])
@@ -115,7 +115,7 @@ def run(turn: str, options: list[str]) -> str:
 
 
 def one(given: argparse.Namespace, work: Path) -> None:
-    """Prepare or time one turn in this process."""
+    """Prepare or time one arm in this process."""
     model, arm, form = given.one.split("/")
     if not given.prepare:
         print(json.dumps(time_arm(work, model, arm, form, given.case, given.seconds)))

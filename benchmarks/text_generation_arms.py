@@ -1,7 +1,7 @@
-"""What ``text_generation.py`` times: language models with random weights, in ours, PyTorch, XNNPACK and llama.cpp.
+"""The arms of ``text_generation.py``: language models with random weights in ours, PyTorch, XNNPACK and llama.cpp.
 
-An arm is made ready once (``prepare``, which writes what it needs into a folder) and started in a process of its own
-(``start``), which gives a function: token ids and the position of the first of them to the logits of the last one.
+An arm is prepared once (``prepare``, which writes its files into a folder) and started in a separate process
+(``start``), which returns a function from token ids and the position of the first one to the logits of the last one.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ SHAPES = {
 
 
 def checkpoint(work: Path, model: str, bfloat16: bool) -> Path:
-    """The folder of a checkpoint with random weights, in float32 or bfloat16; written if it is not there."""
+    """Return the folder of a checkpoint with random weights in float32 or bfloat16; write it if it does not exist."""
     import transformers
 
     folder = work / f"{model}-{'bfloat16' if bfloat16 else 'float32'}"
@@ -69,12 +69,12 @@ def checkpoint(work: Path, model: str, bfloat16: bool) -> Path:
 
 
 def prompt(model: str, count: int) -> list[int]:
-    """Token ids, the same in every arm."""
+    """Return token ids, the same for every arm."""
     return torch.randint(2, SHAPES[model].vocabulary, (count,), generator=torch.Generator().manual_seed(1)).tolist()
 
 
 def reference(work: Path, model: str) -> torch.Tensor:
-    """Logits after the prompt, by eager PyTorch in float32."""
+    """Return the logits after the prompt from eager PyTorch in float32."""
     path = work / f"{model}-logits.pt"
     if not path.is_file():
         torch.save(_eager(work, model, "float32", compiled=False)(prompt(model, PREFILL), 0), path)
@@ -113,7 +113,7 @@ def _eager(work: Path, model: str, form: str, *, compiled: bool) -> Step:
     call = torch.compile(loaded.forward, dynamic=False) if compiled else loaded.forward
 
     def step(ids: list[int], at: int) -> torch.Tensor:
-        # The attention of transformers' static cache reads all of it, under a mask: sizes do not change.
+        # Attention over transformers' static cache reads the whole cache with a mask, so that shapes are static.
         for layer in cache.layers:
             if getattr(layer, "cumulative_length", None) is not None:
                 layer.cumulative_length.fill_(at)
@@ -217,7 +217,7 @@ def _xnnpack(work: Path, model: str, form: str) -> Step:
 
 
 def _interleaved(weight: torch.Tensor, heads: int) -> torch.Tensor:
-    """Rows of a query or key projection in llama.cpp's order of rotary pairs."""
+    """Reorder the rows of a query or key projection to llama.cpp's order of rotary pairs."""
     return weight.view(heads, 2, weight.shape[0] // heads // 2, -1).transpose(1, 2).reshape(weight.shape)
 
 
@@ -281,7 +281,7 @@ def _llama_cpp(work: Path, model: str, form: str) -> Step:
     )
 
     def step(ids: list[int], at: int) -> torch.Tensor:
-        own.n_tokens = at  # eval removes what was after it
+        own.n_tokens = at  # eval removes later tokens
         own.eval(ids)
         found = llama_cpp.llama_get_logits_ith(own.ctx, -1)
         return torch.from_numpy(np.ctypeslib.as_array(found, (SHAPES[model].vocabulary,)).copy())
@@ -291,14 +291,14 @@ def _llama_cpp(work: Path, model: str, form: str) -> Step:
 
 @dataclass(frozen=True)
 class Arm:
-    """One way to run a model, in the number formats that it has."""
+    """One way to run a model, with its supported formats."""
 
     formats: tuple[str, ...]
     start: Callable[[Path, str, str], Step]
     prepare: Callable[[Path, str, str], Path]
     needs_history: bool
-    """Whether a position can be passed only after those before it. Caches that are plain tensors take any, and read
-    as much of it whatever it holds."""
+    """Whether a position can only be passed after all earlier ones. Caches that are plain tensors accept any
+    position, and attention reads the same number of elements whatever they contain."""
 
 
 def _checkpoint_of(work: Path, model: str, form: str) -> Path:

@@ -1,1 +1,1 @@
-"""What builds and checks this repository, and is not part of the package."""
+"""Tools that build and check this repository; not part of the package."""

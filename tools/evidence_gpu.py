@@ -90,8 +90,8 @@ def _fp8(name: str, limit: int, *workloads: str, records: tuple[str, ...]) -> St
 
 _GO_ON = ("--state", "{state}", "--seconds", "{seconds}")
 
-# What most pages show comes first; what fits no more in the time is left to the next run. Each benchmark checks its
-# kernels against float64 before it times them.
+# Steps whose records most pages show come first; steps that do not fit in the time are left to the next run. Each
+# benchmark checks its kernels against float64 before it times them.
 STEPS = (
     # With flash-attn-4 and nvidia-cudnn-frontend on the path it writes attention-libraries, else attention.
     Step("attention", ("python", "benchmarks/attention.py", "--record", *_GO_ON), 420,
@@ -188,7 +188,7 @@ class Runner:
         if status == 0 and step.records and not written:
             status = NO_RECORD
         row = {"step": step.name, "commit": self.commit, "status": status, "seconds": round(seconds, 1)}
-        row["ended"] = round(time.time(), 3)  # tells two runs apart that are merged
+        row["ended"] = round(time.time(), 3)  # distinguishes runs that are merged
         with (self.out / "steps.jsonl").open("a") as file:
             file.write(json.dumps(row) + "\n")
         lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
@@ -205,7 +205,7 @@ class Runner:
             except (
                 OSError,
                 subprocess.SubprocessError,
-            ) as error:  # such as a full disk: the next step may be smaller
+            ) as error:  # such as a full disk: the next step may need less
                 say("failed", step, f"{type(error).__name__}: {error}")
                 status = 1
             if status is not None:
@@ -220,7 +220,7 @@ class Runner:
         command = [sys.executable, *(values.get(word, word) for word in step.command[1:])]
         path = os.pathsep.join(filter(None, [str(self.root / "src"), os.environ.get("PYTHONPATH")]))
         environment = {**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
-        with log.open("ab") as file:  # a step that goes on adds to its log
+        with log.open("ab") as file:  # a continued step appends to its log
             process = subprocess.Popen(
                 command, cwd=self.root, env=environment, stdout=file, stderr=file, start_new_session=True
             )

@@ -1,4 +1,4 @@
-"""The blocks of code on a page: what executing the documentation has to cover, whoever executes it."""
+"""Find the code blocks of documentation pages, and those that no test executes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from markdown_it import MarkdownIt
 __all__ = ["OTHER_LANGUAGES", "Fence", "docstring_gaps", "docstrings", "fences", "page_gaps"]
 
 OTHER_LANGUAGES = frozenset({"bash", "console", "text", "cpp", "cmake", "json", "toml", "yaml", "make"})
-"""Languages of blocks that nobody takes for Python to run."""
+"""Languages of blocks that are not executed as Python."""
 
 _NEEDS = re.compile(r"<!--- skip: next if\(not has_(\w+),.*-->\s*\Z")
 
@@ -23,14 +23,14 @@ _SKIPS = re.compile(r"<!---?\s*(skip:\s*(?:start|next(?!\s+(?:if\(not has_\w+,|\
 
 @dataclass(frozen=True)
 class Fence:
-    """A block: where it begins and ends, the language it names, and its text."""
+    """A code block: its first and last line, language and text."""
 
     first: int
     last: int
     language: str
     text: str
     needs: str = ""
-    """The device without which it is skipped: ``"gpu"``, or the name of a backend."""
+    """The device that it needs, else it is skipped: ``"gpu"``, or the name of a backend."""
 
     @property
     def digest(self) -> str:
@@ -38,7 +38,7 @@ class Fence:
 
 
 def fences(text: str) -> Iterator[Fence]:
-    """Every block of a page in Markdown, fenced or indented.
+    """Yield every code block of a Markdown page, fenced or indented.
 
     Example:
         >>> [(fence.first, fence.language) for fence in fences("One\\n\\n```python\\n1 + 1\\n```\\n")]
@@ -53,9 +53,9 @@ def fences(text: str) -> Iterator[Fence]:
 
 
 def page_gaps(text: str, executed: set[int], languages: frozenset[str] = OTHER_LANGUAGES) -> list[str]:
-    """Blocks that look like code and that nobody runs, given the lines of those that are run.
+    """Return the blocks that look like code and are not executed, given the lines of those that are.
 
-    Runners of documentation pass over a fence that they do not know: ``py``, ``Python``, ``python title="x"``,
+    Documentation test runners ignore unknown fences: ``py``, ``Python``, ``python title="x"``,
     ``{code-block} python``, no language at all, or three colons. Here these are errors.
 
     Example:
@@ -79,7 +79,7 @@ def page_gaps(text: str, executed: set[int], languages: frozenset[str] = OTHER_L
 
 
 def docstrings(source: str) -> Iterator[tuple[int, str]]:
-    """Every docstring of a module with its first line; of cached properties too, which doctest passes over."""
+    """Yield every docstring of a module with its line, including cached properties, which doctest ignores."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
             text = ast.get_docstring(node, clean=False)
@@ -88,7 +88,7 @@ def docstrings(source: str) -> Iterator[tuple[int, str]]:
 
 
 def docstring_gaps(source: str) -> list[str]:
-    """Examples in the docstrings of a module that are not written as doctests, so that nobody runs them."""
+    """Return the examples in a module's docstrings that are not doctests and therefore not executed."""
     gaps = []
     for start, text in docstrings(source):
         for found in re.finditer(r"^ *(?:```|~~~|\.\. code(?:-block)?::)", text, re.MULTILINE):

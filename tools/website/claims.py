@@ -1,8 +1,8 @@
-"""Claims about speed, memory and gain: how a sentence makes one, and the prose of each kind of file.
+"""Find claims about speed, memory and gain in the prose of documentation, notebooks, diagrams and docstrings.
 
-``numbers`` finds amounts with a unit of speed or gain, ``words`` finds comparisons without one. ``prose`` has the
-sentences of Markdown, reStructuredText, notebooks, diagrams and docstrings; ``tools.website.measured`` compares
-Markdown with the records as well.
+``numbers`` finds amounts with a unit of speed or gain, ``words`` finds comparisons without one. ``prose`` yields the
+paragraphs of reStructuredText, diagrams and docstrings, and ``notebook`` those of notebooks.
+``tools.website.measured`` also compares Markdown with the records.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ __all__ = [
 ]
 
 ALLOWED = re.compile(r"<!-- not a measurement: .+? -->|\.\. not a measurement: .+|\(not a measurement: .+?\)")
-"""What stands in a paragraph whose numbers are none of ours: a definition, a setting, a vendor's datasheet."""
+"""Marker of a paragraph whose numbers we did not measure: a definition, a setting, a vendor's datasheet."""
 
 DIAGRAMS = frozenset({"mermaid", "dot", "graphviz", "plantuml", "d2"})
-"""Languages of fenced blocks that readers see as a picture."""
+"""Languages of fenced blocks that are rendered as an image."""
 
 CODE = re.compile(r"\{(?:code(?:-block|-cell)?|sourcecode|literalinclude|toctree|math|eval-rst)\b")
-"""Fenced directives whose content is no prose."""
+"""Fenced directives whose content is not prose."""
 
 _ONES = "one|two|three|four|five|six|seven|eight|nine|ten|eleven|twelve"
 _TENS = "twenty|thirty|forty|fifty|sixty|seventy|eighty|ninety"
@@ -49,7 +49,7 @@ _UNITS = (
 )
 _SIZE = rf"{_AMOUNT} ?(?:[KMGT]i?B|(?:mega|giga|tera)bytes?)\b"
 _DURATION = rf"{_AMOUNT} ?(?:s|secs?|seconds?|min|minutes?|h|hours?|days?)\b"
-# What a run took: a timeout of 600 s or a device with 80 GB is a setting.
+# Only durations of runs: a timeout of 600 s or a device with 80 GB is a setting.
 _TOOK = (
     r"(?:takes?|took|taking|runs? in|ran in|(?:finish(?:es|ed)?|completes?|done|trains?) (?:in|after|within)|"
     r"(?:falls?|fell|drops?|dropped|shrinks?|goes|went) (?:from [^.;]{1,30} )?to|instead of|down (?:to|from))"
@@ -118,7 +118,7 @@ _WORD = re.compile(
 )
 
 
-# Where code is described, "takes the fastest kernel" and "within 5 % of the mean" say what it does, not how well.
+# In descriptions of code, "takes the fastest kernel" and "within 5 % of the mean" are behaviour, not claims.
 _BEHAVIOUR = re.compile(
     r"\b(?:faster|fastest|quicker|quickest|slower|speed-?ups?|speeds? up|sped up|speeding up|as fast as)\b"
     r"(?! than (?:SDPA|Flash|Flex|cuDNN|cuBLAS|torchao|torch\.compile|PyTorch|eager|vLLM|bf16|any|all))"
@@ -129,7 +129,7 @@ _BEHAVIOUR = re.compile(
 
 
 def without_behaviour(text: str) -> str:
-    """The text of a docstring or diagram without what describes behaviour.
+    """Return the text of a docstring or diagram without phrases that describe behaviour.
 
     Example:
         >>> without_behaviour("Take the fastest."), without_behaviour("It is faster than SDPA.")
@@ -139,7 +139,7 @@ def without_behaviour(text: str) -> str:
 
 
 def numbers(text: str) -> re.Match[str] | None:
-    """The first amount with a unit of speed or gain.
+    """Return the first amount with a unit of speed or gain, or None.
 
     Example:
         >>> numbers("It saves forty percent.")[0], numbers("AVX on x86, case 16384x4096")
@@ -149,7 +149,7 @@ def numbers(text: str) -> re.Match[str] | None:
 
 
 def is_amount(code: str) -> bool:
-    """Whether inline code is nothing but an amount, so that it reads as prose.
+    """Return whether inline code is only an amount, and is read as prose.
 
     Example:
         >>> is_amount("3 ms"), is_amount("2x"), is_amount("2x + 1")
@@ -159,7 +159,7 @@ def is_amount(code: str) -> bool:
 
 
 def words(text: str) -> re.Match[str] | None:
-    """The first comparison that says no amount.
+    """Return the first comparison without an amount, or None.
 
     Example:
         >>> words("It doubles throughput.")[0], words("A double buffer.")
@@ -169,7 +169,7 @@ def words(text: str) -> re.Match[str] | None:
 
 
 def visible_html(text: str) -> str:
-    """The text of HTML with that of its pictures; comments are left out.
+    """Return the text of HTML with the alternative texts of its images, without comments.
 
     Example:
         >>> visible_html('<pre>one</pre><!-- two --><img alt="three">').split()
@@ -181,7 +181,7 @@ def visible_html(text: str) -> str:
 
 
 def prose(path: Path) -> Iterator[tuple[int, str]]:
-    """The paragraphs of a file that is not Markdown, each with its first line: by its ending."""
+    """Yield the paragraphs of a file that is not Markdown, with their line numbers; the suffix selects the parser."""
     text = path.read_text(encoding="utf-8")
     if path.suffix == ".svg":
         yield 1, visible_html(re.sub(r"\s*</?tspan[^>]*>\s*", " ", text))
@@ -194,7 +194,7 @@ def prose(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def notebook(text: str) -> Iterator[str]:
-    """The Markdown cells of a notebook."""
+    """Yield the Markdown cells of a notebook."""
     for cell in json.loads(text)["cells"]:
         source = cell["source"] if isinstance(cell["source"], str) else "".join(cell["source"])
         if cell["cell_type"] == "markdown":
@@ -202,7 +202,7 @@ def notebook(text: str) -> Iterator[str]:
 
 
 def _rst(text: str) -> Iterator[tuple[int, str]]:
-    """Paragraphs; ``::`` and directives of code take the indented lines after them."""
+    """Yield the paragraphs of reStructuredText, without the indented lines of ``::`` and code directives."""
     line, code = 1, False
     for block in re.split(r"(\n\s*\n)", text):
         indented = block.startswith((" ", "\t"))

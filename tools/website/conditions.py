@@ -53,7 +53,7 @@ def _product(name: str) -> str:
 _PRODUCTS = "|".join(
     sorted((_product(name.partition("/")[2]) for name in CATALOGUE if not name.startswith("cpu/")), key=len)[::-1]
 )
-# Devices that no record is of belong here as well.
+# Includes devices without a record.
 _DEVICE = re.compile(
     rf"\b(?:{_PRODUCTS}|NVIDIA|AMD|Intel|Gaudi|Xeon|Apple|Grace|Graviton\d*|T4|V100|GB300|MI300A|"
     r"(?:smart)?phones?|laptops?|tablets?|iPhones?|iPads?|Android|Snapdragon|Raspberry Pi|Jetson|TPUs?|"
@@ -68,7 +68,7 @@ _MILLIONS = {"a": 1, "one": 1, "1": 1, "two": 2, "2": 2, "four": 4, "4": 4}
 
 
 def sentence_around(text: str, place: int) -> str:
-    """Return the sentence of a paragraph that a place is in.
+    """Return the sentence of a paragraph that contains a position.
 
     Example:
         >>> sentence_around("On an H200. On a CPU it takes 3 ms, see 2.1. Next.", 20)
@@ -80,7 +80,7 @@ def sentence_around(text: str, place: int) -> str:
 
 
 def contradiction(sentence: str, measured: Conditions) -> str:
-    """Return what a sentence says that its number was not measured under, or an empty string.
+    """Return a contradiction between a sentence and the conditions of its number, or an empty string.
 
     Example:
         >>> row = Conditions("nvidia NVIDIA H200", "attention", ("causal 4096 d64",), ("forward",), (), frozenset())
@@ -135,13 +135,13 @@ def _other_length(sentence: str, measured: Conditions) -> str:
 
 
 def _numbers(case: str) -> set[int]:
-    """Return the numbers of a case and the products that it writes, such as 4 x 4096."""
+    """Return the numbers of a case and its products, such as 4 x 4096."""
     found = {int(number) * (1024 if kilo else 1) for number, kilo in re.findall(r"(\d+)(k\b)?", case)}
     return found | {int(one) * int(other) for one, other in re.findall(r"(\d+) x (\d+)", case)}
 
 
 def _other_kernel(sentence: str, measured: Conditions) -> str:
-    """A kernel of the record by name, where the number is of another one."""
+    """Return the name of a kernel that the sentence mentions, if the number belongs to another one."""
     if not measured.op.startswith("fp8") and re.search(r"\bin FP8\b|\bFP8 (?:attention|kernel)", sentence, re.I):
         return f"'FP8': the record is of {measured.op}"
     own = [name for name in measured.kernels if re.search(rf"(?<![\w-]){re.escape(name)}(?![\w-])", sentence, re.I)]

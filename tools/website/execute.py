@@ -1,11 +1,11 @@
-"""Run every Python block of the documentation on the GPU that is here, and record which passed.
+"""Run every Python block of the documentation on this machine's GPU, and record which passed.
 
     python -m tools.website.execute --record              # write benchmarks/evidence/documentation.<device>.json
     python -m tools.website.execute docs/attention.md     # one page, no record
 
-Needs pytest and sybil besides what the package needs; in a checkout that is not installed, set PYTHONPATH=src.
-A block that needs a package which is not here (transformers, executorch, ...) is left out with that reason, and so is
-what builds on it. A block that fails for any other reason fails the run, and nothing is recorded.
+Needs pytest and sybil in addition to the package's requirements; without installing the package, set PYTHONPATH=src.
+A block that needs a missing package (transformers, executorch, ...) is skipped with that reason, and so are the
+blocks that depend on it. A block that fails for any other reason fails the run, and nothing is recorded.
 """
 
 from __future__ import annotations
@@ -41,21 +41,21 @@ ROOT = benchmarking.checkout()
 
 
 class Collector:
-    """What came of each block, by page and line."""
+    """Collects the outcome of each block, by page and line."""
 
     def __init__(self) -> None:
         self.passed: list[Block] = []
         self.skipped: dict[str, str] = {}
-        self.incomplete: dict[Fence | None, str] = {}  # blocks of which a line was left out
+        self.incomplete: dict[Fence | None, str] = {}  # blocks with a skipped line
         self.pages = {path: list(fences(path.read_text(encoding="utf-8"))) for path in pages()}
 
     def pytest_collection_modifyitems(self, items: list[Any]) -> None:
-        """Sybil's own account of an error fails where it has no frame but the block's own."""
+        """Replace Sybil's error report, which fails if the traceback has only the block's own frame."""
         for item in items:
             item.repr_failure = lambda error, _=None: "".join(traceback.format_exception(error.value))
 
     def fence(self, item: Any) -> Fence | None:
-        """The block that a test is of; None for a directive such as a skip."""
+        """Return the block of a test; None for a directive such as a skip."""
         blocks = self.pages[Path(item.example.path).resolve()]
         return next((fence for fence in blocks if fence.first <= item.example.line <= fence.last), None)
 
@@ -69,7 +69,7 @@ class Collector:
         if report.failed and call.excinfo is not None:
             reason = self.incomplete.get(fence, "") or self.left_out(place.partition(":")[0], call.excinfo.value)
             if reason:
-                self.incomplete[fence] = reason  # its lines before this one have passed, and it has not
+                self.incomplete[fence] = reason  # earlier lines of the block passed, but the block did not
                 self.passed = [block for block in self.passed if fence is None or block.digest != fence.digest]
                 report.outcome, report.longrepr = "skipped", (str(page), example.line, reason)
         if report.skipped:
@@ -81,7 +81,7 @@ class Collector:
                 self.passed.append(block)
 
     def left_out(self, page: str, error: BaseException) -> str:
-        """Why a block may be left out: it needs a package that is not here, or what such a block would have made."""
+        """Return why a block may be skipped: it needs a missing package, or a name that a skipped block defines."""
         told = "".join(traceback.format_exception(error)) + str(getattr(error, "result", ""))  # of a doctest
         missing = [name for name in OPTIONAL if not installed(name) and f"'{name}" in told and "Error" in told]
         before = [reason for place, reason in self.skipped.items() if place.startswith(f"{page}:")]

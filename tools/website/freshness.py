@@ -1,14 +1,14 @@
-"""``python -m tools.website.freshness``: which recorded numbers are older than the code they measure.
+"""``python -m tools.website.freshness``: list the recorded numbers that are older than the code they measure.
 
-A record is *stale* where the code of a kernel that it names has changed: its numbers no longer count, and pages that
-show them fail to build. It is *older* where the code of other files that it measures has changed since its commit,
-which may or may not have moved its numbers; so is a table of operators that was probed with another lowering.
-Comments, docstrings and layout are no code. It is *unknown* where its commit is not in this checkout's history, or
-its backend is not installed. It is *broken* where it names code that does not exist, or names none and its commit is
-not here, or where its measurements cannot be, such as a rate above the device's peak. So are files of the folder
-whose digest is not the one in ``SHA256SUMS``: commands that make a record write its digest, and ``--sum`` writes all
-of them, after a command that makes curves, pictures and logs anew. Otherwise it is *current*. The exit code is 1 when
-a record is broken, and with ``--strict`` when one is not current.
+A record is *stale* if the code of a kernel that it names has changed: its numbers are no longer valid, and pages that
+show them fail to build. It is *older* if the code of other files that it measures has changed since its commit, which
+may or may not have changed its numbers; so is a table of operators that was probed with another lowering. Comments,
+docstrings and layout are ignored. It is *unknown* if its commit is not in this checkout's history, or its backend is
+not installed. It is *broken* if it names code that does not exist, if it names no code and its commit is missing, or
+if a measurement is impossible, such as a rate above the device's peak. A file of the folder is also broken if its
+digest differs from ``SHA256SUMS``: commands that write a record add its digest, and ``--sum`` writes all digests, for
+use after commands that regenerate curves, images and logs. Otherwise the record is *current*. The exit code is 1 if a
+record is broken, and with ``--strict`` if one is not current.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from tools.website.plots import PLOTS
 
 __all__ = ["Age", "ages", "implausible", "markdown"]
 
-# What a record measures where that is more than the kernels of one op, by the first part of its name.
+# Files that a record measures in addition to the kernels of one op, by the first part of the record's name.
 _FP8 = ("fp8", "ops/fp8_cast", "ops/fp8_matmul")
 _FP8_MODELS = (*_FP8, "ops/fp8_rms_norm", "ops/fp8_swiglu", "ops/attention")
 _MEASURES = {
@@ -67,19 +67,19 @@ _LINK = re.compile(r'evidence/([\w.-]+)\.json "measured: ')
 
 @dataclass(frozen=True)
 class Age:
-    """How a record stands to the code of today."""
+    """The state of a record relative to the present code."""
 
     record: str
     state: str
     recorded: str
     shown: int
-    """How many numbers and plots of the documentation read it."""
+    """Number of measured numbers and plots in the documentation that read it."""
     changed: tuple[str, ...]
-    """What has changed since: kernels, files, or blocks of documentation."""
+    """Kernels, files, or blocks of documentation that have changed since."""
 
 
 def ages(root: Path) -> list[Age]:
-    """Every record of a checkout, and the blocks of documentation that need a GPU, with their age."""
+    """Return the age of every record of a checkout, and of the documentation blocks that need a GPU."""
     records = named_evidence(root / "benchmarks" / "evidence")
     shown = Counter(name for name, _ in PLOTS.values())
     for page in hand_written(root):
@@ -125,7 +125,7 @@ def _age(root: Path, name: str, record: Benchmark | Checks | ContractRun, shown:
 
 
 def _part_now(part: str) -> str | None:
-    """The digest of a part of the package as it is now; None where there is no such part."""
+    """Return the present digest of a part of the package; None if the part does not exist."""
     try:
         return part_digest(part)
     except FileNotFoundError:
@@ -133,7 +133,7 @@ def _part_now(part: str) -> str | None:
 
 
 def _age_of_parts(root: Path, name: str, record: Benchmark, shown: int, parts: dict[str, str | None]) -> Age:
-    """The digests say which parts are other than they were, git says which of their files."""
+    """Return the age of a record of package parts: digests show which parts changed, git which of their files."""
     recorded = record.recorded[:10]
     changed = [part for part, digest in parts.items() if digest != record.sources[part]]
     if not changed:
@@ -144,7 +144,7 @@ def _age_of_parts(root: Path, name: str, record: Benchmark, shown: int, parts: d
 
 
 def _age_of_operators(root: Path, name: str, record: OpSupport, shown: int) -> Age:
-    """A table of operators keeps no commit: the digest says that the lowering is another, git says what of it."""
+    """Return the age of a table of operators, which has no commit: a digest shows changes, git the changed files."""
     owner = next((known for known in backends() if known.name == record.backend), None)
     if owner is None or owner.lowering is None:
         return Age(name, "unknown", "", shown, (f"no backend {record.backend!r} that lowers is here",))
@@ -171,7 +171,7 @@ def _changed_since(root: Path, commit: str, paths: tuple[str, ...]) -> tuple[str
 
 
 def _code_changed(root: Path, commit: str, file: str) -> bool:
-    """Whether a file's code is another than at a commit; comments, docstrings and layout are no code."""
+    """Return whether a file's code differs from that at a commit, ignoring comments, docstrings and layout."""
     then = subprocess.run(["git", "-C", str(root), "show", f"{commit}:{file}"], capture_output=True, check=False)
     if then.returncode != 0 or not (root / file).is_file():
         return True
@@ -180,7 +180,7 @@ def _code_changed(root: Path, commit: str, file: str) -> bool:
 
 
 def _blocks_without_a_record(root: Path, records: list[Record]) -> list[Age]:
-    """The blocks that need a device of a kind we have measured on, and have not run on one as they are now."""
+    """Return the blocks for kinds of devices that we have measured on, if their present form has not passed there."""
     passed = {block.digest for record in records if isinstance(record, Execution) for block in record.passed}
     devices = {"gpu", *(record.device.backend for record in records if isinstance(record, Benchmark))}
     missing = [
@@ -193,17 +193,17 @@ def _blocks_without_a_record(root: Path, records: list[Record]) -> list[Age]:
 
 
 def _edited_files(root: Path) -> list[Age]:
-    """The records, and the files beside them, that are not as they were made, or that are not listed."""
+    """Return the records, and files beside them, that were edited or are not listed in ``SHA256SUMS``."""
     folder = root / "benchmarks" / "evidence"
     listed, found = listed_sums(folder), sums(folder)
     changed = sorted(name for name in {*listed, *found} if listed.get(name) != found.get(name))
-    if not listed:  # no list: nothing says what the records were
+    if not listed:  # without a list, records cannot be checked
         changed = [name for name in changed if not name.endswith(".json")]
     return [Age("edited or unlisted files", "broken", "", 0, tuple(changed))] if changed else []
 
 
 def implausible(record: Benchmark) -> list[str]:
-    """Return the measurements that cannot be: quantiles out of order, or a rate or an error above its bound."""
+    """Return the impossible measurements: quantiles out of order, or a rate or an error above its bound."""
     found = []
     known = next((one for one in CATALOGUE.values() if _named(one.name) in _named(record.device.name)), None)
     rates = known.rates.matmul.values() if known is not None and known.rates is not None else ()
@@ -247,7 +247,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def markdown(found: list[Age]) -> str:
-    """The ages as a table for a page."""
+    """Return the ages as a Markdown table."""
     rows = [f"| {age.record} | {age.state} | {age.recorded} | {', '.join(_few(age))} |" for age in found]
     return "\n".join(["| Record | State | Recorded | Changed since |", "|---|---|---|---|", *rows]) + "\n"
 

@@ -1,20 +1,20 @@
-"""Measured numbers in prose: each is a link to its record, and says in the link's title which number it is.
+"""Measured numbers in prose: each is a link to its record, and the link's title selects the number.
 
     It takes [0.92 ms][window], ...
 
     [window]: ../benchmarks/evidence/attention.nvidia-h200.json "measured: time; case=causal 4096 d64; phase=forward"
 
-Where the Markdown is read as it is, that is a number which leads to its record. On the site it carries its
-provenance. ``check`` fails a number that is not what its record says, a record that is missing or about an older
-text of the kernel, a number without a record, a sentence about another device, phase or case than the record's, and a
-word such as "faster" without a measured number in the same paragraph. ``refresh`` writes the numbers anew.
+In plain Markdown this is a number with a link to its record. The site also shows its provenance. ``check`` reports a
+number that differs from its record, a record that is missing or measured an older source of the kernel, a number
+without a record, a sentence about another device, phase or case than the record's, and a word such as "faster"
+without a measured number in the same paragraph. ``refresh`` updates the numbers.
 
-The title is ``measured: QUANTITY; KEY=VALUE; ...``. Quantities: time, speedup, rate, bandwidth, memory, error (of its
-budget), noise (an error that is relative to a norm, in decibels), each also as ``lowest`` or ``highest`` of all that
-match; copy, of the whole record. Keys choose one measurement: case, phase, format, kernel or baseline, with ``*`` for
-any text; ``over`` names the baseline of a speedup, else the best. Where a kernel has changed since its record was
-made, ``at`` shows the number as that of the record's commit, which the page then has to name; it goes with the new
-record.
+The title is ``measured: QUANTITY; KEY=VALUE; ...``. Quantities: time, speedup, rate, bandwidth, memory, error (as a
+fraction of its budget), noise (an error relative to a norm, in decibels), each also as ``lowest`` or ``highest`` of
+all matches; copy, of the whole record. Keys select one measurement: case, phase, format, kernel or baseline, with
+``*`` as wildcard; ``over`` names the baseline of a speedup, by default the best one. If a kernel has changed since
+its record, ``at`` shows the number as that of the record's commit, which the page must then name; remove ``at`` with
+the next record.
 """
 
 from __future__ import annotations
@@ -66,27 +66,27 @@ PREFIX = "measured: "
 _DEFINITION = re.compile(r'^\[([^\]]+)\]: +\S*evidence/([\w.-]+)\.json "(measured: [^"]+)"$', re.MULTILINE)
 _INLINE = re.compile(r'\[([^\]]*)\](\(\S*evidence/([\w.-]+)\.json "(measured: [^"]+)"\))')
 GONE = "is no longer in the table"
-"""What becomes of a kernel that no backend lists any more."""
-_REGION = re.compile(r"<!-- generated: [\w-]+ -->\n.*?<!-- end -->", re.DOTALL)  # compared with what makes them
+"""State of a kernel that no backend lists any more."""
+_REGION = re.compile(r"<!-- generated: [\w-]+ -->\n.*?<!-- end -->", re.DOTALL)  # compared elsewhere
 _AT = re.compile(r"; at=(\w+)")
 _KEYS = ("case", "phase", "format", "kernel", "baseline", "over", "at")
 
 
 @dataclass(frozen=True)
 class Measured:
-    """A number as it is printed, and where it comes from."""
+    """A number as printed, with its provenance."""
 
     text: str
     provenance: str
     rivals: frozenset[str] = frozenset()
-    """The baselines that a speedup is over."""
+    """The baselines of a speedup."""
     conditions: Conditions | None = None
-    """What it was measured under; None for a number of the whole record."""
+    """The conditions of the measurement; None for a number of the whole record."""
 
 
 @dataclass(frozen=True)
 class Problem:
-    """What is wrong on a line of a page."""
+    """A problem on a line of a page."""
 
     line: int
     message: str
@@ -96,7 +96,7 @@ class Problem:
 
 
 def resolve(record_name: str, title: str, records: Mapping[str, Record]) -> Measured:
-    """The number that a link's title asks of a record; EvidenceError where there is none, or it counts no longer.
+    """Return the number that a link's title selects in a record; raise EvidenceError if it is missing or stale.
 
     Example:
         >>> from kernel_pytorch.evidence import evidence_directory, named_evidence
@@ -145,7 +145,7 @@ def resolve(record_name: str, title: str, records: Mapping[str, Record]) -> Meas
 
 
 def _check_commit(at: str, stale: bool, record_name: str, record: Benchmark) -> None:
-    """Whether a number may be shown as that of an earlier commit: it must be of that one, and not be current."""
+    """Raise an error unless a number is of the earlier commit ``at`` and not current."""
     if len(at) < 7 or not record.commit.startswith(at):
         raise EvidenceError(f"at={at}: {record_name} is of commit {record.commit[:7]}")
     if not stale:
@@ -164,7 +164,7 @@ def _like(value: str, pattern: str) -> bool:
 
 
 def _rival(record: Benchmark, row: Measurement, over: str) -> tuple[float, str]:
-    """The best time of the baselines beside a measurement, and whose it is."""
+    """Return the best time of the baselines of a measurement, and that baseline's name."""
     rivals = [
         (rival.seconds.median, rival.subject.removeprefix("baseline:"))
         for rival in record.measurements
@@ -215,7 +215,7 @@ _SHOWN: dict[str, Callable[[float], str]] = {
 
 
 def provenance(record: Benchmark) -> str:
-    """Where a record's numbers come from, in a line."""
+    """Return the provenance of a record's numbers in one line."""
     versions = ", ".join(
         f"{name} {record.versions[name]}" for name in ("torch", "triton") if name in record.versions
     )
@@ -225,14 +225,14 @@ def provenance(record: Benchmark) -> str:
 
 
 def stale_kernels(record: Record, row: Measurement | None = None) -> dict[str, str]:
-    """The kernels that a record, or a row of it, is about and whose source is another now: what became of each."""
+    """Return the state of each kernel of a record, or of one row, whose source has changed since."""
     kernels = [kernel for owner in backends() for kernel in owner.kernels]
     names = {source_name(record.op, kernel) for kernel in kernels}
     now = {(source_name(record.op, kernel), kernel.source_digest) for kernel in kernels}
     sources = [name for name in record.sources if not is_part(name)]
     about = [
         name for name in sources if row is not None and row.subject.partition(":")[2].startswith(name)
-    ] or sources  # a row of a whole program is about all of them
+    ] or sources  # a row of a whole program concerns all of them
     return {
         name: "has changed since" if name in names else GONE
         for name in about
@@ -241,13 +241,13 @@ def stale_kernels(record: Record, row: Measurement | None = None) -> dict[str, s
 
 
 def check(text: str, page: Path, records: Mapping[str, Record]) -> Iterator[Problem]:
-    """What is wrong with the numbers of a page in Markdown, outside its generated parts."""
+    """Yield the problems of the numbers of a Markdown page, outside of its generated regions."""
     text = _REGION.sub(lambda found: "\n" * found[0].count("\n"), text)
     for line, tokens in _paragraphs(text):
         prose, backed = "", False
         inside: Token | None = None
         shown = ""
-        links: list[tuple[int, str, Measured]] = []  # where it ends, the head of its column, what is recorded
+        links: list[tuple[int, str, Measured]] = []  # (end position, column head, recorded number)
         for token in tokens:
             title = str(token.attrGet("title") or "")
             if token.type == "link_open" and title.startswith(PREFIX):
@@ -289,10 +289,10 @@ def check(text: str, page: Path, records: Mapping[str, Record]) -> Iterator[Prob
 
 
 def check_file(path: Path, records: Mapping[str, Record]) -> Iterator[Problem]:
-    """What is wrong with the claims of a page, a notebook, a diagram or a module's docstrings."""
+    """Yield the problems of the claims of a page, a notebook, a diagram or a module's docstrings."""
     if path.suffix == ".md":
         text = path.read_text(encoding="utf-8")
-        if text.startswith("<!-- Generated by"):  # its tables come from records, its sentences from docstrings
+        if text.startswith("<!-- Generated by"):  # tables come from records, sentences from docstrings
             text = without_behaviour(re.sub(r"^\|.*$", "", text, flags=re.MULTILINE))
         yield from check(text, path, records)
     elif path.suffix == ".ipynb":
@@ -313,7 +313,7 @@ def _unbacked(text: str, line: int, backed: bool) -> Iterator[Problem]:
         yield Problem(line, f"{word[0]!r} without a measured number in the same paragraph")
 
 
-# Libraries that a reader may take a speedup to be over; the baselines of the records are added.
+# Libraries that a sentence may name as the baseline of a speedup, in addition to the records' baselines.
 _LIBRARIES = (
     "SDPA",
     "scaled_dot_product_attention",
@@ -341,7 +341,7 @@ _COMPARED = re.compile(
 
 
 def _other_rival(after: str, rivals: frozenset[str], records: Mapping[str, Record]) -> str:
-    """The rival that the sentence after a speedup's link names, where the speedup is not over it."""
+    """Return the rival that a sentence names next to a speedup if it is not the speedup's baseline, or empty."""
     found = _COMPARED.search(re.split(r"[.;]\s", after, maxsplit=1)[0])
     if found is None or not rivals:
         return ""
@@ -360,7 +360,7 @@ def _other_rival(after: str, rivals: frozenset[str], records: Mapping[str, Recor
 
 
 def _check_link(link: Token, shown: str, page: Path, records: Mapping[str, Record]) -> tuple[str, Measured | None]:
-    """What is wrong with a measured number, and what is recorded."""
+    """Return a problem with a measured number, or empty, and the recorded number."""
     target = PurePosixPath(str(link.attrGet("href")))
     if target.suffix != ".json" or not (page.parent / target).is_file():
         return f"no record at {target}", None
@@ -373,7 +373,7 @@ def _check_link(link: Token, shown: str, page: Path, records: Mapping[str, Recor
 
 
 def _paragraphs(text: str) -> Iterator[tuple[int, list[Token]]]:
-    """The blocks of prose with their first lines; the cells of a table's row are one, and so is a diagram."""
+    """Yield the blocks of prose with their first lines; a table row is one block, and so is a diagram."""
     rows: dict[int, list[Token]] = {}
     heads: list[str] = []
     column, in_head = 0, False
@@ -403,12 +403,12 @@ def _paragraphs(text: str) -> Iterator[tuple[int, list[Token]]]:
 
 
 def _is_prose(language: str) -> bool:
-    """Whether a fenced block is text or a picture, such as a note or a diagram, or code, whose comments are text."""
+    """Return whether a fenced block has prose: a note, a diagram, or code with comments."""
     return not CODE.match(language) or "block" in language
 
 
 def _shown(token: Token) -> str:
-    """The text of a token as readers see it, for a block of code its comments."""
+    """Return the text of a token as rendered; for a code block, its comments."""
     if token.type.startswith("html"):
         return f" {visible_html(token.content)} "
     if token.type != "fence":
@@ -427,7 +427,7 @@ _OUTPUT = ("", "text", "console", "output", "none", "shell-session")
 
 
 def refresh(text: str, records: Mapping[str, Record]) -> str:
-    """The page with every measured number as its record has it now; those without a record stay."""
+    """Return the page with every measured number updated from its record; numbers without a record stay."""
 
     def right(record: str, title: str, there: str) -> str:
         try:

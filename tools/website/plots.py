@@ -1,8 +1,8 @@
 """Plots of recorded measurements, as SVG that follows the reader's theme and fits a phone.
 
-Each plot is a function from the records to ``Chart``s, data alone; ``drawn`` makes the picture. A picture holds the
-digest of its data, so that one whose records are unchanged is left as it is and needs no matplotlib to be checked. It
-holds the digest of itself as well: one that was edited is not ``intact`` and is drawn anew.
+Each plot is a function from the records to ``Chart``s, which are data only; ``drawn`` renders the image. An image
+contains the digest of its data, so that it is not redrawn while its records are unchanged, and can be checked without
+matplotlib. It also contains its own digest: an edited image is not ``intact`` and is redrawn.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from tools.website.measured import provenance, stale_kernels
 
 __all__ = ["PLOTS", "Chart", "drawn", "intact"]
 
-_INK, _FAINT = "#010203", "#010204"  # stand for the page's own text colour; no series may have them
+_INK, _FAINT = "#010203", "#010204"  # placeholders for the page's text colour; no series may use them
 _COLOURS = ("#2f7fd1", "#d9772b", "#3a9a68", "#8b8f98", "#9a6bc4")  # readable on white and on black
-_WIDTH = 4.9  # inches of 96 pixels: text keeps its size on a wide page and is still legible on a phone
+_WIDTH = 4.9  # inches of 96 pixels: text keeps its size on a wide page and is legible on a phone
 
 
 @dataclass(frozen=True)
 class Chart:
-    """One set of axes. Bars: a label a row, a series a colour. Lines: a label is a place on a logarithmic axis."""
+    """One set of axes. Bars: a row per label, a colour per series. Lines: labels are points on a logarithmic axis."""
 
     kind: str
     title: str
@@ -136,7 +136,7 @@ def _lowering(record: Benchmark) -> list[Chart]:
     charts = []
     for case in ("block-512", "block-1024", "attention-8192-window-512"):
         rows = [row for row in record.measurements if row.case == case]
-        # What the rivals have no window for, they compute whole.
+        # Rivals without support for windows compute full attention.
         dense = " (dense)" if "window" in case else ""
         labels = tuple(
             name if kind == "kernel" else f"{name}{dense}"
@@ -156,11 +156,11 @@ PLOTS: dict[str, Plot] = {
     "docs/plots/fp8-blocks.svg": ("fp8-blocks.nvidia-h200", _fp8),
     "docs/plots/lowering.svg": ("lowering.amd-epyc", _lowering),
 }
-"""Path from the checkout's root to the record's name and the function that makes charts of it."""
+"""Path from the checkout's root -> the record's name and the function that makes its charts."""
 
 
 def drawn(plot: Plot, records: Mapping[str, Record], there: str = "") -> str:
-    """The picture as SVG; ``there`` itself where it is of the same data already."""
+    """Return the image as SVG; return ``there`` unchanged if it has the same data."""
     name, make = plot
     record = records.get(name)
     charts = make(record) if isinstance(record, Benchmark) else []
@@ -168,7 +168,7 @@ def drawn(plot: Plot, records: Mapping[str, Record], there: str = "") -> str:
     if isinstance(record, Benchmark):
         older = stale_kernels(record)
         source = provenance(record).partition(": ")[0] + (f" (since changed: {', '.join(older)})" if older else "")
-    code = code_of(ast.parse(Path(__file__).read_bytes()))  # a comment in this file changes no picture
+    code = code_of(ast.parse(Path(__file__).read_bytes()))  # a comment in this file does not change the image
     data = msgspec.json.encode([source, [asdict(chart) for chart in charts]]) + code.encode()
     digest = hashlib.sha256(data).hexdigest()[:16]
     same = f"<!-- data {digest} -->" in there and intact(there)
@@ -183,7 +183,7 @@ def _signed(svg: str) -> str:
 
 
 def intact(svg: str) -> bool:
-    """Whether a picture is as it was drawn: its last line has the digest of all others.
+    """Return whether an image is unedited: its last line has the digest of all others.
 
     Example:
         >>> intact(_signed("<svg>1</svg>\\n")), intact(_signed("<svg>1</svg>\\n").replace("1", "2"))
@@ -221,7 +221,7 @@ def _draw(name: str, charts: list[Chart], source: str, digest: str) -> str:
         for chart, ax in zip(charts, axes[:, 0], strict=False):
             (_bars if chart.kind == "bars" else _lines)(ax, chart)
         for chart, ax in zip(charts, axes[:, 0], strict=False):
-            # Bars and lines of one quantity are as long in each part of a picture.
+            # All charts of one quantity in an image use the same scale.
             alike = [other for one, other in zip(charts, axes[:, 0], strict=False) if one.axis == chart.axis]
             if chart.kind == "bars":
                 ax.set_xlim(right=max(other.get_xlim()[1] for other in alike))
@@ -288,7 +288,7 @@ def _lines(ax: Any, chart: Chart) -> None:
 
 
 def _finish(svg: str, name: str, charts: list[Chart], source: str, digest: str) -> str:
-    """The picture for any page: the reader's text colour and font, no date, no names that clash, and in words."""
+    """Finish the image: the page's text colour and font, no date, unique ids, and a description."""
     svg = svg[svg.index("<svg ") :]
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
     svg = re.sub(r"<style type=\"text/css\">.*?</style>", "", svg, flags=re.DOTALL)

@@ -1,4 +1,4 @@
-"""The API reference, read from the code: an index, and a page for each module.
+"""Generate the API reference from the code: an index, and a page per module.
 
 Public names with signature, types, fields, docstring, and a link to the source.
 """
@@ -22,7 +22,7 @@ from kernel_pytorch.documentation.declared_fields import declared_fields
 
 __all__ = ["index_page", "module_pages"]
 
-# Module -> the name of its page, the sentence that opens it, and what its examples import besides its names.
+# Module -> the name of its page, its opening sentence, and additional imports of its examples.
 _MODULES = {
     "kernel_pytorch": (
         "kernel_pytorch",
@@ -73,7 +73,7 @@ _SECTION = re.compile(r"^(Args|Returns|Raises|Example):$")
 
 
 def index_page() -> str:
-    """The modules and their public names, each with the first sentence of its docstring and a link to its entry."""
+    """Return the index of modules and public names, each with its docstring's first sentence and a link."""
     lines = [
         "# API",
         "",
@@ -97,7 +97,7 @@ def index_page() -> str:
 
 
 def _anchors(names: list[str]) -> dict[str, str]:
-    """The anchor of each name's heading; of names that differ in case alone, the later ones are counted."""
+    """Return the anchor of each name's heading; names that differ only in case get a number."""
     seen: Counter[str] = Counter()
     anchors = {}
     for name in names:
@@ -108,7 +108,7 @@ def _anchors(names: list[str]) -> dict[str, str]:
 
 
 def _plain(name: str) -> str:
-    """A name as it stands: Markdown takes underscores around a word for emphasis."""
+    """Return a name with underscores escaped, which Markdown would read as emphasis."""
     return name.replace("_", "\\_") if name.startswith("_") else name
 
 
@@ -120,13 +120,13 @@ def _first_sentence(value: Any) -> str:
 
 
 def module_pages() -> dict[str, str]:
-    """The page of each module, by its path in the checkout."""
-    shown: dict[int, tuple[str, str]] = {}  # by the value's id: its page, and the anchor there
+    """Return the page of each module, by its path in the checkout."""
+    shown: dict[int, tuple[str, str]] = {}  # id of the value -> page and anchor
     return {f"docs/api/{page}.md": _module_page(name, shown) for name, (page, _, _) in _MODULES.items()}
 
 
 def _names(module_name: str) -> tuple[list[str], list[str]]:
-    """A module's public names in the order of the page, and those of them that are modules."""
+    """Return a module's public names in the order of the page, and separately those that are modules."""
     module = importlib.import_module(module_name)
     names = sorted(module.__all__, key=lambda name: (name.strip("_").lower(), name))
     modules = [name for name in names if inspect.ismodule(getattr(module, name))]
@@ -157,7 +157,7 @@ def _module_page(module_name: str, shown: dict[int, tuple[str, str]]) -> str:
 
 
 def _source(module_name: str, name: str, value: Any) -> str:
-    """A link to the file that defines a name; the link's title says where in it."""
+    """Return a link to the file that defines a name, with the place in the link's title."""
     known = inspect.unwrap(value) if callable(value) else value
     if inspect.isclass(known) or inspect.isfunction(known):
         path, defined = Path(inspect.getsourcefile(known) or ""), known.__qualname__
@@ -168,7 +168,7 @@ def _source(module_name: str, name: str, value: Any) -> str:
 
 
 def _assigned_in(module_name: str, name: str) -> Path:
-    """The file whose code assigns a constant, from its module along the imports."""
+    """Return the file that assigns a constant, found by following imports from its module."""
     path = Path(importlib.import_module(module_name).__file__ or "")
     for node in ast.walk(ast.parse(path.read_bytes())):
         if isinstance(node, ast.ImportFrom) and name in {alias.asname or alias.name for alias in node.names}:
@@ -213,7 +213,7 @@ def _class(name: str, cls: type) -> list[str]:
 
 
 def _fields(cls: type) -> list[str]:
-    """The fields as a list."""
+    """Return the fields as a Markdown list."""
     return [
         "",
         *(
@@ -225,7 +225,7 @@ def _fields(cls: type) -> list[str]:
 
 
 class _Bare:
-    """Prints an annotation as it stands in the source instead of as a quoted string."""
+    """Prints an annotation as in the source instead of as a quoted string."""
 
     def __init__(self, text: str) -> None:
         self.text = text
@@ -241,7 +241,7 @@ def _signature(name: str, function: Callable[..., Any]) -> list[str]:
         return _Bare(annotation) if isinstance(annotation, str) else annotation
 
     def named(default: Any) -> Any:
-        """A function by its name: its repr holds an address."""
+        """Return a function's name instead of its repr, which contains an address."""
         return _Bare(default.__name__) if inspect.isroutine(default) else default
 
     parameters = [
@@ -259,7 +259,7 @@ def _signature(name: str, function: Callable[..., Any]) -> list[str]:
 
 
 def _one_a_line(parameters: str) -> str:
-    """Break between parameters: at commas outside brackets."""
+    """Insert line breaks between parameters, at commas outside brackets."""
     depth, out = 0, ""
     for character in parameters:
         depth += (character in "([{") - (character in ")]}")
@@ -270,7 +270,7 @@ def _one_a_line(parameters: str) -> str:
 
 
 def _docstring(value: Any) -> list[str]:
-    """A docstring as Markdown: arguments as a list, examples as executed blocks."""
+    """Convert a docstring to Markdown: arguments to a list, examples to executed blocks."""
     text = value.__doc__
     if not text:
         return []
@@ -300,7 +300,7 @@ def _section(name: str, body: str) -> list[str]:
 
 
 def _fenced(lines: list[str]) -> list[str]:
-    """Prose with its indented lines, equations for one, as blocks of text."""
+    """Put indented lines of prose, such as equations, into text blocks."""
     out: list[str] = []
     for inside, found in itertools.groupby(lines, lambda line: line.startswith("    ")):
         group = [line.removeprefix("    ") for line in found]

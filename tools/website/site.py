@@ -1,13 +1,13 @@
-"""The Sphinx extension behind the site: what the pages mean beyond their Markdown.
+"""Sphinx extension of the site: measured numbers, inline SVG, source pages, and navigation.
 
 - A link whose title begins with ``measured:`` becomes a number with its provenance; the page's numbers are checked.
-- Pictures in SVG become part of the page, so that they follow its theme.
-- A link to a file of the checkout leads to a page with its text, highlighted; a title that begins with a name, as
-  ``"attention in ..."``, leads to where that is defined. A link to a folder becomes its text: the site has no such
-  page. A link that shows the name of a page's file shows the page's title.
+- SVG images are inlined, so that they follow the page's theme.
+- A link to a file of the checkout leads to a page with its highlighted text; with a title that begins with a name,
+  such as ``"attention in ..."``, to the definition of that name. A link to a folder becomes plain text, because the
+  site has no page for it. A link whose text is a page's file name shows the page's title.
 - Signatures in the API reference are highlighted as Python.
-- ``<!-- evidence check -->`` becomes the table of all records and how old they are against the code of the build.
-- The navigation is made from ``site_map`` in conf.py; pages that it leaves out fail the build.
+- ``<!-- evidence check -->`` becomes the table of all records with their age relative to the built code.
+- The navigation is generated from ``site_map`` in conf.py; the build fails if a page is missing there.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _AGES = "<!-- evidence check -->"
 
 
 class MeasuredNumber(nodes.inline):  # type: ignore[misc]
-    """A number; ``provenance`` is shown beside it."""
+    """A measured number; ``provenance`` is shown beside it."""
 
 
 def _visit_measured(translator: HTML5Translator, node: MeasuredNumber) -> None:
@@ -51,7 +51,7 @@ def _depart_measured(translator: HTML5Translator, _: MeasuredNumber) -> None:
 
 
 class PagesOfACheckout(SphinxTransform):
-    """Replaces what only a checkout can show by what a site can."""
+    """Replaces links and images that work only in a checkout by their equivalents on the site."""
 
     default_priority = 100  # before Sphinx collects downloads and images
 
@@ -68,7 +68,7 @@ class PagesOfACheckout(SphinxTransform):
             if link.get("refdomain") is None and self.there(link["reftarget"]).is_dir():
                 link.replace_self(nodes.inline("", "", *link.children, classes=["folder"]))
             elif link.get("refdomain") == "doc" and link.astext().endswith(".md"):
-                link["refexplicit"] = False  # MyST then takes the title of what it leads to
+                link["refexplicit"] = False  # MyST then uses the title of the target
                 link[0].clear()
         if self.env.docname.startswith("docs/api/"):
             for block in self.document.findall(nodes.literal_block):
@@ -96,7 +96,7 @@ class PagesOfACheckout(SphinxTransform):
             _LOG.warning("%s", error, location=link)
             return
         record = records[path.stem]
-        assert isinstance(record, Benchmark)  # resolve knows no other
+        assert isinstance(record, Benchmark)  # resolve supports no other kind
         heading = f"{path.stem.partition('.')[0]} on {record.device.name}"
         target = addnodes.pending_xref(
             "",
@@ -116,7 +116,7 @@ def _records(root: Any) -> dict[str, Any]:
 
 
 def _inlined(svg: str, alt: str) -> str:
-    """A picture as part of a page: the page's own styles, and the alternative text as its name."""
+    """Return an SVG for inlining: without its own styles, and with the alternative text as its label."""
     svg = re.sub(r"<style>.*?</style>|<title>.*?</title>|<!--.*?-->", "", svg, flags=re.DOTALL)
     return svg.replace("<svg ", f'<svg aria-label="{html.escape(alt)}" ', 1)
 
@@ -134,7 +134,7 @@ def _on_source(app: Sphinx, docname: str, source: list[str]) -> None:
 
 
 def _navigation(app: Sphinx, docname: str) -> dict[str, list[str]]:
-    """The tables of contents that a page carries: the site's on the first page, a backend's on its overview."""
+    """Return the tables of contents of a page: the site's for the first page, a backend's for its overview."""
     known = sorted(app.env.found_docs)
     if docname == app.config.root_doc:
         return {
@@ -162,11 +162,11 @@ def _match(docname: str, pattern: str) -> bool:
 
 def _on_read(app: Sphinx, _: nodes.document) -> None:
     if app.env.docname in app.config.wide_pages:
-        app.env.metadata[app.env.docname]["hide-toc"] = ""  # furo asks for it
+        app.env.metadata[app.env.docname]["hide-toc"] = ""  # the name that the furo theme reads
 
 
 def _text_files(app: Sphinx) -> Iterator[tuple[str, dict[str, Any], str]]:
-    """A page for each file that a link leads to."""
+    """Yield a page for each linked file."""
     linked = {
         link["text_file"]
         for docname in app.env.found_docs

@@ -1,4 +1,4 @@
-"""The support table as Markdown: by kernel, and by op."""
+"""Render the support table as Markdown: by kernel, and by op."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ __all__ = ["matrix_markdown", "support_markdown"]
 
 
 def support_markdown(shown: tuple[Backend, ...] | None = None) -> str:
-    """The table as the documentation shows it: one row per op and kernel, one column per backend."""
+    """Return the full table: one row per op and kernel, one column per backend."""
     table = support_table(shown)
     columns = list(dict.fromkeys(row.backend for row in table))
     cells = {(row.op, row.kernel, row.backend): row for row in table}
@@ -25,7 +25,7 @@ def support_markdown(shown: tuple[Backend, ...] | None = None) -> str:
 
 
 def matrix_markdown(shown: tuple[Backend, ...] | None = None) -> str:
-    """One row per op, one column per backend: the best that is known of any kernel, and of which."""
+    """Return the table by op: one column per backend, with the best test status of any kernel and its name."""
     table = support_table(shown)
     columns = list(dict.fromkeys(row.backend for row in table))
     lines = ["| Op | " + " | ".join(columns) + " |", "|---" * (len(columns) + 1) + "|"]

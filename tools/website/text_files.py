@@ -1,4 +1,4 @@
-"""Source code and records as pages of the site: highlighted, with a place for each line and each name."""
+"""Render source code and records as pages of the site: highlighted, with an anchor for each line and each name."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _LARGEST = 400_000  # bytes; larger files stay downloads
 
 
 def is_text(path: Path) -> bool:
-    """Whether a file has a page on the site."""
+    """Return whether a file has a page on the site."""
     if not path.is_file() or path.stat().st_size > _LARGEST:
         return False
     try:
@@ -28,12 +28,12 @@ def is_text(path: Path) -> bool:
 
 
 def page_of(inside: str) -> str:
-    """The name of the page for a file, given its path in the checkout."""
+    """Return the name of the page for a file, given its path in the checkout."""
     return f"files/{inside}"
 
 
 def is_signature(text: str) -> bool:
-    """Whether a block of text is the signature of a function.
+    """Return whether a block of text is the signature of a function.
 
     Example:
         >>> is_signature("f(x: int = 1) -> str"), is_signature("g(\\n    x,\\n)"), is_signature("a (b")
@@ -48,7 +48,7 @@ def is_signature(text: str) -> bool:
 
 
 def text_page(inside: str, path: Path) -> str:
-    """The body of the page: the path, and the lines with anchors as ``L1``, and one for each name."""
+    """Return the body of the page: the path, and the lines with anchors such as ``L1``, and one for each name."""
     text = path.read_text(encoding="utf-8")
     try:
         lexer = get_lexer_for_filename(path.name, stripnl=False, ensurenl=False)
@@ -66,7 +66,7 @@ def text_page(inside: str, path: Path) -> str:
 
 
 def _definitions(text: str) -> dict[int, list[str]]:
-    """The names that a module defines, by line: of classes, functions, methods and constants."""
+    """Return the names of classes, functions, methods and constants that a module defines, by line."""
     found: dict[int, list[str]] = {}
 
     def visit(nodes: list[ast.stmt], before: str) -> None:
@@ -82,6 +82,6 @@ def _definitions(text: str) -> dict[int, list[str]]:
 
     visit(ast.parse(text).body, "")
     seen: set[str] = set()
-    for names in found.values():  # an overload has the name of the function that it is of
+    for names in found.values():  # an overload has the same name as its function
         names[:] = [name for name in names if name not in seen and not seen.add(name)]  # type: ignore[func-returns-value]
     return found

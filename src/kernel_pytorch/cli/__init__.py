@@ -1,4 +1,4 @@
-"""The ``kernel-pytorch`` command: ``commands`` declares the options, one module per command does the work."""
+"""The ``kernel-pytorch`` command: ``commands`` declares the options, and one module per command implements it."""
 
 from kernel_pytorch.cli.commands import main
 

@@ -14,7 +14,7 @@ import typer
 
 
 def _examples(*commands: str) -> str:
-    """An epilogue with each command on a line of its own; Typer keeps the lines that an empty one parts."""
+    """Return an epilogue with one command per line; Typer keeps line breaks only at empty lines."""
     return "\n\n".join(
         ["Examples:" if len(commands) > 1 else "Example:", *(f"[bold]{one}[/bold]" for one in commands)]
     )

@@ -72,7 +72,7 @@ def from_hugging_face(
 def _example(
     model: Any, folder: Path, batch: int, length: int, labels: bool, generator: torch.Generator
 ) -> dict[str, torch.Tensor]:
-    """Random arguments of one call."""
+    """Return random arguments of one call."""
     config, name = model.config, model.main_input_name
     shape = _shape(config, name, batch, length)
     vocabulary: int = getattr(config, "vocab_size", None) or 0
@@ -90,7 +90,7 @@ def _example(
         example = {name: tokens(*shape, below=vocabulary)}
     else:
         example = {name: torch.randn(*shape, generator=generator).to(model.device, model.dtype)}
-    labels = labels and "labels" in inspect.signature(model.forward).parameters  # the mean square of outputs if not
+    labels = labels and "labels" in inspect.signature(model.forward).parameters  # else the mean square of outputs
     if not labels:
         more = {"decoder_input_ids": tokens(batch, length, below=vocabulary)} if config.is_encoder_decoder else {}
         return {**example, **more}
@@ -103,7 +103,7 @@ def _example(
 
 
 def _shape(config: Any, name: str, batch: int, length: int) -> tuple[int, ...] | None:
-    """The shape of a model's main input, or None where its config does not say."""
+    """Return the shape of a model's main input, or None if its config does not define it."""
     if name == "input_ids":
         return batch, length
     if name == "pixel_values" and isinstance(getattr(config, "image_size", None), int):

@@ -54,7 +54,7 @@ def generate(
         check_writable("session", session, "chat.session")
     notes = Console(stderr=True)
     started = time.perf_counter()
-    # Keeps the terminal while the standard error goes through a filter.
+    # Keeps writing to the terminal while stderr goes through a filter.
     shown = Console(file=os.fdopen(os.dup(2), "w")) if notes.is_terminal else notes
     with shown.status("loading ExecuTorch") as status:
         from kernel_pytorch.lowering.quiet import quiet_libraries, quiet_native
@@ -65,7 +65,7 @@ def generate(
             how = Sampling(*sampling)
             generator = TextGenerator.from_pretrained(folder, **program, tell=_steps(status.update))
     _note(notes, f"ready after {time.perf_counter() - started:.1f} s: {_sizes(generator)}")
-    saved: Any = generator.chat() if chat else generator  # what a session is of
+    saved: Any = generator.chat() if chat else generator  # the object whose session is saved
     if session is not None and session.exists():
         saved.load_session(session)
 
@@ -87,7 +87,7 @@ def generate(
 
 
 def _converse(conversation: Any, answer: Callable[[str], None], note: Callable[[str], None]) -> None:
-    """Answer what is typed until the input ends; what stops one answer does not end the conversation."""
+    """Answer each line of input until it ends; an error or interrupt ends one answer, not the conversation."""
     while True:
         try:
             said = input("> " if sys.stdin.isatty() else "").strip()
@@ -106,7 +106,7 @@ def _converse(conversation: Any, answer: Callable[[str], None], note: Callable[[
                 answer(said)
             except KeyboardInterrupt:
                 note("\nstopped")
-            except ValueError as error:  # such as a context that is full
+            except ValueError as error:  # such as a full context
                 note(f"{error}; /rewind and /reset make room")
 
 

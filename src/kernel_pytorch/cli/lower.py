@@ -33,7 +33,7 @@ def lower(source: str, out: Path, backend: str, recipe: str | None, *, debug: bo
     with console.status("exporting the model") as status, quiet_libraries(not debug), quiet_native():
         from kernel_pytorch.lowering.entry import lower as lower_model
 
-        runtime: Any = "aoti" if out.suffix == ".pt2" else "executorch"  # each loads files of its own name alone
+        runtime: Any = "aoti" if out.suffix == ".pt2" else "executorch"  # each only loads files of its own name
         program: Any = lower_model(
             model, inputs, backend=backend, runtime=runtime, recipe=recipe, tell=status.update
         )

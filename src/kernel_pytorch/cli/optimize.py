@@ -22,7 +22,7 @@ _UNITS = {None: 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
 
 
 class _TimeLeft(ProgressColumn):
-    """The time left, which goes on while one combination is tried."""
+    """Column with the time left, which counts down while a combination is tried."""
 
     def render(self, task: Task) -> Text:
         end = task.fields["end"]
@@ -69,7 +69,7 @@ def optimize(
     budget_db: float | None,
     resume: bool,
 ) -> float:
-    """Optimise the model; return its least speed-up over eager and over torch.compile, noise allowed for."""
+    """Optimise the model; return its minimum speed-up over eager and over torch.compile, plus the noise."""
     from kernel_pytorch.optimization import Progress as Step
     from kernel_pytorch.optimization import optimize as optimize_model
 

@@ -72,7 +72,7 @@ class Chunks:
     def peak_bytes(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, held: bool = True) -> int:
         """Return the peak memory on q's device in forward and backward, including the tensors of the call.
 
-        Linear in the length, for a length of several chunks. ``held``: whether the caller keeps offloaded k and v on
+        Linear in the length, if there are several chunks. ``held``: whether the caller keeps offloaded k and v on
         the device too.
         """
         batch, heads, length, dim = q.shape

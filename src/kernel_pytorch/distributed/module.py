@@ -64,7 +64,7 @@ class _Pass:
 
 
 class _Local(threading.local):
-    """Thread-local state: autograd recomputes modules of a GPU in a thread of its own."""
+    """Thread-local state, because autograd recomputes modules on a GPU in a separate thread."""
 
     current: _Pass | None = None
     inside: bool = False

@@ -1,7 +1,7 @@
-"""Long sequences through a whole model: token-local work in chunks of tokens, layers recomputed in the backward.
+"""Train on long sequences: token-local computation in chunks of tokens, with layers recomputed in the backward.
 
-``kp.attention`` needs memory that is linear in the tokens. What else a transformer does is local to each token, so it
-runs chunk by chunk: what a chunk makes on the way exists for one chunk at a time, forward and backward.
+``kp.attention`` needs memory that is linear in the tokens. All other parts of a transformer are local to each token
+and run chunk by chunk, so that intermediate results exist for one chunk at a time, forward and backward.
 
 Shapes: N tokens, C in a chunk, H query heads, G key heads, D head dimension.
 """
@@ -22,7 +22,7 @@ from kernel_pytorch.ops.attention import attention
 
 __all__ = ["chunked_layer", "tokenwise"]
 
-_THREAD = threading.local()  # has ``recomputing`` while a layer is being run again for its backward
+_THREAD = threading.local()  # ``recomputing`` is set while a layer is recomputed in its backward
 
 
 def tokenwise(
@@ -33,18 +33,18 @@ def tokenwise(
 ) -> Any:
     """Compute ``function(first, *inputs)`` ``chunk`` tokens at a time, forward and backward.
 
-    Only the inputs are kept for the backward, which computes each chunk again. Gradients of parameters are added to
-    their ``.grad`` chunk by chunk, in the parameters' own dtype, so ``torch.autograd.grad`` and DDP do not see them.
+    Only the inputs are saved for the backward, which recomputes each chunk. Gradients of parameters are accumulated
+    into their ``.grad`` chunk by chunk, in the parameters' dtype, so ``torch.autograd.grad`` and DDP do not see them.
 
     Args:
         function: takes the position of the chunk's first token and the chunks of the inputs, and returns a tensor or
-            several, each with its tokens in the dimension before the last. It must treat each token alone and draw
-            no random numbers.
+            several, each with its tokens in the dimension before the last. It must compute each token independently
+            and draw no random numbers.
         inputs: (..., N, channels) each; the tokens are the dimension before the last.
-        chunk: tokens in a chunk.
-        parameters: what ``function`` uses and a gradient is wanted for.
+        chunk: number of tokens in a chunk.
+        parameters: the parameters of ``function`` that need gradients.
 
-    Returns: What ``function`` returns, for all tokens.
+    Returns: The results of ``function`` for all tokens.
 
     Example:
         >>> import torch, kernel_pytorch as kp
@@ -79,20 +79,20 @@ def chunked_layer(
     chunk: int,
     parameters: Sequence[torch.nn.Parameter] = (),
 ) -> torch.Tensor:
-    """Run a transformer layer over a long sequence and keep nothing but ``x`` for its backward.
+    """Run a transformer layer over a long sequence, saving only ``x`` for its backward.
 
-    ``project`` and ``finish`` run ``tokenwise``; between them ``kp.attention`` takes one key head with its query
-    heads at a time, so that what a kernel makes besides its output exists for one of them only. The backward runs the
-    layer again, without its last step.
+    ``project`` and ``finish`` run ``tokenwise``. Between them, ``kp.attention`` computes one key head with its query
+    heads at a time, so that a kernel's temporary tensors exist for one group of heads only. The backward recomputes
+    the layer, except its last step.
 
     Args:
         x: (N, channels).
-        mask: what the layer's tokens attend to.
+        mask: the attention mask of the layer.
         project: takes the position of the first token and a chunk of x; returns q (1, H, C, D), k and v (1, G, C, D).
         finish: takes the position, the chunk of x and its attended heads (1, H, C, D); returns the layer's output
-            for the chunk, residual included.
-        chunk: tokens in a chunk.
-        parameters: those of the layer.
+            for the chunk, including the residual.
+        chunk: number of tokens in a chunk.
+        parameters: the layer's parameters.
 
     Example:
         >>> import torch, kernel_pytorch as kp
@@ -135,7 +135,7 @@ def _layer(
         attended = attention(q, k, v, mask)
         assert isinstance(attended, torch.Tensor)
         heads.append(attended)
-    del qkv, q, k, v  # not needed until the backward makes them again
+    del qkv, q, k, v  # free them; the backward recomputes them
     out: torch.Tensor = _Tokenwise.apply(end, chunk, True, 1 + len(heads), x_NE, *heads, *parameters)  # type: ignore[no-untyped-call]
     return out
 
@@ -150,7 +150,7 @@ def _recomputing() -> Iterator[None]:
 
 
 def _contexts() -> tuple[contextlib.AbstractContextManager[None], contextlib.AbstractContextManager[None]]:
-    """Around a layer's first run, and around its second."""
+    """Return the context of a layer's forward and that of its recomputation."""
     return contextlib.nullcontext(), _recomputing()
 
 
@@ -165,7 +165,7 @@ class _Tokenwise(torch.autograd.Function):
         ctx.autocast = device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
         ctx.save_for_backward(*inputs)
         if ends_layer and getattr(_THREAD, "recomputing", False):
-            # Nobody reads the output of a layer that is run again, only what it saves on the way.
+            # The output of a recomputed layer is not used, only the tensors that it saves.
             return torch.empty_like(inputs[0])
         wholes: tuple[torch.Tensor, ...] = ()
         single = False
@@ -184,7 +184,7 @@ class _Tokenwise(torch.autograd.Function):
                     raise ValueError(
                         f"function returns shapes {shapes} for {size} tokens: it treats each token alone"
                     )
-                # Written in place: to concatenate the chunks at the end would hold everything twice.
+                # Written in place, because concatenating the chunks would need twice the memory.
                 wholes = tuple(y.new_empty(*y.shape[:-2], tokens, y.shape[-1]) for y in parts)
             for whole, part in zip(wholes, parts, strict=True):
                 whole.narrow(-2, first, size).copy_(part)
@@ -205,7 +205,7 @@ class _Tokenwise(torch.autograd.Function):
             pairs = [
                 (y, dy.narrow(-2, first, size)) for y, dy in zip(outputs, gradients, strict=True) if y.requires_grad
             ]
-            # Adds to the .grad of the parameters on the way: there is no other copy of their gradients.
+            # Also accumulates into the .grad of the parameters, so that there is no other copy of their gradients.
             if pairs:
                 torch.autograd.backward([y for y, _ in pairs], [dy for _, dy in pairs])
             for whole, part in zip(found, parts, strict=True):

@@ -56,7 +56,7 @@ _SHARED = {
     "tutorials/tutorials": "tutorials/{shared}-tutorials.md",
     "guides/guides": "guides/{shared}-guides.md",
 }
-"""Pages that several backends of one kind share, in a folder next to theirs."""
+"""Pages that several backends of one kind share, in a folder next to their own."""
 NOTES = (
     "Overview",
     "Features",
@@ -123,7 +123,7 @@ def _is_shared(template: str) -> bool:
 
 
 def _places(name: str, shared: str) -> dict[str, str]:
-    """Where the overview finds each page."""
+    """Return the link from the overview to each page."""
     places = {template: path.format(name=name) for template, path in PAGE_SET.items()}
     if shared:
         places |= {template: f"../{shared}/{path.format(shared=shared)}" for template, path in _SHARED.items()}
@@ -190,7 +190,7 @@ def _own(record: Backend) -> bool:
 
 
 def _packages(record: Backend) -> bool:
-    """Whether ``kp.lower`` makes a package for AOTInductor of the backend rather than a ``.pte``."""
+    """Return whether ``kp.lower`` makes an AOTInductor package for the backend instead of a ``.pte``."""
     return _own(record) and record.lowering is None
 
 
@@ -256,7 +256,7 @@ def _facts(record: Backend) -> dict[str, Any]:
 
 
 def _shown(record: Backend) -> str:
-    """The backend's name as its vendor writes it: as its title begins, else in capitals where it is short."""
+    """Return the backend's name in the vendor's spelling: the start of its title, or upper case if it is short."""
     first = record.title.partition(" ")[0]
     if first.lower() == record.name:
         return first
@@ -384,7 +384,7 @@ def _how_known(record: Backend) -> str:
 
 
 def measured_rows(record: Backend) -> Iterator[list[str]]:
-    """What the benchmarks of a backend's hardware found: record, device, cases, range of the speed-up, when."""
+    """Yield a row per benchmark of a backend's hardware: record, device, cases, range of the speed-up, date."""
     now = {(kernel.op, kernel.name): kernel.source_digest for kernel in record.kernels}
     for path in sorted(record.evidence.glob("*.json")) if record.evidence is not None else ():
         found = read_record(path)

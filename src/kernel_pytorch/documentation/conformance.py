@@ -173,10 +173,10 @@ class _Check:
         self.tables = sorted(one for one in folder.rglob("*.csv") if one.is_file()) if self.only is None else []
         self.result.backend = self._name()
         around = (folder, *folder.parents)
-        # Whether this is a copy of the folder without the rest of its documentation.
+        # Whether this is a copy of the folder without the rest of the documentation.
         self.alone = not any((above / sign).exists() for above in around for sign in ("conf.py", ".git"))
         self.generated = _generated_folders(around)
-        # The documentation's root where the rest of its repository is not here.
+        # The documentation's root if the rest of its repository is missing.
         roots = (above for above in around if (above / "conf.py").is_file())
         cloned = any((above / ".git").exists() for above in around)
         self.root = None if cloned else next(roots, None)
@@ -257,7 +257,7 @@ class _Check:
             self._say("warning", shown, 0, "template-name", "has the template's name: put your backend's in front")
 
     def _is_shared(self, role: Role) -> bool:
-        """Whether the overview links to a page of this role in a folder beside this one, which others share."""
+        """Return whether the overview links to a page of this role in a sibling folder, which backends share."""
         overview = self.folder / f"{self.result.backend}-overview"
         page = self.pages.get(overview.with_suffix(".md")) or self.pages.get(overview.with_suffix(".rst"))
         for link in page.links if page is not None else ():
@@ -266,7 +266,7 @@ class _Check:
             if beside and target.is_file() and (target.name == role.name or target.stem.endswith(f"-{role.name}")):
                 return True
             if beside and role.name.endswith(".csv") and (target.parent / role.name).is_file():
-                return True  # beside the page of operators that the overview links to
+                return True  # next to the page of operators that the overview links to
         return False
 
     def _as_section(self, role: Role) -> bool:
@@ -276,7 +276,7 @@ class _Check:
         (page,) = self.pages.values()
         words = _OPERATORS if role.name.startswith("op-support") else role.words
         return any(
-            1 < section.level <= 3  # "Error 1 (Internal)", five levels down, is no page's worth of internals
+            1 < section.level <= 3  # deeper headings, such as "Error 1 (Internal)", do not count
             and page.under(section)
             and any(word in section.title.lower() for word in words)
             for section in page.sections
@@ -291,12 +291,12 @@ class _Check:
         for word in role.words:
             for path in self.pages:
                 name = path.relative_to(self.folder).as_posix()
-                inside = not role.folder and "/" in name  # a page of a tutorial is no page of the set
+                inside = not role.folder and "/" in name  # a page inside a tutorial is not a page of the set
                 if word in path.stem.lower().replace("_", "-") and name not in taken and not inside:
                     return path
-        if role.folder:  # ExecuTorch's Ethos-U has tutorials/ethos-u-getting-started.md alone
+        if role.folder:  # ExecuTorch's Ethos-U only has tutorials/ethos-u-getting-started.md
             return next((path for path in self.pages if path.parent == self.folder / role.folder), None)
-        if role.name == "overview":  # any page with a part of its sections
+        if role.name == "overview":  # any page with some of its sections
             for path, page in self.pages.items():
                 titles = {section.title for section in page.sections}
                 if len(titles & set(SECTIONS)) >= 2 and path.parent == self.folder:

@@ -238,7 +238,7 @@ def _toctree(page: Page, body: str, line: int, glob: bool) -> None:
 
 
 def _target(text: str) -> str:
-    """The page in ``Title <page>`` or in ``page``."""
+    """Return the page in ``Title <page>`` or in ``page``."""
     found = re.search(r"<([^>]+)>\s*$", text)
     return (found[1] if found else text).strip()
 
@@ -323,7 +323,7 @@ def is_signature(code: str) -> bool:
         >>> is_signature("quantizer.run(x)"), is_signature("for x in y")
         (False, False)
     """
-    # A signature starts at the margin and may go on in lines that are indented or close a bracket.
+    # A signature starts at the margin; continuation lines are indented or close a bracket.
     found = [
         _SIGNATURE.fullmatch(one.strip()) for one in re.split(r"\n(?=[A-Za-z_@])", code.strip()) if one.strip()
     ]

@@ -1,6 +1,7 @@
 """KernelPyTorch as an out-of-tree ExecuTorch backend: lower a model to a ``.pte``, and run it.
 
-Names are imported when they are first used: ExecuTorch takes seconds, and what runs payloads without it needs none.
+Names are imported on first use, because importing ExecuTorch takes seconds and running a payload directly does not
+need it.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ def __getattr__(name: str) -> object:
 
 
 def imported(module: str, name: str) -> object:
-    """Return a name of a module of this package; raise ImportError with what to install where a library is missing.
+    """Return a name of a module of this package; raise ImportError with what to install if a library is missing.
 
     Example:
         >>> imported("sampling", "Sampling").__name__

@@ -1,4 +1,4 @@
-"""The ahead-of-time half of the ExecuTorch backend: a delegated graph becomes a payload."""
+"""Ahead-of-time part of the ExecuTorch backend: convert a delegated graph to a payload."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ _CACHES = "kernel_pytorch_caches"
 
 
 _LEAST_SHARED = 4096
-"""Smaller constants, in bytes, are repeated in each method."""
+"""Constants below this size, in bytes, are stored in each method instead of once."""
 
 
 @dataclass(frozen=True)
 class Bounds:
-    """The smallest and the largest size of a dynamic dimension."""
+    """Minimum and maximum size of a dynamic dimension."""
 
     lower: int
     upper: Any
 
 
 def lowest_sizes(program: ExportedProgram) -> CompileSpec:
-    """A compile spec with the lower bounds of an exported program's dynamic dimensions.
+    """Return a compile spec with the lower bounds of an exported program's dynamic dimensions.
 
     ExecuTorch raises bounds of 0 and 1 to 2 while it decomposes a program, though torch.export admits size 1.
     """
@@ -50,7 +50,7 @@ def lowest_sizes(program: ExportedProgram) -> CompileSpec:
 def build_payload(
     program: ExportedProgram, outside: Outside | None = None, compile_specs: Sequence[CompileSpec] = ()
 ) -> Payload:
-    """The payload of a graph whose every node has a rule; large constants go to ``outside`` where it is given."""
+    """Return the payload of a graph in which every node has a rule; large constants go to ``outside`` if given."""
     constants = Constants(program)
     ranges: dict[Any, Any] = dict(program.range_constraints)
     for spec in compile_specs:
@@ -68,14 +68,14 @@ def build_payload(
         elif node.op == "output":
             outputs = [(source.name, emitter.view(source)) for source in node.args[0]]
         elif isinstance(node.meta.get("val"), (int, torch.SymInt)):
-            pass  # a size: wherever it is used, it is the expression of symbols that torch knows
+            pass  # a size: its users read the symbolic expression that torch has for it
         elif constants.of(node) is None:
             emit_node(emitter, node)
     return emitter.finish(outputs)
 
 
 class KernelPyTorchBackend(BackendDetails):  # type: ignore[misc]
-    """Named in the ``.pte``; the C++ library registers itself under the same name."""
+    """The delegate's name in the ``.pte``; the C++ library registers itself under the same name."""
 
     @staticmethod
     def preprocess(edge_program: ExportedProgram, compile_specs: list[CompileSpec]) -> PreprocessResult:
@@ -85,7 +85,7 @@ class KernelPyTorchBackend(BackendDetails):  # type: ignore[misc]
     def preprocess_multimethod(
         cls, edge_programs: dict[str, list[ExportedProgram]], compile_specs: dict[str, list[list[CompileSpec]]]
     ) -> dict[str, list[PreprocessResult]]:
-        """Constants that several methods use are in the program once."""
+        """Build the payload of each method; constants shared by several methods are stored once."""
         least = _LEAST_SHARED if len(edge_programs) > 1 else LEAST_BYTES
         return {
             method: [

@@ -1,8 +1,8 @@
-"""Finds or builds the C++ runtime for the installed ExecuTorch.
+"""Find or build the C++ runtime for the installed ExecuTorch.
 
-A platform wheel brings one, which is used where it was built against the installed ExecuTorch. Otherwise it is built
-once for each version of both, and kept in the user's cache. That needs a C++17 compiler; CMake and Ninja come with
-the extra ``lowering``.
+A platform wheel contains one, which is used if it was built against the installed ExecuTorch. Otherwise the runtime
+is built once for each version of this package and of ExecuTorch, and cached for the user. Building needs a C++17
+compiler; CMake and Ninja come with the extra ``lowering``.
 """
 
 from __future__ import annotations
@@ -45,22 +45,22 @@ __all__ = [
 
 SOURCES = Path(__file__).parent / "native"
 BUNDLED = Path(__file__).parents[1] / "_runtime"
-"""The runtime that a platform wheel brings, with ``runtime.json``, which says what it was built against."""
+"""The runtime in a platform wheel, with ``runtime.json``, which names what it was built against."""
 _ELSEWHERE = "name another folder in KERNEL_PYTORCH_RUNTIME"
 _INSTALL = "pip install 'kernel-pytorch[lowering]'"
 
 
 class BuildError(RuntimeError):
-    """The runtime could not be built; the message says what is missing."""
+    """The C++ runtime cannot be built; the message names what is missing."""
 
 
 @dataclass(frozen=True)
 class Runtime:
-    """Where a built runtime is."""
+    """Paths of a built runtime."""
 
     prefix: Path
     name: str = "kernel_pytorch"
-    """What its CMake project calls it: the library is ``NAME_backend``, the runner ``NAME_runner``."""
+    """Name in the CMake project: the library is ``NAME_backend``, the runner ``NAME_runner``."""
 
     @property
     def library(self) -> Path:
@@ -77,7 +77,7 @@ class Runtime:
 
 
 def executorch_root() -> Path:
-    """The folder of the installed ExecuTorch wheel."""
+    """Return the folder of the installed ExecuTorch wheel."""
     try:
         files = importlib.metadata.distribution("executorch")
     except importlib.metadata.PackageNotFoundError:
@@ -97,7 +97,7 @@ def _tokenizers() -> str:
 
 
 def sources_digest(sources: Path = SOURCES) -> str:
-    """The SHA-256 of the runtime's source files and their names."""
+    """Return the SHA-256 of the runtime's source files and their names."""
     digest = hashlib.sha256()
     for source in sorted(sources.rglob("*")):
         if source.is_file():
@@ -106,7 +106,7 @@ def sources_digest(sources: Path = SOURCES) -> str:
 
 
 def bundle_refusal() -> str | None:
-    """Why the runtime of the wheel is not used, or None; its C++ interface is that of one version of ExecuTorch."""
+    """Return why the wheel's runtime is not used, or None; its ABI matches one version of ExecuTorch only."""
     record = BUNDLED / "runtime.json"
     if not record.is_file():
         return "this installation brings no runtime"
@@ -124,7 +124,7 @@ def bundle_refusal() -> str | None:
 
 @cache
 def runtime_prefix(sources: Path = SOURCES) -> Path:
-    """The folder for the runtime that belongs to these sources, this ExecuTorch and this machine."""
+    """Return the cache folder of the runtime for these sources, this ExecuTorch and this machine."""
     installed = executorch_root()
     if sources == SOURCES and not _tokenizers() and bundle_refusal() is None:
         return BUNDLED
@@ -143,13 +143,13 @@ def build(
     tell: Callable[[str], None] = lambda text: None,
     jobs: int | None = None,
 ) -> Runtime:
-    """The runtime, built now if it is not there yet. Processes that build the same one wait for the first.
+    """Return the runtime; build it if it is not cached. Concurrent builds of the same runtime wait for the first.
 
     Args:
-        sources: the folder with the runtime's ``CMakeLists.txt``; ours when left out.
-        name: what that project calls itself, as in ``libNAME_backend``.
-        tell: gets a line for each step, because the first build takes about half a minute.
-        jobs: compilers at once; as many as there are processors when left out.
+        sources: the folder with the runtime's ``CMakeLists.txt``; by default, this package's.
+        name: the project's name, as in ``libNAME_backend``.
+        tell: called with a line for each step, because the first build takes about half a minute.
+        jobs: number of parallel compiler processes; by default, the number of processors.
     """
     ready = Runtime(runtime_prefix(sources), name)
     if ready.present:
@@ -159,7 +159,7 @@ def build(
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with _alone(ready.prefix, tell):
-            if not ready.present:  # another process may have built it meanwhile
+            if not ready.present:  # another process may have built it in the meantime
                 _build(ready, sources, tell, jobs)
     except OSError as error:
         raise _no_room(folder, error) from error
@@ -168,7 +168,7 @@ def build(
 
 
 def _build(ready: Runtime, sources: Path, tell: Callable[[str], None], jobs: int | None) -> None:
-    # Built beside its place and moved there whole: another process sees all of it or nothing.
+    # Build in a sibling folder and rename it, so that other processes never see an incomplete runtime.
     prefix = f"building-{ready.prefix.name}-"
     with tempfile.TemporaryDirectory(dir=ready.prefix.parent, prefix=prefix) as folder:
         installed = Path(folder) / "installed"
@@ -179,7 +179,7 @@ def _build(ready: Runtime, sources: Path, tell: Callable[[str], None], jobs: int
         try:
             installed.rename(ready.prefix)
         except OSError:
-            if not ready.present:  # without locks another process may have been first: its build is as good
+            if not ready.present:  # without locks, another process may have finished first: use its build
                 raise
 
 
@@ -196,7 +196,7 @@ def configure_and_install(
     """Build the CMake project in ``made`` and install it into ``installed``.
 
     Args:
-        executorch: the folder of the ExecuTorch wheel to link; the installed one when left out.
+        executorch: the folder of the ExecuTorch wheel to link; by default, the installed one.
         definitions: further ``-D`` arguments.
     """
     tell("configuring the runtime")
@@ -219,7 +219,7 @@ def configure_and_install(
 
 @contextlib.contextmanager
 def _alone(prefix: Path, tell: Callable[[str], None]) -> Iterator[None]:
-    """Hold the lock of a runtime, and remove what a killed builder left; without locks, go on."""
+    """Hold the lock of a runtime, and remove files left by a killed build; continue without file locks."""
     with prefix.with_name(f"{prefix.name}.lock").open("wb") as file:
         try:
             if fcntl is None:
@@ -228,7 +228,7 @@ def _alone(prefix: Path, tell: Callable[[str], None]) -> Iterator[None]:
         except BlockingIOError:
             tell("another process builds the runtime: waiting for it")
             fcntl.flock(file, fcntl.LOCK_EX)
-        except OSError:  # some network file systems have none; renaming keeps builders apart too
+        except OSError:  # some network file systems have no locks; the rename at the end is atomic anyway
             yield
             return
         for left in prefix.parent.glob(f"building-{prefix.name}-*"):
@@ -237,7 +237,7 @@ def _alone(prefix: Path, tell: Callable[[str], None]) -> Iterator[None]:
 
 
 def check_tools(sources: Path = SOURCES) -> None:
-    """Raise where CMake, Ninja or a C++ compiler is missing, with what to install."""
+    """Raise an error with what to install if CMake, Ninja or a C++ compiler is missing."""
     brought = bundle_refusal() if sources == SOURCES and BUNDLED.is_dir() else None
     try:
         _tool("cmake"), _tool("ninja")
@@ -266,7 +266,7 @@ def _tool(name: str) -> str:
 
 
 def _of_package(name: str) -> str | None:
-    """The program that the Python package of this name brings; the system's CMake can be too old for ExecuTorch."""
+    """Return the program of the Python package of this name; the system's CMake can be too old for ExecuTorch."""
     try:
         files = importlib.metadata.files(name) or ()
     except importlib.metadata.PackageNotFoundError:

@@ -31,12 +31,12 @@ __all__ = ["TextProgram", "cached_program", "content_digest", "load_cached", "lo
 _VERSIONS = ("torch", "executorch", "torchao", "transformers")
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "int8": torch.int8}
 _LONGEST_CONTEXT = 4096
-_SECONDS = 10  # of sound, where a model takes samples: shorter sound is followed by silence
+_SECONDS = 10  # of audio, for models that take samples; shorter audio is padded with silence
 
 
 @dataclass(frozen=True)
 class TextProgram:
-    """How a checkpoint is lowered.
+    """Options for lowering a checkpoint.
 
     Example:
         >>> TextProgram(recipe="int8-weight", window=1024, sinks=4).cache_dtype
@@ -46,16 +46,16 @@ class TextProgram:
     recipe: str | None = None
     """Quantization, such as ``"int4-weight"``; None for float32."""
     window: int | None = None
-    """Attend to this many tokens back, in memory of constant size. None attends to the whole context."""
+    """Number of previous tokens to attend to, in constant memory; None attends to the whole context."""
     sinks: int = 0
-    """The first tokens that every token attends to, beside the window."""
+    """Number of initial tokens that every token attends to, in addition to the window."""
     chunk: int = 128
-    """The most tokens of one call: longer prompts are passed in chunks."""
+    """Maximum number of tokens per call; longer prompts are passed in chunks."""
     cache_dtype: str = "float32"
     """``"float32"``, ``"float16"`` or ``"int8"``."""
     context: int | None = None
-    """The most tokens of a sequence without a window; 4,096 or the model's ``max_position_embeddings`` when left out,
-    whichever is smaller. Memory for them is set aside."""
+    """Maximum number of tokens of a sequence without a window; by default, the smaller of 4,096 and the model's
+    ``max_position_embeddings``. Memory for them is allocated in advance."""
 
     def __post_init__(self) -> None:
         if self.cache_dtype not in _DTYPES:
@@ -73,7 +73,7 @@ class TextProgram:
 
 
 def config_of(folder: Path) -> dict[str, Any]:
-    """The folder's ``config.json``; an error that says what a checkpoint is where there is none."""
+    """Return the folder's ``config.json``; raise an error that describes a checkpoint folder if it is missing."""
     path = folder / "config.json"
     if not path.is_file():
         raise FileNotFoundError(
@@ -87,7 +87,9 @@ def config_of(folder: Path) -> dict[str, Any]:
 
 
 def tokenizer_of(folder: Path) -> Any:
-    """The folder's tokenizer; an error where its files are missing, of which transformers may make an empty one."""
+    """Return the folder's tokenizer; raise an error if its files are missing, because transformers may return an
+    empty tokenizer then.
+    """
     from transformers import AutoTokenizer
 
     config_of(folder)
@@ -106,7 +108,7 @@ def tokenizer_of(folder: Path) -> Any:
 
 
 def _metadata(config: Any, generation: Any, how: TextProgram, context: int) -> dict[str, Any]:
-    """Constant methods that ExecuTorch's TextLLMRunner reads, by its names."""
+    """Return the metadata that ExecuTorch's TextLLMRunner reads from constant methods, by method name."""
     first, last = (
         next(
             (value for value in (getattr(own, name, None) for own in (generation, config)) if value is not None),
@@ -129,7 +131,7 @@ def _metadata(config: Any, generation: Any, how: TextProgram, context: int) -> d
 
 
 class _NarrowEmbedding(torch.nn.Module):
-    """An embedding whose weights are held in a narrower format than the rows that it returns."""
+    """An embedding whose weights are stored in a narrower dtype than that of the returned rows."""
 
     def __init__(self, weight: torch.Tensor, padding: int | None) -> None:
         super().__init__()
@@ -140,7 +142,7 @@ class _NarrowEmbedding(torch.nn.Module):
 
 
 def _narrow_embedding(model: Any) -> None:
-    """Keep the input embedding of a bfloat16 or float16 checkpoint in that format, as its linears are."""
+    """Keep the input embedding of a bfloat16 or float16 checkpoint in that dtype, as its linears are."""
     found = model.get_input_embeddings()
     if type(found) is torch.nn.Embedding and found.max_norm is None:
         weight = narrowed(found.weight)
@@ -149,7 +151,7 @@ def _narrow_embedding(model: Any) -> None:
 
 
 def _context_of(most: int, how: TextProgram) -> int:
-    """The most tokens of a sequence for a model with ``most`` positions."""
+    """Return the maximum number of tokens of a sequence for a model with ``most`` positions."""
     if how.window is not None:
         return 1 << 30
     if how.context is not None and how.context > most:
@@ -158,7 +160,7 @@ def _context_of(most: int, how: TextProgram) -> int:
 
 
 def _prompt_prefix(folder: Path) -> list[int]:
-    """The ids that the folder's tokenizer puts before every text; runners without transformers put them there."""
+    """Return the ids that the folder's tokenizer prepends to every text, for runners without transformers."""
     if not (folder / "tokenizer.json").is_file():
         return []
     tokenizer = tokenizer_of(folder)
@@ -169,15 +171,15 @@ def _prompt_prefix(folder: Path) -> list[int]:
 def lower_checkpoint(
     folder: str | Path, how: TextProgram, tell: Callable[[str], None] | None = None
 ) -> LoweredProgram:
-    """Lower the language model in a folder; returns a ``LoweredProgram``.
+    """Lower the language model in a folder, and return a ``LoweredProgram``.
 
-    A causal model becomes one method, ``forward(tokens, position)``; an encoder-decoder of text or speech becomes
-    ``encode`` and ``decode``, as ``lower_encoder_decoder`` makes them.
+    A causal model becomes one method, ``forward(tokens, position)``. An encoder-decoder for text or speech becomes
+    the methods ``encode`` and ``decode`` of ``lower_encoder_decoder``.
 
     Args:
         folder: with ``config.json`` and ``*.safetensors``.
-        how: quantization, window and chunk.
-        tell: gets a line for each step.
+        how: quantization, window and chunk size.
+        tell: called with a line for each step.
 
     Example:
         >>> import pathlib, tempfile
@@ -201,7 +203,7 @@ def lower_checkpoint(
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True)
     model.requires_grad_(False).eval()
     if hasattr(model, "set_experts_implementation"):
-        model.set_experts_implementation("batched_mm")  # the default has no kernel on devices
+        model.set_experts_implementation("batched_mm")  # the default has no device kernel
     _narrow_embedding(model)
     require_history(model)
     config = model.config.get_text_config()
@@ -273,7 +275,7 @@ def _programs_folder() -> Path:
 
 
 def _file_digest(path: Path, known: Mapping[str, Any]) -> tuple[str, str]:
-    """(key, SHA-256) of a file; a file of the same path, size and time is not read again."""
+    """Return (key, SHA-256) of a file; a file of unchanged path, size and modification time is not read again."""
     facts = path.stat()
     key = f"{path.resolve()}:{facts.st_size}:{facts.st_mtime_ns}"
     if key in known:
@@ -286,7 +288,7 @@ def _file_digest(path: Path, known: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def _known_digests(index: Path) -> dict[str, str]:
-    """The files that were read before, by path, size and time; a damaged index is an empty one."""
+    """Return the known digests by path, size and modification time; a damaged index counts as empty."""
     try:
         return dict(json.loads(index.read_text()))
     except (OSError, ValueError):
@@ -294,7 +296,7 @@ def _known_digests(index: Path) -> dict[str, str]:
 
 
 def content_digest(folder: Path, how: TextProgram, programs: Path) -> str:
-    """A digest of everything a program depends on: config, weights, settings and versions."""
+    """Return a digest of everything that a program depends on: config, weights, options and versions."""
     index = programs / "digests.json"
     known = _known_digests(index)
     names = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
@@ -315,7 +317,7 @@ def content_digest(folder: Path, how: TextProgram, programs: Path) -> str:
 
 
 def cached_program(folder: Path, how: TextProgram, tell: Callable[[str], None] | None = None) -> Path:
-    """The ``.pte`` of a checkpoint folder, lowered now where the cache has none of the same content."""
+    """Return the cached ``.pte`` of a checkpoint folder; lower it if the cache has none of the same content."""
     config_of(folder)
     tell = tell or (lambda text: None)
     programs = _programs_folder()
@@ -328,9 +330,9 @@ def cached_program(folder: Path, how: TextProgram, tell: Callable[[str], None] |
 
 
 def load_cached(path: Path, tell: Callable[[str], None] | None = None) -> LoadedProgram:
-    """Load a program of the cache; one of the same size and time that was verified before is not read for that again.
+    """Load a program from the cache; skip the checksum if the file is unchanged since it was last verified.
 
-    Loading then takes no time for each byte of the weights, which are mapped.
+    The load time then does not depend on the size of the weights, which are memory-mapped.
     """
     from kernel_pytorch.lowering.runtime import LoadedProgram
 

@@ -30,7 +30,7 @@ _HEADER = struct.Struct(
 
 
 def add_checksum(program: bytes) -> bytes:
-    """Return the program with a checksum footer, or unchanged where it has one.
+    """Return the program with a checksum footer, or unchanged if it already has one.
 
     Example:
         >>> whole = add_checksum(b"program")
@@ -49,8 +49,8 @@ def _footer(length: int, digest: bytes) -> bytes:
 def verify(data: bytes | mmap.mmap) -> str | None:
     """Return why a file must not be loaded, or None.
 
-    A file with a footer must match its checksum. For a file without one, which other tools write, the sizes in
-    ExecuTorch's header are checked here; ExecuTorch verifies its tables when it loads it.
+    A file with a footer must match its checksum. For a file without one, as other tools write, only the sizes in
+    ExecuTorch's header are checked here; ExecuTorch verifies the tables when it loads the file.
 
     Example:
         >>> whole = add_checksum(b"program")
@@ -63,7 +63,7 @@ def verify(data: bytes | mmap.mmap) -> str | None:
 
 
 def damage(data: bytes | mmap.mmap) -> str | None:
-    """Return how a file with a footer differs from what was written, or None; also where it has no footer.
+    """Return how a file differs from what was written according to its footer; None if intact or without footer.
 
     Example:
         >>> damage(add_checksum(b"session")), damage(b"session")
@@ -83,7 +83,7 @@ def damage(data: bytes | mmap.mmap) -> str | None:
 
 
 def content(data: bytes) -> bytes:
-    """Return what a file has before its footer.
+    """Return the contents of a file without its footer.
 
     Example:
         >>> content(add_checksum(b"session"))
@@ -93,7 +93,7 @@ def content(data: bytes) -> bytes:
 
 
 def digest_of(data: bytes | mmap.mmap) -> str:
-    """Return the SHA-256 of a program, from its footer where it has one.
+    """Return the SHA-256 of a program, from its footer if it has one.
 
     Example:
         >>> digest_of(add_checksum(b"program")) == digest_of(b"program")
@@ -114,7 +114,7 @@ def has_checksum(data: bytes | mmap.mmap) -> bool:
 
 
 def _record(data: bytes | mmap.mmap) -> tuple[bytes, int, bytes, bytes] | None:
-    """Return the fields of the footer, or None where neither magic string is there."""
+    """Return the fields of the footer, or None if neither magic string is present."""
     if len(data) < _FOOTER_BYTES:
         return None
     found = _RECORD.unpack_from(data, len(data) - _RECORD.size)
@@ -135,8 +135,8 @@ def _header_fault(data: bytes | mmap.mmap) -> str | None:
 
 
 def write_whole(path: Path, data: bytes | Path) -> None:
-    """Write bytes, or a copy of a file, whole or not at all; a program that is loaded from an earlier file at the
-    path goes on with that."""
+    """Write bytes, or a copy of a file, atomically; a program loaded from an earlier file at this path keeps using
+    that file."""
     beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
         if isinstance(data, Path):
@@ -149,7 +149,7 @@ def write_whole(path: Path, data: bytes | Path) -> None:
 
 
 class ProgramFile:
-    """A temporary file with a program and its checksum, written piece by piece and deleted with the object.
+    """A temporary file with a program and its checksum, written incrementally and deleted with the object.
 
     Example:
         >>> made = ProgramFile(lambda file: file.write(b"program"))
@@ -172,7 +172,7 @@ class ProgramFile:
 
 
 class _HashedFile:
-    """Passes on what is written, and hashes it."""
+    """A file wrapper that hashes what is written to it."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file, self.digest, self.length = file, hashlib.sha256(), 0

@@ -1,4 +1,4 @@
-"""What a graph computes from its constants alone, worked out ahead of time."""
+"""Constant folding for exported graphs: evaluate nodes that depend on no input, ahead of time."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _MOST_FOLDED = 1 << 20
 
 
 def narrowed(weight: torch.Tensor) -> torch.Tensor:
-    """Return a float32 tensor in bfloat16 or float16 where that loses nothing, as it is otherwise.
+    """Return a float32 tensor in bfloat16 or float16 if that is exact, else unchanged.
 
-    A checkpoint in bfloat16 that was loaded in float32 is then held in 16 bits; products stay in float32.
+    The weights of a bfloat16 checkpoint that was loaded in float32 then take 16 bits; GEMMs stay in float32.
 
     Example:
         >>> narrowed(torch.tensor([0.5, 3.0])).dtype, narrowed(torch.tensor([0.1])).dtype
@@ -27,16 +27,16 @@ def narrowed(weight: torch.Tensor) -> torch.Tensor:
     if weight.dtype != torch.float32:
         return weight
     for dtype in (torch.bfloat16, torch.float16):
-        # A few elements answer for nearly every tensor that is not narrow.
+        # A few elements suffice to reject nearly every tensor that needs float32.
         if all(torch.equal(part.to(dtype).float(), part) for part in (weight.flatten()[:256], weight)):
             return weight.to(dtype)
     return weight
 
 
 class Constants:
-    """The tensors behind a program's nodes, for the nodes that depend on no input.
+    """Values of the nodes of a program that depend on no input.
 
-    Buffers that the program writes to are no constants.
+    Buffers that the program writes to are not constants.
     """
 
     def __init__(self, program: ExportedProgram) -> None:
@@ -61,12 +61,12 @@ class Constants:
         return node.op == "placeholder" and node.name in self._tensors
 
     def of(self, node: Node) -> Any:
-        """What the node computes, or None where that depends on an input or a symbol."""
+        """Return the node's value, or None if it depends on an input or a symbol."""
         if node in self._known:
             return self._known[node]
         if node in self._unknown:
             return None
-        # Without recursion: chains of constants can be as long as a model is deep.
+        # Not recursive: chains of constants can be as long as a model is deep.
         stack = [node]
         while stack:
             top = stack[-1]
@@ -105,10 +105,10 @@ class Constants:
 
 
 def fold_constants(program: ExportedProgram) -> None:
-    """Replace what a graph computes from constants, such as a mask or rotary angles, by the result.
+    """Replace nodes that depend on constants only, such as a mask or rotary angles, by their values.
 
-    Several delegates may then read it. Parameters and quantized tensors keep their operators, which partitioners
-    look for, and so do constants of more than a million elements.
+    Several delegates may then read them. Parameters and quantized tensors keep their operators, which partitioners
+    match, and so do constants of more than a million elements.
     """
     from executorch.backends.transforms.utils import create_constant_placeholder
 

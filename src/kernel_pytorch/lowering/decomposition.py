@@ -1,8 +1,8 @@
 """Decompose a program once for all partitioners.
 
 ``to_edge_transform_and_lower`` decomposes a program twice for each partitioner that checks nodes, which takes most of
-the time of lowering. ``decomposed`` asks all partitioners first, hides the nodes that any of them wants whole behind
-operators without a decomposition, and decomposes the rest in one pass.
+the time of lowering. ``decomposed`` first asks all partitioners which nodes must not be decomposed, hides these
+behind operators without a decomposition, and decomposes the rest in one pass.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _LIBRARY = torch.library.Library(_HIDDEN, "DEF")
 
 
 class _Asked(Partitioner):  # type: ignore[misc]
-    """A partitioner of a program that is decomposed already."""
+    """Wraps a partitioner whose program has already been decomposed."""
 
     def __init__(self, partitioner: Partitioner, whole: set[OpOverload]) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ class _Asked(Partitioner):  # type: ignore[misc]
         self._partitioned = False
 
     def ops_to_not_decompose(self, ep: ExportedProgram) -> tuple[list[OpOverload], Callable[[Node], bool] | None]:
-        # Afterwards ExecuTorch asks again, to see that these were taken.
+        # ExecuTorch asks again afterwards, to check that these nodes were taken.
         return list(self._whole if self._partitioned else self._whole | _operators(ep)), None
 
     def partition(self, exported_program: ExportedProgram) -> PartitionResult:
@@ -44,7 +44,7 @@ class _Asked(Partitioner):  # type: ignore[misc]
 
 @cache
 def _hidden(op: OpOverload) -> OpOverload:
-    """The same operator under a name that no table decomposes."""
+    """Return the same operator under a name that is in no decomposition table."""
     schema = str(op._schema).partition("::")[2]
     name, _, overload = schema.partition("(")[0].partition(".")
     _LIBRARY.define(schema)
@@ -53,7 +53,7 @@ def _hidden(op: OpOverload) -> OpOverload:
 
 
 def _can_hide(op: OpOverload) -> bool:
-    """Operators that write to an argument or return a view of one need their own name to be functionalized."""
+    """Return False for operators that mutate or alias an argument: functionalization needs their own names."""
     returns_views = any(value.alias_info is not None for value in op._schema.returns)
     return not op._schema.is_mutable and (not returns_views or op.namespace == "torchao")
 
@@ -61,13 +61,13 @@ def _can_hide(op: OpOverload) -> bool:
 def decomposed(
     program: ExportedProgram, partitioners: Sequence[Partitioner]
 ) -> tuple[ExportedProgram, list[Partitioner]]:
-    """The program in core operators but for what the partitioners want whole, and partitioners that want no more."""
+    """Return the program, decomposed except for the partitioners' nodes, and partitioners that keep no more nodes."""
     for partitioner in partitioners:
         program = partitioner.transform_for_pre_decomposition(program)
     if any(_is_unfinished(node) for module in _graphs(program) for node in module.graph.nodes):
         program = program.run_decompositions({})
     wanted = [partitioner.ops_to_not_decompose(program) for partitioner in partitioners]
-    # All are asked before any is hidden: a check looks at the operators around a node.
+    # Ask all partitioners before hiding any node: a check may look at the surrounding operators.
     whole = [
         node
         for module in _graphs(program)
@@ -90,7 +90,7 @@ def decomposed(
 
 
 def _graphs(program: ExportedProgram) -> list[GraphModule]:
-    """The program's graph and those of its branches and loops."""
+    """Return the program's graph and those of its branches and loops."""
     return [module for module in program.graph_module.modules() if isinstance(module, GraphModule)]
 
 
@@ -100,7 +100,7 @@ def _operators(program: ExportedProgram) -> set[OpOverload]:
 
 
 def _is_unfinished(node: Node) -> bool:
-    """Operators that write in place, and weights inside tensor subclasses, which checks do not take for constants."""
+    """Return whether a node is in place or reads a tensor subclass, which checks do not recognize as a constant."""
     if "access_subclass_inner_tensor" in str(node.target):
         return True
     return isinstance(node.target, OpOverload) and node.target._schema.is_mutable

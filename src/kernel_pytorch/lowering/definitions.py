@@ -16,7 +16,7 @@ __all__ = ["with_definitions"]
 
 
 def with_definitions(program: ExportedProgram) -> ExportedProgram:
-    """The program with every registered op, ``kp.rope`` for one, written out unless the runtime has it."""
+    """Return the program with each registered op that the runtime lacks, such as ``kp.rope``, decomposed."""
     targets = {node.target for node in program.graph.nodes}
     table: dict[Any, Callable[..., Any]] = {}
     for op in registered_ops():

@@ -1,4 +1,4 @@
-"""How far the outputs of a lowered program are from those of eager PyTorch."""
+"""Compare the outputs of a lowered program with those of eager PyTorch: largest difference and SNR."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ __all__ = ["Difference", "differences"]
 
 @dataclass(frozen=True)
 class Difference:
-    """One output of the program against eager PyTorch."""
+    """The difference of one output from eager PyTorch."""
 
     output: int
     largest: float
     """The largest absolute difference."""
     snr: float
-    """Signal to noise in decibels; infinite where nothing differs."""
+    """Signal-to-noise ratio in decibels; infinite if the outputs are equal."""
 
     def __str__(self) -> str:
         return f"output {self.output}: largest difference {self.largest:.3g}, {self.snr:.1f} dB"
@@ -39,7 +39,7 @@ def difference(output: int, found: torch.Tensor, wanted: torch.Tensor) -> Differ
 
 
 def differences(found: Any, wanted: Any) -> tuple[Difference, ...]:
-    """Each output of a program against eager PyTorch's."""
+    """Return the difference of each output of a program from eager PyTorch's."""
     pairs = pytree.tree_leaves(found), pytree.tree_leaves(wanted)
     if len(pairs[0]) != len(pairs[1]):
         raise AssertionError(f"the program has {len(pairs[0])} outputs, eager {len(pairs[1])}")

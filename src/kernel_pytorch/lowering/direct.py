@@ -1,4 +1,4 @@
-"""Running a payload without ExecuTorch around it: what tests use, and what eager mode can."""
+"""Run a payload without ExecuTorch, for tests and for eager mode."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["DirectProgram", "PayloadError"]
 
 
 class PayloadError(ValueError):
-    """The C++ runtime refused a payload or its inputs; the message says why."""
+    """Raised if the C++ runtime refuses a payload or its inputs; the message has the reason."""
 
 
 class _Tensor(ctypes.Structure):
@@ -50,7 +50,7 @@ def _library() -> Any:
 
 @cache
 def _openmp() -> int | None:
-    """The address of GOMP_parallel in the OpenMP runtime that torch has loaded, or None."""
+    """Return the address of GOMP_parallel in the OpenMP runtime that torch has loaded, or None."""
     for path in sorted((Path(torch.__file__).parent / "lib").glob("libgomp*.so*")):
         with contextlib.suppress(OSError, AttributeError):
             found = ctypes.CDLL(str(path), mode=os.RTLD_NOLOAD | os.RTLD_NOW).GOMP_parallel
@@ -74,17 +74,17 @@ def _described(tensors: Sequence[tuple[torch.dtype, int]]) -> Any:
 
 
 class DirectProgram:
-    """A payload, loaded; call it with contiguous tensors and the outputs to fill.
+    """A loaded payload; call it with contiguous input tensors and output tensors to fill.
 
-    Programs with the same ``owner``, any number but 0, share their caches. ``on_torch_threads`` runs it on so many of
-    torch's threads, where torch has GNU's OpenMP; otherwise, and without it, ExecuTorch's threads do the work.
+    Programs with the same nonzero ``owner`` share their caches. ``on_torch_threads`` is the number of torch's
+    threads to run on, if torch uses GNU OpenMP; otherwise ExecuTorch's thread pool is used.
     """
 
     def __init__(self, payload: Payload | bytes, owner: int = 0, on_torch_threads: int = 0) -> None:
         self._program = None
         self._library = _library()
         data = payload if isinstance(payload, bytes) else payload.to_bytes()
-        # As ExecuTorch does, at an aligned address: constants are read where they are.
+        # At an aligned address, as in ExecuTorch: constants are read in place.
         self._bytes = ctypes.create_string_buffer(len(data) + 64)
         self._reason = ctypes.create_string_buffer(512)
         start = -ctypes.addressof(self._bytes) % 64
@@ -120,14 +120,13 @@ class DirectProgram:
     def at_addresses(
         self, inputs: Sequence[tuple[torch.dtype, int]], outputs: Sequence[tuple[torch.dtype, int]]
     ) -> Callable[..., None]:
-        """The program for flat tensors of fixed dtypes and lengths, called with their addresses, inputs first; not
-        thread-safe.
+        """Return a function of the addresses of flat tensors of fixed dtypes and lengths, inputs first.
 
-        A call costs a few microseconds less, because what describes the tensors is made once.
+        Not thread-safe. A call has a few microseconds less overhead, because tensor descriptors are built once.
         """
         taken, given = _described(inputs), _described(outputs)
         run = self._library.kernel_pytorch_run
-        # What ctypes would convert in every call: pointers, and the elements of the arrays.
+        # Convert pointers and array elements here once, instead of in every call.
         pointers = [ctypes.cast(array, ctypes.POINTER(_Tensor)) for array in (taken, given)]
         sizes = [ctypes.c_size_t(size) for size in (len(inputs), len(outputs), len(self._reason))]
         reason = ctypes.cast(self._reason, ctypes.c_char_p)
@@ -138,7 +137,7 @@ class DirectProgram:
             for tensor, address in zip(tensors, addresses, strict=True):
                 tensor.data = address
             if not run(*fixed):
-                raise PayloadError(self._reason.value.decode())  # self, so that the program lives as long
+                raise PayloadError(self._reason.value.decode())  # keep self alive as long as the function
 
         return call
 

@@ -1,7 +1,7 @@
-"""From a graph to a payload: views cost nothing, chains of pointwise ops become one, buffers share memory.
+"""Emit the payload of a delegated graph: free views, fused pointwise chains, and memory planning of buffers.
 
-``Emitter`` walks the nodes of one delegated graph. A node's result is a ``Strided`` view, or, where its one user may
-take it as it is computed, a ``Lazy`` chain of pointwise steps that is not in memory yet.
+``Emitter`` walks the nodes of one delegated graph. A node's result is a ``Strided`` view, or, if its only user can
+fuse it, a ``Lazy`` chain of pointwise steps that is not materialised yet.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ __all__ = ["Emitter", "Lazy", "Outside"]
 
 T = TypeVar("T")
 
-_MOST_LEAVES = 6  # operands of one pointwise op; the other registers hold what is computed
+_MOST_LEAVES = 6  # operands of one pointwise op; the other registers hold intermediate results
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,10 +62,10 @@ class Lazy:
 
 @dataclass(frozen=True)
 class Outside:
-    """The constants that stand outside the payload, by name."""
+    """Constants that are stored outside the payload, by name."""
 
     least: int
-    """Smaller ones, in bytes, stay in the payload."""
+    """Constants below this size, in bytes, stay in the payload."""
     data: dict[str, bytes | FileBackedData] = field(default_factory=dict)
 
 
@@ -75,7 +75,7 @@ class _Input:
     dtype: torch.dtype
     dims: tuple[Size, ...]
     size: Size | None = None
-    """Of an input that is a whole number: what it is, in symbols."""
+    """For an integer input: its symbolic expression."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class _Emitted:
 
 
 class Emitter:
-    """Collects ops over strided views; ``finish`` plans the memory and makes the payload."""
+    """Collects ops over strided views; ``finish`` plans the memory and builds the payload."""
 
     def __init__(self, constants: Constants, ranges: dict[Any, Any], outside: Outside | None = None) -> None:
         self.constants = constants
@@ -107,7 +107,7 @@ class Emitter:
     # Nodes
 
     def add_input(self, node: Node) -> None:
-        """A placeholder that is no constant: a tensor, or a size that the graph outside computes."""
+        """Add a placeholder that is not a constant: a tensor, or a size that is computed outside the delegate."""
         value = node.meta["val"]
         index = len(self._inputs)
         if isinstance(value, torch.Tensor):
@@ -123,7 +123,7 @@ class Emitter:
         self._results[node] = result
 
     def result(self, node: Any) -> Any:
-        """What a node is: a view, a lazy expression, a tuple of them, or a constant's view."""
+        """Return a node's result: a view, a lazy expression, a tuple of these, or a constant's view."""
         if not isinstance(node, Node):
             return node
         if node in self._results:
@@ -136,7 +136,7 @@ class Emitter:
         return node.meta["val"]  # a size that is computed from other sizes
 
     def view(self, node: Any) -> Strided:
-        """A node's result in memory."""
+        """Return a node's result as a view; materialise it if it is lazy."""
         found = self.result(node)
         if isinstance(found, Lazy):
             found = self.materialise(found, node)
@@ -150,28 +150,28 @@ class Emitter:
         key = _identity(tensor)
         if key not in self._constant_storage:
             own = tensor.detach().cpu().contiguous()
-            # The tensor is kept too: its address, which is in the key, must not become another's.
+            # Keep the tensor alive: its address is in the key and must not be reused.
             self._constant_storage[key] = (Storage(own.dtype, own.numel(), constant=own), tensor)
         return Strided(self._constant_storage[key][0], dims, contiguous_strides(dims))
 
     def once(self, make: Callable[..., T], *arguments: Any) -> T:
-        """What a function makes of constants and numbers, made once for all users of the same constants."""
+        """Return the result of a function of constants and numbers, computed once per set of arguments."""
         key = (make, *(_identity(one) if isinstance(one, torch.Tensor) else one for one in arguments))
         if key not in self._made:
-            # The arguments are kept too: an address, which is in the key, must not become another tensor's.
+            # Keep the arguments alive: their addresses are in the key and must not be reused.
             made = make(*arguments)
             self._made[key] = (made if self._outside is None else self._spool.keep(made), arguments)
         return self._made[key][0]  # type: ignore[no-any-return]
 
     def cache(self, cache: tables.Cache) -> int:
-        """The number of a cache, which is new: each is used once."""
+        """Add a KV cache and return its index; each cache is used once."""
         self._payload.caches.append(cache)
         return len(self._payload.caches) - 1
 
     # Memory
 
     def new(self, dims: Sequence[Size], dtype: torch.dtype, node: Node | None = None) -> Strided:
-        """Memory for a result, in the order in which its users read it."""
+        """Allocate memory for a result, with its dimensions in the order in which its user reads them."""
         order = _order_of_users(node, len(dims)) if node is not None else list(range(len(dims)))
         inner = [dims[axis] for axis in order]
         stored = Strided(Storage(dtype, product(dims)), tuple(inner), contiguous_strides(inner))
@@ -188,7 +188,7 @@ class Emitter:
         self._ops.append(_Emitted(code, tuple(inputs), tuple(outputs), tuple(ints), tuple(floats)))
 
     def cast(self, source: Strided, dtype: torch.dtype) -> Strided:
-        """A contiguous copy in another format."""
+        """Return a contiguous copy in another dtype."""
         into = self.new(source.dims, dtype)
         self.copy(source, into)
         return into
@@ -211,11 +211,11 @@ class Emitter:
         self._emit_pointwise(source, into)
 
     def pointwise(self, node: Node, step: Step, *operands: Any) -> None:
-        """One step of a node; it waits for its user where that is the only one."""
+        """Set a node's result to one pointwise step; it stays lazy if the node has only one user."""
         self._settle(node, self.lazy(node, step, *operands))
 
     def lazy(self, node: Node, step: Step, *operands: Any) -> Lazy:
-        """A step in the shape of a node, on nodes, numbers and other such steps; nothing is computed yet."""
+        """Return a lazy step in the shape of a node; operands are nodes, numbers and other lazy steps."""
         value = node.meta["val"]
         dims = tuple(as_size(size) for size in value.shape)
         ready: list[Lazy | Strided | float] = []
@@ -231,7 +231,7 @@ class Emitter:
         return Lazy(step, tuple(ready), dims, value.dtype)
 
     def _settle(self, node: Node, lazy: Lazy) -> None:
-        # Too many operands or too deep for the registers: what feeds it goes to memory first.
+        # Too many operands, or too deep for the registers: materialise the operands first.
         if lazy.leaves() > _MOST_LEAVES or lazy.height() > 6:
             operands = tuple(self.materialise(o) if isinstance(o, Lazy) else o for o in lazy.operands)
             lazy = Lazy(lazy.step, operands, lazy.dims, lazy.dtype)
@@ -293,7 +293,7 @@ class Emitter:
     # The payload
 
     def finish(self, outputs: Sequence[tuple[str, Strided]]) -> Payload:
-        """Bind the outputs, plan the arena, and write every table."""
+        """Bind the outputs, plan the arena, and return the payload."""
         for index, (name, view) in enumerate(outputs):
             storage = view.storage
             whole = view.contiguous and equal(view.offset, 0) and equal(product(view.dims), storage.numel)
@@ -316,7 +316,7 @@ class Emitter:
         return self._payload
 
     def _plan(self) -> dict[int, tuple[int, int]]:
-        """Offset and bytes of every arena buffer: each lies as low as those alive at the same time allow."""
+        """Return offset and bytes of each arena buffer, at the lowest offset free during its lifetime."""
         alive: dict[int, tuple[int, int, Storage]] = {}
         for at, op in enumerate(self._ops):
             for view in (*op.inputs, *op.outputs):
@@ -440,9 +440,9 @@ class Emitter:
         return self._symbols[symbol]
 
     def _solved(self, symbol: sympy.Symbol, sizes: Sequence[tuple[int, int, Size]]) -> list[tuple[Token, int]]:
-        """A symbol that is no dimension of an input itself, from a dimension ``factor * symbol + rest``.
+        """Return the expression of a symbol that is not an input dimension, from one ``factor * symbol + rest``.
 
-        A mixture of experts has such delegates: their rows are (token, expert) pairs.
+        Delegates of mixture-of-experts models need this: their rows are (token, expert) pairs.
         """
         low, high = self._bounds(symbol)
         for index, axis, size in sizes:
@@ -484,7 +484,7 @@ def _args(node: Node) -> tuple[Any, ...]:
 
 
 def _order_of_users(node: Node, rank: int) -> list[int]:
-    """The axes in the order in which the next permutation puts them, where the only user is one."""
+    """Return the axes in the order of the permutations that follow a node, as long as each node has one user."""
     order = list(range(rank))
     while len(node.users) == 1:
         (user,) = node.users

@@ -1,8 +1,8 @@
-"""Encoder-decoders of Hugging Face's transformers (T5, BART, Whisper, Moonshine) as one program of two methods.
+"""Lower Hugging Face encoder-decoder models (T5, BART, Whisper, Moonshine) to one program with two methods.
 
-``encode`` computes the keys and values that the decoder attends to across, once for an input. ``decode`` takes one
-token, its position and those keys and values, and returns the logits of the next; what the decoder attends to of
-itself is kept in buffers of the program.
+``encode`` computes the keys and values of the decoder's cross-attention, once per input. ``decode`` takes one token,
+its position and those keys and values, and returns the logits of the next token. The keys and values of the decoder's
+self-attention are kept in buffers of the program.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = ["Decoder", "Encoder", "decoded", "lower_encoder_decoder"]
 
 
 class _Held(CacheLayerMixin):
-    """Keys and values of one layer, in buffers that a call at ``position`` writes to."""
+    """Static cache of one layer: buffers to which a call writes keys and values at ``position``."""
 
     is_compileable = True
     is_sliding = False
@@ -55,7 +55,7 @@ class _Held(CacheLayerMixin):
 
 
 def _outputs(states: torch.Tensor) -> BaseModelOutput:
-    """What an encoder returns, without a mask, which Moonshine's decoder asks for."""
+    """Return an encoder's output object; its attention mask is None, because Moonshine's decoder reads one."""
     found: Any = BaseModelOutput(states)  # type: ignore[arg-type]
     found.attention_mask = None
     return found  # type: ignore[no-any-return]
@@ -75,7 +75,7 @@ class Encoder(torch.nn.Module):
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         states = self.model.get_encoder()(x)[0]
         cache = EncoderDecoderCache(DynamicCache(), DynamicCache())
-        # One step of the decoder fills the cache; what that step computes besides has no user, and is dropped.
+        # One decoder step fills the cache. The step's other results have no users and are eliminated.
         self.model(
             encoder_outputs=_outputs(states),
             decoder_input_ids=torch.zeros(x.shape[0], 1, dtype=torch.int64),
@@ -87,12 +87,12 @@ class Encoder(torch.nn.Module):
 
 
 class Decoder(torch.nn.Module):
-    """The ``decode`` method: ``(token, position, *across)`` to the logits of the next token, (1, vocabulary).
+    """The ``decode`` method: map ``(token, position, *across)`` to the logits of the next token, (1, vocabulary).
 
     Args:
-        model: the model that the ``Encoder`` has.
-        across: an example of what the ``Encoder`` returns.
-        longest: the most tokens of an output.
+        model: the same model as the ``Encoder``'s.
+        across: an example of the outputs of ``Encoder``.
+        longest: maximum number of output tokens.
     """
 
     def __init__(self, model: Any, across: Sequence[torch.Tensor], longest: int) -> None:
@@ -112,7 +112,7 @@ class Decoder(torch.nn.Module):
             layers.append(_Held(*own, position[0]))
         cache = EncoderDecoderCache(Cache(layers=layers), crossed)
         cache.is_updated = dict.fromkeys(range(len(layers)), True)
-        # The states are not read, because the cache has what is computed from them; their shape is.
+        # Only the shape of the states is read, because the cache contains the keys and values computed from them.
         width = self.model.config.hidden_size
         states: Any = across[0].new_zeros(across[0].shape[0], across[0].shape[2], width)
         found = self.model(
@@ -148,13 +148,13 @@ def lower_encoder_decoder(
     """Lower an encoder-decoder to a program with the methods ``encode`` and ``decode``.
 
     Args:
-        model: of transformers, in eval mode, such as ``T5ForConditionalGeneration``.
-        example: of the encoder's input, batch 1: token ids, or the features of a sound.
-        length: the range of the input's length; fixed to the example's when left out.
-        axis: the dimension of the input that ``length`` is of.
-        longest: the most tokens of an output; the model's positions or 512 when left out, whichever is smaller.
-        recipe: quantization, as ``kp.lower`` takes it.
-        tell: gets a line for each step.
+        model: a transformers model in eval mode, such as ``T5ForConditionalGeneration``.
+        example: an example of the encoder's input, with batch size 1: token ids or audio features.
+        length: the range of the input's length; by default, fixed to the example's.
+        axis: the dimension of the input to which ``length`` applies.
+        longest: maximum number of output tokens; by default, the smaller of 512 and the model's positions.
+        recipe: quantization recipe, as in ``kp.lower``.
+        tell: called with a line for each step.
 
     Example:
         >>> import transformers
@@ -203,13 +203,13 @@ def lower_encoder_decoder(
 def decoded(
     program: LoadedProgram, x: torch.Tensor, *, max_tokens: int = 256, prompt: Sequence[int] | None = None
 ) -> Iterator[int]:
-    """Yield the greedy token ids for an input, the end-of-sequence id included.
+    """Yield the greedily decoded token ids for an input, including the end-of-sequence id.
 
     Args:
-        program: loaded, from ``lower_encoder_decoder``.
+        program: a loaded program of ``lower_encoder_decoder``.
         x: the encoder's input.
-        max_tokens: the most tokens to yield.
-        prompt: the ids that the decoder begins with; the model's start token when left out.
+        max_tokens: maximum number of tokens to yield.
+        prompt: the decoder's first ids; by default, the model's start token.
 
     Example:
         >>> import transformers

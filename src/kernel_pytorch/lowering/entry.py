@@ -1,4 +1,4 @@
-"""``kp.lower``: from a model to a program, for ExecuTorch's runtime or for PyTorch's own ahead-of-time runtime."""
+"""``kp.lower``: lower a model to a program for ExecuTorch or for AOTInductor, PyTorch's ahead-of-time runtime."""
 
 from __future__ import annotations
 
@@ -76,27 +76,29 @@ def lower(
     """Lower a model to a program that runs without this package: a ``.pte`` for ExecuTorch, a ``.pt2`` for libtorch.
 
     Args:
-        model: in eval mode; or one for each method, by the method's name.
-        inputs: an example of its inputs, as a tuple; or one for each method of the program, by the method's name,
-            as ``{"prefill": (tokens, position), "decode": (token, position)}``. Methods share weights and caches.
-        backend: where it will run: ``"cpu"``, ``"nvidia"``, ``"amd"``, ``"intel"``, or a backend elsewhere whose
-            record says how it lowers.
-        runtime: what will run it: ``"executorch"``, on phones and small devices too, or ``"aoti"``, PyTorch's
-            AOTInductor, on CPUs and GPUs with libtorch. None is ExecuTorch where the backend has it, AOTInductor
-            on GPUs. A package has one method, and takes neither ``recipe`` nor ``metadata`` nor ``measure``.
-        recipe: how to quantize it: one of the backend's, such as ``"int8-dynamic"``; None for not at all.
-        dynamic_shapes: which dimensions may change, as ``torch.export.export`` takes them; for ExecuTorch each needs
-            a ``max``. With several methods, by the method's name.
-        options: for ExecuTorch what the delegate takes, as the backend's own record (``PartitionerOptions`` for
-            ``"cpu"``); for AOTInductor a dict of Inductor's options, such as ``{"max_autotune": True}``.
-        metadata: values that the program returns from methods without inputs, by the method's name, as ExecuTorch's
-            runners read them: ``{"get_max_seq_len": 128}``.
-        measure: lower the model with our delegate, with it for attention and norms alone, and without it; time all on
-            the example inputs here, and keep the fastest. ``report.measured`` has the times.
-        tell: gets a line for each step.
+        model: a model in eval mode; or a mapping from method names to models.
+        inputs: example inputs as a tuple; or a mapping from method names to such tuples, such as
+            ``{"prefill": (tokens, position), "decode": (token, position)}``. Methods share weights and caches.
+        backend: the target: ``"cpu"``, ``"nvidia"``, ``"amd"``, ``"intel"``, or a third-party backend that defines
+            a lowering.
+        runtime: ``"executorch"``, which also runs on phones and small devices, or ``"aoti"``, PyTorch's
+            AOTInductor, for CPUs and GPUs with libtorch. None selects ExecuTorch if the backend supports it, and
+            AOTInductor on GPUs. An AOTInductor package has one method and does not support ``recipe``, ``metadata``
+            or ``measure``.
+        recipe: the name of one of the backend's quantization recipes, such as ``"int8-dynamic"``; None for no
+            quantization.
+        dynamic_shapes: dynamic dimensions, as in ``torch.export.export``; for ExecuTorch each needs a ``max``. With
+            several methods, a mapping from method names.
+        options: for ExecuTorch the backend's partitioner options (``PartitionerOptions`` for ``"cpu"``); for
+            AOTInductor a dict of Inductor options, such as ``{"max_autotune": True}``.
+        metadata: constant values by method name, which the program returns from methods without inputs, as
+            ExecuTorch's runners read them: ``{"get_max_seq_len": 128}``.
+        measure: lower the model with our delegate, with our delegate for attention and norms only, and without it;
+            time all of them on the example inputs, and keep the fastest. ``report.measured`` has the times.
+        tell: called with a line for each step.
 
     Returns:
-        A program with ``save``, ``report`` (who runs what, and why not) and ``compare`` (against eager).
+        A program with ``save``, ``report`` (what runs each node, with reasons) and ``compare`` (with eager PyTorch).
 
     Example:
         >>> import torch, kernel_pytorch as kp
@@ -132,7 +134,7 @@ def lower(
         )
     from kernel_pytorch.lowering import imported
 
-    lower_program: Any = imported("program", "lower")  # AOTInductor needs no ExecuTorch, so it is imported here
+    lower_program: Any = imported("program", "lower")  # imported here, because AOTInductor does not need ExecuTorch
     program: LoweredProgram = lower_program(
         model,
         inputs,

@@ -1,9 +1,9 @@
-"""Replaces our operators in an exported graph by what a kernel does: its Triton launches and torch operators.
+"""Inline our operators in an exported graph: replace each by its kernel's Triton launches and torch operators.
 
-A kernel's own ``forward`` is traced with fake tensors of the call's shapes, so that what is packaged is what would be
-launched. What it makes of a mask, the tiles to visit, becomes constants of the graph. The first kernel that can be
-traced is taken, in the order in which an eager call chooses. Where none can, attention is torch's own with the mask
-as a tensor, and any other op its definition in torch operators.
+A kernel's own ``forward`` is traced with fake tensors of the call's shapes, so the package launches the same kernels
+as an eager call. Tensors derived from a mask, such as the tiles to visit, become constants of the graph. The first
+kernel that can be traced is used, in the order of an eager call. If none can be traced, attention becomes PyTorch's
+own with the mask as a tensor, and any other op its definition in torch operators.
 """
 
 from __future__ import annotations
@@ -39,22 +39,22 @@ from kernel_pytorch.ops.attention.definition import lse_dtype, result_dtype
 __all__ = ["PackagedCall", "definition_of", "inline_kernels"]
 
 _MOST_NODES = 2000
-"""Of one call: a kernel in torch operators that walks over many tiles would be compiled for minutes."""
-_STAGES = {"nvidia": 3, "amd": 2, "intel": 2}  # of Triton's backends, for launches that name none
+"""Maximum nodes per call: a kernel in torch operators that unrolls many tiles would take minutes to compile."""
+_STAGES = {"nvidia": 3, "amd": 2, "intel": 2}  # Triton's defaults, for launches without explicit options
 _TORCHS_OWN = ("cudnn", "flash")  # native kernels that are operators of torch; other libraries' need Python
 
 
 @dataclass(frozen=True)
 class PackagedCall:
-    """What a call of one of our operators became."""
+    """The replacement of one call of our operators."""
 
     op: str
     kernel: str
-    """The kernel's name; or torch's ``"scaled_dot_product_attention"``, or the op's ``"definition"``."""
+    """The kernel's name, ``"scaled_dot_product_attention"`` for PyTorch's own, or ``"definition"`` for the op's."""
     launches: tuple[str, ...]
-    """The Triton functions that it launches."""
+    """Names of the launched Triton functions."""
     passed_over: tuple[tuple[str, str], ...] = ()
-    """Kernels that an eager call would prefer, each with the reason why it is not in the package."""
+    """Kernels that an eager call would prefer, each with the reason for not using it."""
 
     def __str__(self) -> str:
         launched = f" (Triton: {', '.join(self.launches)})" if self.launches else ""
@@ -63,11 +63,11 @@ class PackagedCall:
 
 
 class _RefusedError(Exception):
-    """Why a kernel is not in the package."""
+    """Raised if a kernel cannot be packaged, with the reason."""
 
 
 class _FixedLayout(Layout):
-    """A layout whose tensors are made outside of tracing, and kept nowhere: fake ones must not reach other calls."""
+    """A layout whose tensors are built outside of tracing and not cached: fake tensors must not reach other calls."""
 
     def intervals(self, device: torch.device | str = "cpu") -> tuple[torch.Tensor, torch.Tensor]:
         with disable_modes():
@@ -85,7 +85,7 @@ class _FixedLayout(Layout):
 
 
 class _FixedMask(Mask):
-    """A mask for tracing: tensors are made on a device, and of dynamic lengths it says what holds for all."""
+    """A mask for tracing: builds tensors on a device; with dynamic lengths, reports what holds for all of them."""
 
     _device: torch.device
 
@@ -127,14 +127,14 @@ def _numbers(*lengths: object) -> bool:
 
 
 def inline_kernels(module: GraphModule, device: Device) -> tuple[PackagedCall, ...]:
-    """Replace every call of our operators in an exported graph, in place, and say by what."""
+    """Replace every call of our operators in an exported graph in place, and return the replacements."""
     ours = {getattr(torch.ops.kernel_pytorch, op.name).default: op for op in registered_ops()}
     calls = [
         _inlined(module, node, ours[node.target], device)
         for node in list(module.graph.nodes)
         if node.op == "call_function" and node.target in ours
     ]
-    # A launch writes into its arguments, which torch does not count as an effect.
+    # A Triton launch mutates its arguments, which torch does not treat as a side effect.
     module.graph.eliminate_dead_code(lambda node: node.is_impure() or launched_kernel(node) is not None)
     module.graph.lint()
     module.recompile()
@@ -167,7 +167,7 @@ def _inlined(module: GraphModule, node: Node, op: Op, device: Device) -> Package
     for name, run in (*ways, ("definition", definition_of(op))):
         try:
             graph = _trace(run, arguments, tensors, mode)
-        except Exception as error:  # a kernel that is not made for tracing may fail in any way
+        except Exception as error:  # a kernel that does not support tracing may raise anything
             passed_over.append((name, _reason(error)))
             continue
         break
@@ -183,7 +183,7 @@ def _inlined(module: GraphModule, node: Node, op: Op, device: Device) -> Package
 
 
 def _value(module: GraphModule, op: Op, name: str, value: Any) -> Any:
-    """An argument as a kernel takes it: a fake tensor, a number, or the mask that a constant says."""
+    """Return an argument in the form that kernels take: a fake tensor, a number, or the mask of a constant code."""
     if name not in op.codecs:
         return value.meta["val"] if isinstance(value, Node) else value
     code = _constant(module, value)
@@ -202,7 +202,7 @@ def _value(module: GraphModule, op: Op, name: str, value: Any) -> Any:
 
 
 def _constant(module: GraphModule, node: Any) -> torch.Tensor | None:
-    """What a node that depends on no input is."""
+    """Return the value of a node that depends on no input; None for other nodes."""
     if not isinstance(node, Node):
         return node if isinstance(node, torch.Tensor) else None
     if node.op == "get_attr":
@@ -218,7 +218,7 @@ def _constant(module: GraphModule, node: Any) -> torch.Tensor | None:
 
 
 def _candidates(op: Op, arguments: list[Any], device: Device, policy: str) -> tuple[Kernel, ...]:
-    """The kernels that serve the call, in the order in which an eager call takes them."""
+    """Return the kernels that support the call, in the order of an eager call."""
     sizes: dict[str, int] = {}
     plain = [
         torch.empty_strided(
@@ -251,12 +251,12 @@ def _forward_of(kernel: Kernel, device: Device) -> Callable[..., Any]:
 def _dense_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask, scale: float, wanted: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """PyTorch's attention with the mask as a tensor, for masks under which every query attends to some key."""
+    """Compute PyTorch's attention with a dense mask; raise an error if a query may attend to no key."""
     dense = mask.dense(q.shape[2], k.shape[2])
     if _numbers(q.shape[2], k.shape[2]):
         with disable_modes():
             met = bool(dense.any(dim=-1).all())
-    else:  # to itself, where queries and keys are the same tokens
+    else:  # every query attends to itself if queries and keys are the same tokens
         own = [one for one in relative_intervals(mask.node) or () if one.first_offset <= 0 < one.last_offset]
         met = q.shape[2] == k.shape[2] and any(one.first == 0 and one.last >= 1 << 30 for one in own)
     if not met:
@@ -268,7 +268,7 @@ def _dense_attention(
 
 
 def definition_of(op: Op) -> Callable[..., Any]:
-    """The op's definition in torch operators, in float32 where tensors have 16 bits, as every kernel computes it."""
+    """Return the op's definition in torch operators; it computes 16-bit tensors in float32, as all kernels do."""
 
     def written_out(*arguments: Any) -> Any:
         outputs = op.reference(*(_float32(value) for value in arguments))
@@ -311,7 +311,7 @@ def _reason(error: Exception) -> str:
 
 
 def _move_constants(graph: GraphModule) -> None:
-    """Copies of constants to the device, made now and not at every call."""
+    """Replace copies of constants to the device by buffers, so that they are not repeated in every call."""
     for node in list(graph.graph.nodes):
         if node.target is torch.ops.aten._to_copy.default and node.args[0].op == "get_attr":
             value = getattr(graph, node.args[0].target)
@@ -323,7 +323,7 @@ def _move_constants(graph: GraphModule) -> None:
 
 
 def _constant_name(module: GraphModule, value: torch.Tensor) -> str:
-    """The buffer that holds a constant: layers under one mask share theirs."""
+    """Return the name of the buffer of a constant; equal constants, as of layers with one mask, share a buffer."""
     held = {name: own for name, own in module.named_buffers() if name.startswith("kernel_constant_")}
     for name, own in held.items():
         like = (own.shape, own.dtype, own.device) == (value.shape, value.dtype, value.device)

@@ -1,4 +1,4 @@
-"""Language models of Hugging Face's transformers with caches of constant size, ready to be lowered."""
+"""Wrap Hugging Face causal language models with KV caches of constant size, for lowering."""
 
 from __future__ import annotations
 
@@ -21,42 +21,42 @@ _NOT_TAKEN = {
 }
 _INSTEAD = "lower the model without a cache, with kp.lower"
 _MOST_APART = 1e-3
-"""Relative error of logits in float32: rounding makes 1e-6 to 1e-4 of it, a state that is lost far more."""
+"""Maximum relative error of float32 logits: rounding causes 1e-6 to 1e-4, a lost state far more."""
 
 
 @dataclass
 class _Call:
-    """A call of a model: what its layers attend through, and the sizes of their keys and values.
+    """State of one model call: the layers' caches, and the sizes of their keys and values.
 
-    Without caches, the sizes are recorded and attention gives zeros.
+    Without caches, the sizes are recorded and attention returns zeros.
     """
 
     caches: torch.nn.ModuleList | None = None
     position: torch.Tensor | int = 0
     sizes: dict[int, tuple[int, int, int]] = field(default_factory=dict)
-    """Heads of keys, elements of a key and elements of a value, by layer."""
+    """(key heads, key head dimension, value head dimension) by layer."""
 
 
-# Not an argument of the model's forward: many models do not pass on to their attention what they do not know.
+# Not an argument of the model's forward: many models do not pass unknown arguments on to their attention.
 _CALL: ContextVar[_Call | None] = ContextVar("kernel_pytorch_cached_call", default=None)
 
 
 class CachedLanguageModel(torch.nn.Module):
     """A causal language model of transformers whose layers attend through a ``KVCache``.
 
-    ``model(tokens, position)`` takes token ids of shape (batch, n), the first of which stands at ``position``, and
-    returns the logits of the last one. Keys are kept rotated, at absolute positions. The model given is used, not
-    copied: its attention is switched to the caches. A model with layers that do not attend through transformers'
-    attention interface, such as convolutions over time, is an error. It runs once on one token, to see the sizes of
-    its keys and values.
+    ``model(tokens, position)`` takes token ids of shape (batch, n), with the first at ``position``, and returns the
+    logits of the last one. Keys are cached after rotary embedding, at absolute positions. The model is not copied:
+    its attention is switched to the caches. A model with layers that bypass transformers' attention interface, such
+    as convolutions over time, raises an error. The model runs once on one token, to record the sizes of its keys and
+    values.
 
     Args:
-        model: such as ``LlamaForCausalLM``; one that asks transformers for its attention.
-        window: how far back a token attends; layers with a sliding window of their own keep theirs if it is shorter.
-        sinks: how many of the first tokens every token attends to.
-        longest: the most tokens of one call.
-        dtype: of the caches: float32, float16 or int8.
-        batch: sequences; all are at the same position.
+        model: a model that uses transformers' attention interface, such as ``LlamaForCausalLM``.
+        window: number of previous tokens to attend to; layers with a shorter sliding window keep their own.
+        sinks: number of initial tokens that every token attends to.
+        longest: maximum number of tokens per call.
+        dtype: dtype of the caches: float32, float16 or int8.
+        batch: number of sequences; all are at the same position.
 
     Example:
         >>> import torch, transformers
@@ -125,10 +125,10 @@ class CachedLanguageModel(torch.nn.Module):
 
 
 def require_history(model: Any) -> None:
-    """Raise ValueError unless a model that attends through caches, call by call, gives the logits of one call.
+    """Raise ValueError unless a model with caches, called in several chunks, gives the logits of a single call.
 
-    A layer with other state does not, such as a recurrence beside its attention. Afterwards the model attends through
-    caches.
+    Layers with other state, such as a recurrence beside attention, fail this check. Afterwards the model attends
+    through caches.
     """
     tokens = torch.arange(1, 8)[None] % model.config.get_text_config().vocab_size
     with torch.no_grad():
@@ -145,9 +145,9 @@ def require_history(model: Any) -> None:
 
 
 def _sliding_windows(config: Any) -> list[int | None]:
-    """For each layer how far back it attends by itself; None for everything.
+    """Return the model's own sliding window for each layer; None for full attention.
 
-    transformers counts the token itself into ``sliding_window``, and ``KVCache`` does not.
+    ``sliding_window`` of transformers includes the token itself, and the window of ``KVCache`` does not.
     """
     width = getattr(config, "sliding_window", None)
     kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers

@@ -1,7 +1,7 @@
-"""Masks that a graph computes from a length: worked out at many lengths, to see whether they are data after all.
+"""Recognise masks that a graph computes from a dynamic length, by evaluating them at many lengths.
 
-A mask that is the same mask of kp.masks at every length tried becomes data. All lengths of the range are tried up to
-512; beyond, those around powers of two and around every number that the graph mentions, up to 4096.
+A mask that equals the same mask of kp.masks at every tried length becomes a constant. All lengths of the range are
+tried up to 512, and above, up to 4096, those around powers of two and around every integer constant of the graph.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _LONGEST_TRIED = 4096
 
 
 class _AtLengths:
-    """What nodes compute when symbols have given values; None where that depends on an input's numbers."""
+    """Values of nodes for given values of the symbols; None if a node depends on the contents of an input."""
 
     def __init__(self, constants: Constants, values: Mapping[Any, int]) -> None:
         self._constants, self._values = constants, values
@@ -52,7 +52,7 @@ class _AtLengths:
 def mask_of_a_length(
     bias: Node, length: Any, constants: Constants, ranges: Mapping[Any, Any], recognise: Any
 ) -> masks.Mask | None:
-    """The mask that a mask tensor is at every length tried, where queries and keys are both ``length`` long."""
+    """Return the mask that a mask tensor equals at every tried length, for ``length`` queries and keys; else None."""
     if not isinstance(length, sympy.Symbol) or length not in ranges:
         return None
     low, high = int(ranges[length].lower), min(int(min(ranges[length].upper, _LONGEST_TRIED)), _LONGEST_TRIED)
@@ -64,13 +64,13 @@ def mask_of_a_length(
         return None
     for tried in _lengths(bias, low, high):
         dense = _at(bias, length, tried, constants)
-        # At a short length several masks say the same: what counts is whether this one does.
+        # At a short length several masks are equal: only check this one.
         kept = dense if dense.dtype == torch.bool else dense == 0
         own = candidate.dense(tried, tried)[0, 0]
         if not bool((kept == own).all()):
             return None
         if dense.dtype != torch.bool and recognise(dense, tried, tried) is None:
-            return None  # addends other than "attend" and "do not"
+            return None  # additive values other than 0 and -inf
     return candidate
 
 
@@ -85,7 +85,7 @@ def _lengths(bias: Node, low: int, high: int) -> list[int]:
 
 
 def _numbers_in(bias: Node) -> set[int]:
-    """Every whole number that the graph behind a node mentions, such as a window's."""
+    """Return every integer constant in the graph that computes a node, such as a window size."""
     found: set[int] = set()
     seen, stack = {bias}, [bias]
     while stack:

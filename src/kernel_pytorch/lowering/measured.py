@@ -19,9 +19,9 @@ _SECONDS, _MOST_ROUNDS = 0.5, 50
 
 
 def seconds_of(programs: Mapping[str, LoweredProgram]) -> dict[str, float]:
-    """Return the median time of each program on its example inputs, all methods added up.
+    """Return the median time of each program on its example inputs, summed over all methods.
 
-    The programs take turns, so that a machine that slows down slows all of them down.
+    The programs alternate, so that changes of the machine's speed affect all of them.
     """
     calls = {}
     for name, program in programs.items():
@@ -44,12 +44,12 @@ def seconds_of(programs: Mapping[str, LoweredProgram]) -> dict[str, float]:
 def fastest(
     make: Callable[[Any], LoweredProgram], ways: Mapping[str, Any], tell: Callable[[str], None]
 ) -> LoweredProgram:
-    """Lower with each way's options and keep the fastest program; its report has the times of all.
+    """Lower with each set of options and return the fastest program; its report has the times of all.
 
     Args:
-        make: from partitioner options to a program.
-        ways: options by a name for the report. The first must succeed; another that is refused is left out.
-        tell: gets a line for each step.
+        make: function from partitioner options to a program.
+        ways: options by their name in the report. The first must succeed; others that are refused are left out.
+        tell: called with a line for each step.
     """
     made: dict[str, LoweredProgram] = {}
     for name, options in ways.items():

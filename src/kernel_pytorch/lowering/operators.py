@@ -1,6 +1,6 @@
-"""The operators that the partitioner puts into a graph before it is decomposed, so that they arrive whole.
+"""Custom operators that the partitioner inserts before decomposition, so that patterns such as attention stay whole.
 
-Each but the one with a cache runs in eager mode too: the program stays one that can be executed and compared at every
+All except the one with a cache also run in eager mode, so that the program can be executed and compared at every
 stage.
 """
 
@@ -94,7 +94,7 @@ def _linear_int8_fake(
 def _quantized_linear(
     x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None, bits: int
 ) -> torch.Tensor:
-    """Rows of x are quantized to 8 bits, asymmetric, each by its own range; scales are (outputs, groups)."""
+    """Quantize each row of x asymmetrically to 8 bits by its own range, and multiply; scales: (outputs, groups)."""
     low, high = x.amin(-1, keepdim=True).clamp(max=0), x.amax(-1, keepdim=True).clamp(min=0)
     scale = ((high - low) / 255).clamp(min=torch.finfo(torch.float32).eps)
     zero_point = (-128 - (low / scale).round()).clamp(-128, 127)

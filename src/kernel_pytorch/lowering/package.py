@@ -33,13 +33,13 @@ from kernel_pytorch.lowering.inlining import PackagedCall, inline_kernels
 __all__ = ["LoadedPackage", "PackageReport", "PackagedProgram", "TORCH_DEVICES", "lower_package"]
 
 TORCH_DEVICES = {"nvidia": "cuda", "amd": "cuda", "intel": "xpu", "cpu": "cpu"}
-"""The backends that packages are made for, and how torch calls their devices."""
+"""Backends that packages support, with torch's names of their devices."""
 _METADATA = "kernel_pytorch"
 
 
 @dataclass(frozen=True)
 class PackageReport:
-    """What became of a model's calls of our operators; printing it gives the whole story.
+    """The replacement of each call of our operators in a model; print it for all details.
 
     Example:
         >>> import torch, kernel_pytorch as kp
@@ -67,16 +67,16 @@ class PackageReport:
 
 @dataclass(frozen=True)
 class _Input:
-    """What an input must be: compiled code reads memory as it was told, and checks nothing."""
+    """Requirements on an input, which are checked here because the compiled code checks nothing."""
 
     dtype: str = ""
     device: str = ""
     shape: tuple[int | tuple[int, int | None], ...] = ()
-    """Sizes as numbers, or as the smallest and the largest allowed."""
+    """Sizes as integers, or as (minimum, maximum)."""
     strides: tuple[int, ...] | None = None
-    """None for a contiguous tensor."""
+    """Strides; None for a contiguous tensor."""
     constant: str = ""
-    """For one that is no tensor, and so a constant of the package: as Python shows it."""
+    """``repr`` of an input that is not a tensor and therefore a constant of the package."""
 
     @staticmethod
     def of(value: Any, ranges: Mapping[Any, Any]) -> _Input:
@@ -101,13 +101,13 @@ class _Input:
 
     @staticmethod
     def read(facts: Mapping[str, Any]) -> _Input:
-        """The input that JSON has."""
+        """Return an input from its JSON object."""
         sizes = tuple(tuple(size) if isinstance(size, list) else size for size in facts["shape"])
         strides = None if facts["strides"] is None else tuple(facts["strides"])
         return _Input(facts["dtype"], facts["device"], sizes, strides, facts["constant"])
 
     def ready(self, value: Any) -> Any:
-        """The value as compiled code may read it, or None where it does not fit."""
+        """Return the value in the layout that the compiled code requires, or None if it does not fit."""
         if self.constant:
             return value if repr(value) == self.constant else None
         if (
@@ -152,9 +152,9 @@ def _shown(value: Any, wanted: _Input) -> str:
 
 
 class LoadedPackage:
-    """A ``.pt2`` that is ready to run; call it as the model that it was made of.
+    """A loaded ``.pt2``; call it like the original model.
 
-    Threads may share it: one call runs at a time.
+    Thread-safe: one call runs at a time.
 
     Example:
         >>> import torch, kernel_pytorch as kp
@@ -180,7 +180,7 @@ class LoadedPackage:
             raise ValueError(f"{path.name} is no package that can be loaded here: {error}") from error
         said = self._call.get_metadata().get(_METADATA)
         self.facts: dict[str, Any] = {} if said is None else json.loads(said)
-        """What ``kp.lower`` wrote: the device and the inputs; empty for a package from elsewhere."""
+        """Metadata of ``kp.lower``: the device and the inputs; empty for packages of other origin."""
         self._inputs = tuple(_Input.read(one) for one in self.facts.get("inputs", ()))
         self._check_device()
 
@@ -214,7 +214,7 @@ class LoadedPackage:
         return self._call(*pytree.tree_unflatten(ready, tree))
 
     def ones(self, method: str = "forward") -> list[torch.Tensor]:
-        """Inputs that fit, of ones: of the smallest sizes where those are dynamic."""
+        """Return valid inputs filled with ones; dynamic dimensions have their minimum size."""
         return [
             torch.ones(
                 [size if isinstance(size, int) else max(size[0], 1) for size in wanted.shape],
@@ -226,7 +226,7 @@ class LoadedPackage:
         ]
 
     def run(self, method: str, inputs: Sequence[Any]) -> Any:
-        """Run the one method, ``forward``."""
+        """Run ``forward``, the only method."""
         if method != "forward":
             raise ValueError(f"method={method!r}: {self._name} has forward")
         return self(*inputs)
@@ -247,17 +247,17 @@ class PackagedProgram:
     report: PackageReport
     eager: torch.nn.Module = field(repr=False)
     inputs: Mapping[str, tuple[Any, ...]] = field(repr=False)
-    """The example inputs, by the one method's name."""
+    """The example inputs, by name of the only method."""
     folder: tempfile.TemporaryDirectory[str] = field(repr=False)
-    """Holds the file, and goes with this object."""
+    """Temporary folder with the file, deleted with this object."""
 
     @property
     def path(self) -> Path:
-        """The file; ``save`` copies it."""
+        """Path of the temporary file; ``save`` copies it."""
         return Path(self.folder.name) / "model.pt2"
 
     def save(self, path: str | Path) -> None:
-        """Write the ``.pt2``, whole or not at all."""
+        """Write the ``.pt2`` atomically."""
         path = Path(path)
         if path.suffix != ".pt2":
             raise ValueError(f"path={str(path)!r}: torch loads packages whose name ends in .pt2")
@@ -271,7 +271,7 @@ class PackagedProgram:
             beside.unlink(missing_ok=True)
 
     def load(self) -> LoadedPackage:
-        """The program, ready to run here."""
+        """Load the program into this process."""
         return self._loaded
 
     @cached_property
@@ -282,7 +282,7 @@ class PackagedProgram:
         return self._loaded(*inputs)
 
     def compare(self, *inputs: Any, method: str = "forward") -> tuple[Difference, ...]:
-        """Run the package and eager PyTorch on the same inputs (those of ``lower`` when left out)."""
+        """Run the package and eager PyTorch on the same inputs (by default, those of ``lower``)."""
         given = inputs or self.inputs[method]
         found = self._loaded(*given)
         with torch.no_grad():
@@ -290,7 +290,7 @@ class PackagedProgram:
 
 
 def _device_for(backend: str, model: torch.nn.Module, inputs: tuple[Any, ...]) -> Device:
-    """The device that a package is compiled for: that of the model and the inputs."""
+    """Return the device that a package is compiled for: that of the model and the inputs."""
     kind = TORCH_DEVICES[backend]
     module = None if kind == "cpu" else torch.get_device_module(kind)
     if module is not None and not module.is_available():
@@ -371,7 +371,7 @@ def lower_package(
 
 
 def _inputs(exported: ExportedProgram) -> list[_Input]:
-    """The inputs in the order of the tree's leaves; one that is no tensor is a constant of the package."""
+    """Return the inputs in the order of the pytree's leaves; non-tensors are constants of the package."""
     placeholders = [node for node in exported.graph.nodes if node.op == "placeholder"]
     specs = zip(placeholders, exported.graph_signature.input_specs, strict=True)
     ranges = exported.range_constraints
@@ -379,7 +379,7 @@ def _inputs(exported: ExportedProgram) -> list[_Input]:
 
 
 def _compile_error(error: Exception) -> Exception:
-    """What can be remedied, said so; anything else as it is."""
+    """Return an error with a remedy if there is a known one, else the error itself."""
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         return OSError(error.errno, f"{error.strerror}: set TMPDIR and TORCHINDUCTOR_CACHE_DIR to a disk with room")
     if type(error).__name__ == "InvalidCxxCompiler" or "InvalidCxxCompiler" in str(error):

@@ -1,4 +1,4 @@
-"""Packs integer weights for the C++ operator ``QUANTIZED_LINEAR``: 4 or 8 bits, one scale per group of inputs."""
+"""Pack integer weights for the C++ operator ``QUANTIZED_LINEAR``: 4 or 8 bits, one scale per group of inputs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kernel_pytorch.lowering.payload import PANEL
 
 __all__ = ["PackedWeights", "pack_quantized_weights", "packing_refusal"]
 
-MOST_INPUTS = 65536  # sums of products of 8 bits stay inside int32
+MOST_INPUTS = 65536  # the int32 accumulator does not overflow
 
 
 @dataclass(frozen=True)
@@ -18,11 +18,11 @@ class PackedWeights:
     """The constant operands and ``ints`` of a ``QUANTIZED_LINEAR``."""
 
     weights: torch.Tensor
-    """int8 (panels, steps, 128): a step is four inputs of 32 outputs, or eight with 4 bits, two to a byte."""
+    """int8 (panels, steps, 128): a step holds 4 inputs of 32 outputs, or with 4 bits 8 inputs, two per byte."""
     scales: torch.Tensor
     """float32 (panels, groups, 32)."""
     sums: torch.Tensor
-    """float32 (panels, 32): the sum of each output's dequantized weights, which the zero point of x multiplies."""
+    """float32 (panels, 32): the sum of each output's dequantized weights, to correct for the zero point of x."""
     bits: int
     group: int
 
@@ -51,7 +51,7 @@ def pack_quantized_weights(weight: torch.Tensor, scales: torch.Tensor, *, bits: 
 
     Args:
         weight: int8 (outputs, inputs), from -8 to 7 with 4 bits.
-        scales: float32 (outputs, groups), one for each run of ``inputs / groups`` inputs.
+        scales: float32 (outputs, groups), one per ``inputs / groups`` consecutive inputs.
         bits: 4 or 8.
 
     Example:

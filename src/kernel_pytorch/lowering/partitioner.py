@@ -1,4 +1,4 @@
-"""Which parts of a graph go to the delegate. Works on its own in ``to_edge_transform_and_lower``."""
+"""The partitioner of the ExecuTorch delegate. Also usable on its own in ``to_edge_transform_and_lower``."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _LINEAR = torch.ops.aten.linear.default
 
 @dataclass(frozen=True)
 class PartitionerOptions:
-    """What the partitioner takes.
+    """Selects the operators that the partitioner takes.
 
     Example:
         >>> PartitionerOptions(activations=False).activations
@@ -37,27 +37,27 @@ class PartitionerOptions:
     """
 
     attention: bool = True
-    """Take attention: ``scaled_dot_product_attention`` in all its forms, and ``kp.attention`` with any mask."""
+    """Take attention: all forms of ``scaled_dot_product_attention``, and ``kp.attention`` with any mask."""
     linears: bool = True
-    """Take linears whose weights are floating constants: measured, they are faster than XNNPACK's, and nothing has to
-    cross between delegates. So are linears with int8 or int4 weights, on floats or on rows that are quantized in each
-    run; linears whose activations have scales from calibration stay with XNNPACK."""
+    """Take linears with constant floating-point weights: measured, they are faster than XNNPACK's, and no tensor has
+    to move between delegates. The same holds for linears with int8 or int4 weights, with floating-point activations
+    or dynamic quantization. Linears with calibrated (static) activation scales are left to XNNPACK."""
     norms: bool = True
     """Take RMS norms and layer norms."""
     softmax: bool = True
-    """Take softmax that is not part of an attention."""
+    """Take softmax outside of attention."""
     activations: bool = True
-    """Take GELU, SiLU, sigmoid, tanh and erf, together with the products that gate them."""
+    """Take GELU, SiLU, sigmoid, tanh and erf, with the multiplications that gate them."""
     glue: bool = True
-    """Take views, additions and other pointwise work that touches what is taken anyway: it then costs no pass over
-    memory of its own. Glue that touches nothing else stays with the other backends."""
+    """Take views, additions and other pointwise operators that are adjacent to taken ones, because fused they need no
+    extra pass over memory. Glue without such a neighbour is left to the other backends."""
     glue_alone: bool = False
-    """Take glue that touches nothing else too, as tests of single operators want it."""
+    """Also take glue without such a neighbour, for tests of single operators."""
 
 
 @dataclass(frozen=True)
 class Refusal:
-    """A node that was not taken, and why."""
+    """A node that was not taken, with the reason."""
 
     node: str
     operator: str
@@ -74,9 +74,9 @@ class _Support(OperatorSupportBase):
 
 @dataclass(eq=False)
 class KernelPartitioner(Partitioner):  # type: ignore[misc]
-    """Takes what the delegate runs; give it before the other partitioners.
+    """Assigns to the delegate the nodes that it supports; pass it before other partitioners.
 
-    ``refusals`` says after lowering why each other node was not taken.
+    After lowering, ``refusals`` has the reason for each node that was not taken.
 
     Example:
         >>> KernelPartitioner(PartitionerOptions(norms=False)).options.norms
@@ -85,8 +85,8 @@ class KernelPartitioner(Partitioner):  # type: ignore[misc]
 
     options: PartitionerOptions = field(default_factory=PartitionerOptions)
     beside: tuple[Partitioner, ...] = ()
-    """The partitioners that come after this one. ExecuTorch asks each in turn what not to decompose, and forgets the
-    wishes of the later ones while it serves the earlier: so this one passes theirs on."""
+    """The partitioners after this one. While ExecuTorch runs one partitioner, it decomposes operators that only later
+    ones keep whole, so this one requests theirs too."""
     refusals: list[Refusal] = field(default_factory=list, init=False)
     _specs: list[CompileSpec] = field(default_factory=list, init=False, repr=False)
 
@@ -94,7 +94,7 @@ class KernelPartitioner(Partitioner):  # type: ignore[misc]
         super().__init__()
 
     def transform_for_pre_decomposition(self, exported_program: ExportedProgram) -> ExportedProgram:
-        """Attention and RMS norms become operators that no later decomposition takes apart."""
+        """Replace attention, RMS norms and linears by operators that are not decomposed later."""
         chosen = self.options
         self._specs = [lowest_sizes(exported_program)]
         return rewritten(exported_program, attention=chosen.attention, norms=chosen.norms, linears=chosen.linears)
@@ -117,8 +117,8 @@ class KernelPartitioner(Partitioner):  # type: ignore[misc]
         taken = {node for node, reason in reasons.items() if reason is None and node not in known}
         tags: dict[str, DelegationSpec] = {}
         spec = DelegationSpec(KernelPyTorchBackend.__name__, self._specs)
-        others = cache(lambda: self._nodes_of_others(exported_program))  # few models need it, and it takes seconds
-        # All are weighed before any is tagged, because the partitioners beside this one tag nodes too.
+        others = cache(lambda: self._nodes_of_others(exported_program))  # takes seconds, and few models need it
+        # Decide on all partitions before tagging any, because calling the other partitioners tags nodes too.
         partitions = _partitions(module, taken)
         handed = {node for found in partitions for node in self._better_beside(found, others)}
         if handed:
@@ -157,7 +157,7 @@ class KernelPartitioner(Partitioner):  # type: ignore[misc]
         return None if wanted else f"the options leave out {kind}"
 
     def _nodes_of_others(self, exported_program: ExportedProgram) -> set[Node]:
-        """The operators that the partitioners beside this one would take if they were alone."""
+        """Return the nodes that the other partitioners would take without this one."""
         found: set[Node] = set()
         for partitioner in self.beside:
             partitioner.partition(exported_program)
@@ -167,10 +167,10 @@ class KernelPartitioner(Partitioner):  # type: ignore[misc]
         return found
 
     def _better_beside(self, partition: Sequence[Node], beside: Callable[[], set[Node]]) -> set[Node]:
-        """Linears and activations of a partition between convolutions, as in ConvNeXt, that other backends can run.
+        """Return linears and activations to leave to other backends: those between convolutions, as in ConvNeXt.
 
-        The norms of such a partition end the other backend's delegate anyway. Its linears gain nothing here, and with
-        them the residual's pass over memory would be ours too.
+        The norms of such a partition split the other backend's delegate in any case. Its linears are not faster here,
+        and taking them would also move the residual addition into this delegate.
         """
         kinds = {_kind(node) for node in partition}
         if self.options.glue_alone or "attention" in kinds or "norm" not in kinds:
@@ -180,10 +180,10 @@ class KernelPartitioner(Partitioner):  # type: ignore[misc]
         return {node for node in partition if _kind(node) in ("linear", "activation")} & beside()
 
     def _not_worth_it(self, partition: Sequence[Node], beside: Callable[[], set[Node]]) -> str | None:
-        """Why a partition is left to other backends, or None.
+        """Return why a partition is left to other backends, or None.
 
-        Each delegate costs a call and a pass over memory at both ends. What lies between convolutions and could run
-        in one delegate with them gains less than that, unless it is attention or a norm.
+        Each delegate adds a call and a pass over memory at its inputs and outputs. A partition between convolutions
+        that could share a delegate with them gains less than that, unless it has attention or a norm.
         """
         if self.options.glue_alone:
             return None
@@ -201,7 +201,7 @@ class KernelPartitioner(Partitioner):  # type: ignore[misc]
 
 
 def _neighbours(partition: Sequence[Node], others: set[Node]) -> tuple[bool, bool]:
-    """Whether other backends run what comes before a partition, and what comes after it."""
+    """Return whether other backends run any of a partition's inputs, and any of its users."""
     inside = set(partition)
     sources = {source for node in partition for source in node.all_input_nodes} - inside
     users = {user for node in partition for user in node.users} - inside
@@ -214,10 +214,10 @@ def _kind(node: Node) -> str:
 
 
 def _private_constants(partition: Sequence[Node], known: set[Node]) -> list[Node]:
-    """Return the constant nodes that this partition alone reads: they are evaluated when its payload is built.
+    """Return the constant nodes that only this partition reads; they are evaluated when its payload is built.
 
-    A constant that two delegates read is computed outside of both, with everything it is computed from: inside one of
-    them it would be an input of the other, which then could not evaluate what it computes from it.
+    A constant that two delegates read must be computed outside of both, with all of its inputs. Inside one delegate,
+    it would become an input of the other, which could then not fold what depends on it.
     """
     inside = set(partition)
     for node in reversed(partition[0].graph.nodes):  # users first

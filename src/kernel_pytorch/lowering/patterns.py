@@ -1,4 +1,4 @@
-"""Patterns that are joined before decomposition: RMS norms written out, and what torchao makes of linears."""
+"""Match patterns before decomposition: RMS norms written out in torch operators, and torchao's quantized linears."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ _CASTS = {_ATEN.to.dtype, _ATEN._to_copy.default, _ATEN.to.dtype_layout}
 
 @dataclass(frozen=True)
 class WrittenOutNorm:
-    """``x * rsqrt(mean(x^2) + eps)``, perhaps cast back and scaled by a weight after."""
+    """``x * rsqrt(mean(x^2) + eps)``, optionally cast back and then scaled by a weight."""
 
     root: Node
-    """The node whose value the norm is."""
+    """The node whose value is the norm's result."""
     x: Node
     weight: Node | None
     eps: float
 
 
 def written_out_norms(graph: Graph) -> list[WrittenOutNorm]:
-    """Every RMS norm in the graph that is written out."""
+    """Return every RMS norm in the graph that is written out in torch operators."""
     return [norm for node in graph.nodes if (norm := _norm_at(node)) is not None]
 
 
@@ -70,7 +70,7 @@ def _squared(node: Any) -> Node | None:
 
 
 def _with_weight(root: Node, x: Node) -> tuple[Node | None, Node, Node]:
-    """The weight that scales the norm, the node of the scaled norm, and what is normalised, cast or not."""
+    """Return the norm's weight or None, the node of the scaled norm, and the normalised tensor before any cast."""
     scaled, before = root, x
     if _is(x, *_CASTS) and len(root.users) == 1 and _is(next(iter(root.users)), *_CASTS):
         source, back = x.args[0], next(iter(root.users))
@@ -100,11 +100,11 @@ class QuantizedWeights:
     zero_points: Node | None
     bits: int
     group: int
-    """Inputs that share a scale."""
+    """Number of inputs that share a scale."""
 
 
 def quantized_weights(weight: Any) -> QuantizedWeights | None:
-    """The weights behind ``dequantize_affine`` or ``dequantize_per_channel``; None where they are no such weights."""
+    """Return the weights behind ``dequantize_affine`` or ``dequantize_per_channel``; None for other nodes."""
     if _named(weight, "torchao.dequantize_affine.default"):
         data, block, scales, zero_points, _, low, high = weight.args[:7]
         if block[0] != 1:
@@ -125,10 +125,10 @@ def quantized_weights(weight: Any) -> QuantizedWeights | None:
 
 
 def quantized_rows(x: Any) -> Node | None:
-    """What is quantized to 8 bits, asymmetric, by its own range in each run, before a linear; None for anything else.
+    """Return the tensor whose asymmetric dynamic 8-bit quantization ``x`` is; None for other nodes.
 
-    With torchao's operators each row has a range. PT2E's ``choose_qparams`` has one for all rows; XNNPACK and our
-    delegate use one for each row, which is never wider.
+    torchao's operators use one range per row. PT2E's ``choose_qparams`` uses one for all rows; XNNPACK and our
+    delegate use one per row instead, which is never wider.
     """
     of_choose: tuple[Any, ...]
     if _named(x, "torchao.dequantize_affine.default"):

@@ -1,4 +1,4 @@
-"""The payload: what the delegate runs, as data. This file is its specification and its writer; C++ reads it.
+"""The payload: the binary format of a delegated program. This file is its specification and its writer; C++ reads it.
 
 All numbers are little-endian. A payload is a header, a body and constants::
 
@@ -6,17 +6,17 @@ All numbers are little-endian. A payload is a header, a body and constants::
     body     u32 target (1: CPU)
              u32 counts of symbols, expressions, inputs, outputs, shared constants, caches, buffers, values, ops
              u64 bytes of the arena | u64 offset and u64 bytes of the constants
-             then the items, one table after the other, as the classes below describe them
+             then the tables, one after the other, with the items that the classes below describe
     constants  aligned to 64 bytes, as every buffer in them and in the arena is
 
-Constants that several methods of a program use stand outside the payload, once, as the program's named data. Caches
-are memory that outlives a run: payloads of one program whose caches have the same name share them.
+Constants that several methods of a program use are stored once, outside the payload, in the program's named data.
+Caches are memory that persists between runs: payloads of one program share the caches of the same name.
 
-The crc is zlib's CRC-32 of everything after itself. Nothing in a payload is machine code or an address. A reader
-must refuse a version it does not know, and every index, length, view and size that is not inside its bounds.
+The crc is zlib's CRC-32 of everything after itself. A payload contains neither machine code nor addresses. A reader
+must refuse unknown versions, and every index, length, view or size that is out of bounds.
 
-Sizes, strides and offsets are *expressions* of *symbols*, so that one payload serves every length that the model was
-lowered for. A symbol is a dimension of an input, with the least and the largest value it may have.
+Sizes, strides and offsets are *expressions* of *symbols*, so that one payload works for every length that the model
+was lowered for. A symbol is a dimension of an input, with its minimum and maximum.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ __all__ = [
     "with_constants",
 ]
 
-# tests/lowering/test_payload_format.py holds these constants and enums to native/core/format.h.
+# tests/lowering/test_payload_format.py compares these constants and enums with native/core/format.h.
 MAGIC = b"KPTPLOAD"
 VERSION = 2
 TARGETS = {"cpu": 1}
@@ -62,7 +62,7 @@ HEADER_BYTES = 32
 _COUNTS = struct.Struct("<10I")
 """The target, then the number of entries in each table."""
 _PLACES = struct.Struct("<3Q")
-"""Bytes of the arena; where the constants begin; their bytes."""
+"""Bytes of the arena; offset of the constants; bytes of the constants."""
 MOST_DIMENSIONS = 8
 REGISTERS = 16
 PANEL = 32
@@ -79,7 +79,7 @@ DTYPES: dict[torch.dtype, int] = {
 
 
 class Token(enum.IntEnum):
-    """One token of a postfix expression: (u32 token, i64 value); value is used by the first two."""
+    """One token of a postfix expression: (u32 token, i64 value); only the first two kinds use the value."""
 
     CONSTANT = 0
     SYMBOL = 1
@@ -90,14 +90,14 @@ class Token(enum.IntEnum):
 
 
 class ArgumentKind(enum.IntEnum):
-    """What an input or output of the whole payload is."""
+    """Kind of an input or output of the payload."""
 
     TENSOR = 0
     INTEGER = 1
 
 
 class BufferKind(enum.IntEnum):
-    """Where a buffer is."""
+    """Storage class of a buffer."""
 
     INPUT = 0
     OUTPUT = 1
@@ -107,7 +107,7 @@ class BufferKind(enum.IntEnum):
 
 
 class OpCode(enum.IntEnum):
-    """What an op does with its operands; ``-`` stands for one that may be left out."""
+    """The operators with their operands; ``-`` marks optional operands."""
 
     ATTENTION = 1
     """(q, k, v, -bias) -> out, all (batch, heads, length, dim), and where a second output is there, the log-sum-exp
@@ -215,7 +215,8 @@ class Cache:
     """u8 dtype | u8 and u16 zero | u32 bytes of the name | u64 batch, heads, dim, value_dim, ring, sinks, window |
     name.
 
-    Slots are ``sinks + ring``; where a position lies and what it attends to, ``kernel_pytorch/kv_cache.py`` defines.
+    There are ``sinks + ring`` slots. ``kernel_pytorch/kv_cache.py`` defines the slot of a position and the positions
+    that it attends to.
     """
 
     name: str
@@ -289,7 +290,7 @@ class Payload:
     constants: bytearray = field(default_factory=bytearray)
 
     def to_bytes(self) -> bytes:
-        """The payload as it goes into a ``.pte``.
+        """Return the payload as stored in a ``.pte``.
 
         Example:
             >>> len(Payload().to_bytes())
@@ -326,7 +327,7 @@ class Payload:
 
 
 def with_constants(data: bytes, constants: Sequence[int]) -> bytes:
-    """Return a payload without symbols whose first expressions, all constants, have other values.
+    """Return a payload without symbols with other values for its first expressions, which must be constants.
 
     Example:
         >>> made = [Payload(expressions=[((Token.CONSTANT, n),)]).to_bytes() for n in (1, 7)]

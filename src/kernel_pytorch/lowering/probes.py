@@ -1,6 +1,6 @@
-"""One small model for each operator that a user may write: what becomes of them is the table of operators.
+"""Small models, one per operator, from which the table of supported operators is generated.
 
-Nothing here says what is supported. ``kernel_pytorch.documentation.op_support`` lowers and runs each of them.
+Support is not declared here: ``kernel_pytorch.documentation.op_support`` lowers and runs each model.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ class Probe:
     """
 
     operator: str
-    """The operator as ``torch.export`` writes it; probing fails where the model does not have it."""
+    """The operator's name in ``torch.export``; probing fails if the exported model does not contain it."""
     make: Callable[[], torch.nn.Module]
     shapes: tuple[tuple[int, ...], ...]
     variant: str = ""
-    """What is unusual, as "a mask tensor"; it ends the sentence "not with ..." where it is refused."""
+    """The unusual condition, such as "a mask tensor"; a refusal is reported as "not with ..."."""
     positive: bool = False
-    """The numbers are above zero."""
+    """Use positive inputs only."""
     dynamic: bool = True
-    """The first dimension of every input may change."""
+    """Make the first dimension of every input dynamic."""
     whole_numbers: bool = False
-    """The first input holds whole numbers below 8."""
+    """Use integers below 8 for the first input."""
 
     def inputs(self, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-        """Random inputs, the same ones each time."""
+        """Return random inputs from a fixed seed."""
         generator = torch.Generator().manual_seed(0)
         made = [torch.rand(shape, generator=generator) * 4 for shape in self.shapes]
         given = [(x + 0.25 if self.positive else x - 2).to(dtype) for x in made]
@@ -57,7 +57,7 @@ class _Calls(torch.nn.Module):
 
 
 def probe(operator: str, function: Callable[..., Any], *shapes: tuple[int, ...], **facts: Any) -> Probe:
-    """A probe of a function of its inputs alone."""
+    """Return a probe of a function that has no parameters or buffers."""
     return Probe(operator, lambda: _Calls(function), shapes, **facts)
 
 
@@ -187,4 +187,4 @@ PROBES: tuple[Probe, ...] = (
     probe("aten::stack", lambda x, y: torch.stack((x, y), 1), _ROWS, _ROWS),
     probe("aten::pad", lambda x: F.pad(x, (1, 2)), _ROWS),
 )
-"""What ``backend="cpu"`` is probed with."""
+"""The probes of ``backend="cpu"``."""

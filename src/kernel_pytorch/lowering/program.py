@@ -1,4 +1,4 @@
-"""``kp.lower``: from a model to a program for devices, with our delegate beside XNNPACK."""
+"""Lower a model to a ``.pte`` for ExecuTorch, with our delegate beside XNNPACK."""
 
 from __future__ import annotations
 
@@ -50,24 +50,24 @@ class LoweredProgram:
     """
 
     file: ProgramFile = field(repr=False)
-    """The ``.pte``, with a checksum behind it that ``kp.load`` verifies, until ``save`` gives it a name."""
+    """Temporary file with the ``.pte`` and a checksum that ``kp.load`` verifies; ``save`` copies it."""
     report: Report
     eager: Mapping[str, Callable[..., Any]] = field(repr=False)
-    """What each method was made from: the model, quantized where a recipe says so."""
+    """The eager model of each method, quantized if there is a recipe."""
     inputs: Mapping[str, tuple[Any, ...]] = field(repr=False)
-    """An example of each method's inputs."""
+    """Example inputs of each method."""
 
     def save(self, path: str | Path) -> None:
-        """Write the ``.pte``, whole or not at all; programs loaded from an earlier file there go on with it."""
+        """Write the ``.pte`` atomically; programs loaded from an earlier file at this path keep using that file."""
         write_whole(Path(path), self.file.path)
 
     @property
     def buffer(self) -> bytes:
-        """The ``.pte`` as bytes, read anew each time."""
+        """The ``.pte`` as bytes, read from the file on each access."""
         return self.file.path.read_bytes()
 
     def load(self) -> LoadedProgram:
-        """The program, ready to run here."""
+        """Load the program into this process."""
         return self._loaded
 
     @cached_property
@@ -78,9 +78,9 @@ class LoweredProgram:
         return self._loaded(*inputs)
 
     def compare(self, *inputs: Any, method: str = "forward") -> tuple[Difference, ...]:
-        """Run a method and eager PyTorch on the same inputs (those of ``lower`` when left out).
+        """Run a method and eager PyTorch on the same inputs (by default, those of ``lower``).
 
-        Where the model has caches, both go on from the calls before.
+        If the model has caches, both continue from the previous calls.
         """
         if method not in self.inputs:
             raise ValueError(f"method={method!r}: the program has {', '.join(self.inputs)}")
@@ -106,7 +106,7 @@ def _check_model(model: Any) -> None:
     if model.training:
         raise ValueError("model is in training mode: call model.eval() first")
     for name, layer in layers_of(model).items():
-        if not layer.fp8_auto:  # auto leaves layers on a CPU as they were
+        if not layer.fp8_auto:  # recipe "auto" does not convert layers on a CPU
             raise ValueError(
                 f"model trains in FP8 (recipe {layer.fp8_recipe}, layer {name!r}): call kp.fp8.revert(model) first, "
                 f"which leaves the parameters as they are; recipe= quantizes for the device"
@@ -171,7 +171,7 @@ def lower(
 def _by_model(
     model: torch.nn.Module | Mapping[str, torch.nn.Module], inputs: Mapping[str, tuple[Any, ...]]
 ) -> list[tuple[torch.nn.Module, Mapping[str, tuple[Any, ...]]]]:
-    """Each model with the inputs of its methods."""
+    """Group methods by model: return each model with the inputs of its methods."""
     if isinstance(model, Mapping):
         return [(model[name], {name: own}) for name, own in inputs.items()]
     return [(model, inputs)]
@@ -179,7 +179,7 @@ def _by_model(
 
 class _RowMajorShapes(ConstraintBasedSymShapeEvalPass):  # type: ignore[misc]
     """Give outputs of ``nonzero`` row-major strides: eager PyTorch's are transposed, and ExecuTorch's kernel (1.5.1)
-    writes rows whatever the strides say."""
+    ignores strides and writes rows."""
 
     def call(self, graph_module: torch.fx.GraphModule) -> Any:
         done = super().call(graph_module)
@@ -201,7 +201,7 @@ def lower_exported(
     tell: Callable[[str], None] | None = None,
     target: Lowering = CPU,
 ) -> LoweredProgram:
-    """The second half of ``lower``, for methods that are exported already."""
+    """Lower methods that are already exported."""
     with spool_folder():
         return _lowered(exported, eager, inputs, options, metadata, tell or _silent, target)
 
@@ -215,7 +215,7 @@ def _lowered(
     tell: Callable[[str], None],
     target: Lowering,
 ) -> LoweredProgram:
-    if target is CPU:  # a backend elsewhere may take any custom operator
+    if target is CPU:  # a third-party backend may take any custom operator
         exported = {method: with_definitions(program) for method, program in exported.items()}
         for program in exported.values():
             refuse_without_kernels(program)

@@ -1,4 +1,4 @@
-"""The quantizer of the recipes that go through PT2E, for use on its own as well."""
+"""The PT2E quantizer of the ``int8-static`` and ``int8-dynamic`` recipes; also usable without ``kp.lower``."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ _ANNOTATION = "quantization_annotation"
 
 
 class KernelQuantizer(XNNPACKQuantizer):  # type: ignore[misc]
-    """Annotates what a recipe quantizes and XNNPACK runs, and leaves integers alone.
+    """Annotates the operators that a recipe quantizes and XNNPACK runs, and skips integer tensors.
 
-    XNNPACK's own quantizer makes floats of the numbers added to positions, and observes masks and indices.
+    XNNPACK's own quantizer converts integers that are added to positions to floats, and observes masks and indices.
 
     Args:
-        recipe: ``"int8-static"`` or ``"int8-dynamic"``. ``kp.lower`` makes the others, and ``"int8-dynamic"`` too,
-            with torchao's ``quantize_``.
+        recipe: ``"int8-static"`` or ``"int8-dynamic"``. ``kp.lower`` uses torchao's ``quantize_`` for all other
+            recipes and for ``"int8-dynamic"``.
 
     Example:
         >>> import torch

@@ -1,4 +1,4 @@
-"""Keep other libraries' warnings and progress bars off the terminal while a model is lowered."""
+"""Silence other libraries' warnings and progress bars while a model is lowered."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from contextvars import ContextVar
 
 __all__ = ["quiet_imports", "quiet_libraries", "quiet_native"]
 
-# What C++ code of ExecuTorch writes to the standard error each time a process first runs a program.
+# Messages that ExecuTorch's C++ code writes to stderr when a process first runs a program.
 _NATIVE = re.compile(rb"\[cpuinfo_utils\.cpp:\d+\][^\n]*\n")
 _START = b"[cpuinfo_utils.cpp:"
 _LOUD: ContextVar[bool] = ContextVar("kernel_pytorch_loud", default=False)
@@ -25,7 +25,7 @@ _LOGGERS = ("torch", "torchao", "executorch", "transformers", "root")
 
 @contextlib.contextmanager
 def quiet_imports() -> Iterator[None]:
-    """Silence Python warnings and log records below ERROR of the libraries underneath, as importing them makes."""
+    """Silence Python warnings and log records below ERROR that dependencies emit on import."""
     if _LOUD.get():
         yield
         return
@@ -44,9 +44,9 @@ def quiet_imports() -> Iterator[None]:
 
 @contextlib.contextmanager
 def quiet_libraries(quiet: bool = True) -> Iterator[None]:
-    """Silence Python warnings, log records below ERROR and progress bars of the libraries underneath.
+    """Silence Python warnings, log records below ERROR and progress bars of dependencies.
 
-    Inside ``quiet_libraries(False)`` nothing is silenced, by ``kp.lower`` neither.
+    Inside ``quiet_libraries(False)`` nothing is silenced, not even by ``kp.lower``.
 
     Example:
         >>> with quiet_libraries():
@@ -61,7 +61,7 @@ def quiet_libraries(quiet: bool = True) -> Iterator[None]:
             _LOUD.reset(token)
         return
     with quiet_imports():
-        # Imported here where it is installed: its bars would otherwise be switched on by an import inside the block.
+        # Import it here if installed: an import inside the block would switch its progress bars on.
         found = importlib.util.find_spec("transformers") is not None
         bars = importlib.import_module("transformers.utils.logging") if found else None
         shown = bars is not None and bars.is_progress_bar_enabled()
@@ -76,9 +76,9 @@ def quiet_libraries(quiet: bool = True) -> Iterator[None]:
 
 @contextlib.contextmanager
 def quiet_native() -> Iterator[None]:
-    """Leave known messages of C++ code out of what the process writes to its standard error; the rest passes at once.
+    """Filter known messages of C++ code from the process's stderr; everything else passes without delay.
 
-    The standard error is no terminal inside the block.
+    Inside the block, stderr is not a terminal.
     """
     sys.stderr.flush()
     terminal = os.dup(2)
@@ -88,7 +88,7 @@ def quiet_native() -> Iterator[None]:
         held = b""
         while data := os.read(reading, 65536):
             held = _NATIVE.sub(b"", held + data)
-            # What may go on as a message waits for the rest of its line.
+            # A partial line that may become a known message waits for its end.
             start = held.rfind(b"[", held.rfind(b"\n") + 1)
             maybe = start >= 0 and (_START.startswith(held[start:]) or held.startswith(_START, start))
             end = start if maybe else len(held)
@@ -107,6 +107,6 @@ def quiet_native() -> Iterator[None]:
         yield
     finally:
         sys.stderr.flush()
-        os.dup2(back, 2)  # closes the last end for writing, so that the thread comes to its end
+        os.dup2(back, 2)  # closes the last write end, so that the thread ends
         os.close(back)
-        thread.join(timeout=5)  # a process that was started inside and still runs keeps it
+        thread.join(timeout=5)  # a child process that is still running keeps it open

@@ -1,7 +1,7 @@
-"""How a model is quantized before it is lowered: named, frozen recipes, on torchao.
+"""Quantization recipes for lowering: named, frozen configurations of torchao.
 
-Linears whose activations are dynamic or float run in our delegate. What ``int8-static`` quantizes runs in XNNPACK.
-Norms, attention and everything else stays in float32.
+Linears with dynamic or floating-point activations run in our delegate. Operators that ``int8-static`` quantizes run
+in XNNPACK. Norms, attention and everything else stay in float32.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ __all__ = ["RECIPES", "QuantizationRecipe", "find_recipe", "quantized"]
 
 @dataclass(frozen=True)
 class QuantizationRecipe:
-    """One quantization scheme: every field is a fact that the documentation prints.
+    """One quantization scheme. The documentation prints every field.
 
     Example:
         >>> find_recipe("int8-dynamic").activations
@@ -27,26 +27,26 @@ class QuantizationRecipe:
     """
 
     name: str
-    """What ``kp.lower`` takes as its ``recipe``."""
+    """The value of ``recipe`` in ``kp.lower``."""
     weight_bits: int
-    """Bits of a stored weight, without its scale."""
+    """Bits per weight, without scales."""
     weight_granularity: str
-    """``"channel"``: one scale an output; ``"group of N"``: one for each N inputs of an output."""
+    """``"channel"``: one scale per output channel; ``"group of N"``: one per N inputs of an output channel."""
     weight_symmetric: bool
-    """Whether zero is stored as zero; otherwise each scale has a zero point."""
+    """Whether weights are symmetric; otherwise each scale has a zero point."""
     activation_bits: int
-    """Bits of the inputs as they are multiplied; 32 where they stay in float."""
+    """Bits of the activations in the GEMM; 32 if they are not quantized."""
     activations: Literal["static", "dynamic", "float"]
-    """``"static"``: scales from the example inputs; ``"dynamic"``: from each run's own numbers; ``"float"``: not
+    """``"static"``: scales calibrated on the example inputs; ``"dynamic"``: computed in each run; ``"float"``: not
     quantized."""
     operators: tuple[str, ...]
-    """What it asks the quantizer to quantize; the table of operators says what ran so."""
+    """The operators that the quantizer annotates; the table of operators has those that ran quantized."""
     flow: Literal["pt2e", "quantize_"]
-    """Which of torchao's two ways makes it."""
+    """The torchao API that applies it: PT2E or ``quantize_``."""
 
     @property
     def weight_group(self) -> int | None:
-        """How many inputs share a scale; None where all of an output do."""
+        """Number of inputs that share a scale; None for one scale per output channel."""
         _, found, size = self.weight_granularity.partition("group of ")
         return int(size) if found else None
 
@@ -67,7 +67,7 @@ RECIPES = {
 
 
 def find_recipe(name: str, recipes: Mapping[str, QuantizationRecipe] = RECIPES) -> QuantizationRecipe:
-    """A recipe by its name; an unknown one is an error that lists them."""
+    """Return a recipe by its name; raise an error that lists the recipes if it is unknown."""
     if name not in recipes:
         raise ValueError(f"recipe={name!r}: use one of {', '.join(recipes)}, or None")
     return recipes[name]
@@ -79,7 +79,7 @@ def quantized(
     inputs: Mapping[str, tuple[Any, ...]],
     dynamic_shapes: Mapping[str, Any],
 ) -> tuple[dict[str, ExportedProgram], dict[str, torch.nn.Module]]:
-    """Each method of the quantized model, exported, and as a module that runs in eager mode."""
+    """Return each method of the quantized model, exported, and as a module that runs in eager mode."""
     if recipe.flow == "quantize_":
         own = _by_quantize(recipe, model)
         with torch.no_grad():
@@ -96,7 +96,7 @@ def _by_quantize(recipe: QuantizationRecipe, model: torch.nn.Module) -> torch.nn
     from torchao.quantization import Int8DynamicActivationIntxWeightConfig, IntxWeightOnlyConfig, quantize_
     from torchao.quantization.granularity import PerAxis, PerGroup
 
-    # Weights are shared with the model, not copied: quantizing replaces them in the copy.
+    # The copy shares its weights with the model: quantization replaces them, and does not write to them.
     own = copy.deepcopy(model, {id(parameter): parameter for parameter in model.parameters()})
     group = recipe.weight_group
     granularity = PerAxis(0) if group is None else PerGroup(group)

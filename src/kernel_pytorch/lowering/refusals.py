@@ -1,4 +1,4 @@
-"""Refuse operators that no runtime has a kernel for, naming the operator, the module and the remedy."""
+"""Raise an error for operators without a runtime kernel, with the operator, the module and the remedy."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ __all__ = ["module_of", "refuse_without_kernels"]
 _REMEDIES = {
     "transformers::grouped_mm_fallback": "call model.set_experts_implementation('batched_mm') before lowering",
 }
-# Ours and torchao's become delegated operators; those of core PyTorch are decomposed or have an out variant.
+# Our and torchao's operators are delegated; those of core PyTorch are decomposed or have an out variant.
 _KNOWN = ("aten", "prims", "export", "kernel_pytorch", "kernel_pytorch_lowering", "quantized_decomposed", "torchao")
 
 
 def module_of(node: Node) -> str:
-    """The module in whose forward a node was traced, as ``model.layers.0.mlp``; empty at the top."""
+    """Return the module in whose forward a node was traced, such as ``model.layers.0.mlp``; empty for the root."""
     stack = node.meta.get("nn_module_stack") or {}
     return str(list(stack.values())[-1][0]) if stack else ""
 
 
 def refuse_without_kernels(program: ExportedProgram) -> None:
-    """Raise for a custom operator that has no out variant: ExecuTorch runs out variants alone."""
+    """Raise an error for a custom operator without an out variant, because ExecuTorch only runs out variants."""
     for node in program.graph.nodes:
         target = node.target
         if not isinstance(target, OpOverload) or target.namespace in _KNOWN:

@@ -1,4 +1,4 @@
-"""What became of a model's graph: who runs what, what was refused and why, and what it costs."""
+"""The report of a lowered model: delegates, nodes that were not taken with reasons, and sizes."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ _CACHED = "kernel_pytorch_lowering::cached_attention"
 
 @dataclass(frozen=True)
 class Delegate:
-    """One delegated part of the graph."""
+    """One delegated subgraph."""
 
     backend: str
     operators: tuple[tuple[str, int], ...]
-    """How often each operator stands in it."""
+    """The count of each operator."""
     payload_bytes: int
     method: str = "forward"
 
 
 @dataclass(frozen=True)
 class Report:
-    """What became of a model's graph; printing it gives the whole story.
+    """Which backend runs each node of a model, and why; print it for all details.
 
     Example:
         >>> import torch, kernel_pytorch as kp
@@ -44,19 +44,19 @@ class Report:
 
     delegates: tuple[Delegate, ...]
     left: tuple[Refusal, ...]
-    """Nodes that no backend took: ExecuTorch's portable kernels run them. With our reason for each."""
+    """Nodes that no backend took, each with our reason; ExecuTorch's portable kernels run them."""
     passed_on: tuple[Refusal, ...]
-    """Nodes that we did not take and another backend did."""
+    """Nodes that another backend took, each with our reason for not taking it."""
     program_bytes: int = 0
     planned_bytes: int = 0
     """Memory that ExecuTorch plans for tensors between delegates."""
     caches: tuple[Cache, ...] = ()
-    """The caches inside our delegate, which all methods share."""
+    """The KV caches in our delegate, which all methods share."""
     measured: tuple[tuple[str, float], ...] = ()
-    """With ``measure=True``: seconds of each way to lower the model, the one that was kept first."""
+    """With ``measure=True``: (name, seconds) of each set of options, with the chosen one first."""
 
     def count(self, backend: str, operator: str) -> int:
-        """How many nodes of an operator a backend runs."""
+        """Return the number of nodes of an operator that a backend runs."""
         return sum(
             dict(delegate.operators).get(operator, 0) for delegate in self.delegates if delegate.backend == backend
         )
@@ -89,7 +89,7 @@ class Report:
 
 
 def joined(reports: Sequence[Report], *, program_bytes: int, planned_bytes: int) -> Report:
-    """One report of a program's methods."""
+    """Merge the reports of a program's methods."""
     return Report(
         tuple(delegate for report in reports for delegate in report.delegates),
         tuple(refusal for report in reports for refusal in report.left),
@@ -101,7 +101,7 @@ def joined(reports: Sequence[Report], *, program_bytes: int, planned_bytes: int)
 
 
 def report_of(module: GraphModule, refusals: list[Refusal], method: str = "forward") -> Report:
-    """The report of a lowered graph, before ExecuTorch plans its memory in place."""
+    """Return the report of a lowered graph, before ExecuTorch plans memory, which changes the graph in place."""
     delegates, caches = [], []
     for name, child in module.named_children():
         if isinstance(child, LoweredBackendModule) and name.startswith("lowered_module"):
@@ -111,7 +111,7 @@ def report_of(module: GraphModule, refusals: list[Refusal], method: str = "forwa
     nodes = [
         node for node in module.graph.nodes if node.op == "call_function" and not _is_plumbing(operator_name(node))
     ]
-    # Passes of other backends give nodes new names: what is left is matched by operator, in order.
+    # Passes of other backends rename nodes: match those without an equal name by operator, in order.
     waiting: dict[str, list[Refusal]] = {}
     for refusal in refusals:
         waiting.setdefault(refusal.operator, []).append(refusal)
@@ -136,5 +136,5 @@ def _delegate(lowered: Any, method: str) -> Delegate:
 
 
 def _is_plumbing(name: str) -> bool:
-    """What is no work: parts of tuples, sizes, calls of delegates."""
+    """Return whether an operator does no computation: tuple elements, sizes, delegate calls."""
     return name in ("getitem", "", "alloc") or name.startswith(("aten::sym_", "executorch_call", "_operator"))

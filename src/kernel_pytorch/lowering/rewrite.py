@@ -1,7 +1,7 @@
-"""Before decomposition: attention and RMS norms become operators that arrive at the partitioner whole.
+"""Rewrite attention, RMS norms and quantized linears to custom operators before decomposition.
 
-A mask that the graph computes from constants (a causal triangle, say) is recognised and becomes data; any other mask
-stays the tensor that it is.
+A mask that the graph computes from constants, such as a causal triangle, is recognised and becomes a mask of
+``kp.masks``; any other mask stays a tensor.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ __all__ = ["REWRITTEN", "FLOATS", "RefusedError", "attention_refusal", "recognis
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 _SDPA = torch.ops.aten.scaled_dot_product_attention.default
-_FAR_BELOW = -1e30  # what models write for "do not attend": no finite score survives the addition
+_FAR_BELOW = -1e30  # or below means "do not attend": no finite score survives the addition
 
 
 class RefusedError(Exception):
-    """Why a node is not taken; becomes a line of the report."""
+    """Raised if a node is not taken; the message becomes a line of the report."""
 
 
 def argument(node: Node, position: int, name: str, default: Any = None) -> Any:
@@ -51,7 +51,7 @@ def tensor_of(node: Any) -> torch.Tensor:
 
 
 def recognised_mask(dense: torch.Tensor, q_len: Any, kv_len: Any) -> masks.Mask | None:
-    """The mask of kp.masks that says the same as a constant tensor of booleans or addends, if one does.
+    """Return the mask of kp.masks that equals a constant boolean or additive mask tensor, or None.
 
     Example:
         >>> recognised_mask(torch.ones(4, 4).tril().bool(), 4, 4)
@@ -69,7 +69,7 @@ def recognised_mask(dense: torch.Tensor, q_len: Any, kv_len: Any) -> masks.Mask 
         return None
     rows = flat[0]
     if not bool(rows.any(dim=1).all()):
-        return None  # rows without a key: addends far below zero and -inf differ there
+        return None  # rows without a key: large negative values and -inf give different results
     if bool(rows.all()):
         return masks.full()
     if tuple(rows.shape) != (q_len, kv_len):
@@ -95,13 +95,13 @@ def attention_refusal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str 
 def rewritten(
     program: ExportedProgram, *, attention: bool = True, norms: bool = True, linears: bool = True
 ) -> ExportedProgram:
-    """The same program with our operators in it; what is not supported stays as it is."""
+    """Return the program with our operators in it; unsupported patterns are unchanged."""
     constants = Constants(program)
     module = program.graph_module
     module.meta["kernel_pytorch_buffers"] = dict(program.graph_signature.inputs_to_buffers)
     for node in list(module.graph.nodes):
         if node.target is torch.ops.aten._assert_tensor_metadata.default:
-            module.graph.erase_node(node)  # ExecuTorch drops them too, later, and they hide who uses a value
+            module.graph.erase_node(node)  # ExecuTorch removes them later too; they hide the users of a value
     changes = {**(_ATTENTION if attention else {}), **(_NORMS if norms else {}), **(_LINEARS if linears else {})}
     for node in list(module.graph.nodes):
         change = changes.get(node.target) if node.op == "call_function" else None
@@ -161,7 +161,7 @@ def _sdpa(module: GraphModule, node: Node, constants: Constants, ranges: Mapping
     if refusal:
         raise RefusedError(refusal)
     heads = [as_size(tensor_of(x).shape[1]) for x in (q, k, v)]
-    broadcast = heads[1] == heads[2] == 1  # one head of keys for all of q: what grouped heads are, too
+    broadcast = heads[1] == heads[2] == 1  # one key head for all query heads is grouped-query attention too
     if not grouped and not broadcast and not equal(heads[0], heads[1]):
         raise RefusedError("q and k differ in heads, and enable_gqa is not set")
     q_len, kv_len = (as_size(tensor_of(x).shape[2]) for x in (q, k))
@@ -169,7 +169,7 @@ def _sdpa(module: GraphModule, node: Node, constants: Constants, ranges: Mapping
     if causal:
         mask = masks.causal()
         if not equal(q_len, kv_len):
-            # torch counts is_causal from the first key: keys at and after q_len are met by no query.
+            # torch aligns is_causal with the first key: no query attends to keys at or after q_len.
             if not (isinstance(q_len, int) and isinstance(kv_len, int) and q_len <= kv_len):
                 raise RefusedError(
                     f"is_causal with {q_len} queries and {kv_len} keys: pass a mask of kp.masks instead"
@@ -218,7 +218,7 @@ def _kp_attention(module: GraphModule, node: Node, constants: Constants, ranges:
 
 
 def _cached_attention(module: GraphModule, node: Node, constants: Constants, ranges: Mapping[Any, Any]) -> None:
-    """A cache's buffers become memory of the delegate, which only their name and shape are left of."""
+    """Replace attention over a cache: its buffers become memory of the delegate, identified by name and shape."""
     q, k, v, position, keys, values = node.args[:6]
     window, sinks, scale = node.args[9:12]
     refusal = attention_refusal(tensor_of(q), tensor_of(k), tensor_of(v))
@@ -238,7 +238,7 @@ def _cached_attention(module: GraphModule, node: Node, constants: Constants, ran
 
 
 def _forget_cache_buffers(program: ExportedProgram) -> None:
-    """Drop the buffers of caches that are in the delegate now."""
+    """Remove the program's buffers of caches that the delegate now holds."""
     taken = {node.args[4] for node in program.graph.nodes if node.target is operators.CACHED_ATTENTION}
     if not taken:
         return
@@ -292,14 +292,14 @@ def _kp_rms_norm(module: GraphModule, node: Node, constants: Constants, ranges: 
 
 
 def _linear(module: GraphModule, node: Node, constants: Constants, ranges: Mapping[Any, Any]) -> None:
-    """A linear with quantized weights, on floats or on rows that are quantized as they come."""
+    """Replace a linear with quantized weights and floating-point or dynamically quantized activations."""
     x, weight, bias = argument(node, 0, "input"), argument(node, 1, "weight"), argument(node, 2, "bias")
     weights = quantized_weights(weight)
     if weights is None:
         return
     source = quantized_rows(x)
     if source is None and "quantize" in str(x.target):
-        return  # with scales from calibration: XNNPACK's
+        return  # static quantization: left to XNNPACK
     known = None if weights.zero_points is None else constants.of(weights.zero_points)
     if weights.zero_points is not None and (known is None or bool(known.any())):
         raise RefusedError("its weights have zero points; symmetric ones alone are taken")
@@ -335,4 +335,4 @@ _NORMS: dict[Any, Change] = {
     torch.ops.kernel_pytorch.rms_norm.default: _kp_rms_norm,
 }
 REWRITTEN = frozenset({*_ATTENTION, *_LINEARS, *_NORMS})
-"""Operators that become one of the runtime's, where it takes their arguments."""
+"""Operators that are replaced by an operator of the runtime if it supports their arguments."""

@@ -1,7 +1,7 @@
-"""Which nodes of a graph the delegate takes, and what each becomes: one rule for each operator.
+"""The table of operators that the delegate supports: one rule per operator, with its checks and its emitter.
 
-A rule says why a node is not taken, and how it is emitted. The partitioner, the preprocessor, the report and the
-documentation read this one table.
+A rule returns why a node is not taken, and emits a node that is. The partitioner, the preprocessor, the report and
+the documentation all read this table.
 """
 
 from __future__ import annotations
@@ -29,31 +29,31 @@ Kind = Literal["attention", "linear", "norm", "softmax", "activation", "pointwis
 
 @dataclass(frozen=True)
 class Rule:
-    """How one operator is taken."""
+    """Checks and emitter of one operator."""
 
     kind: Kind
     emit: Callable[[Emitter, Node], None]
     check: Callable[[Node], str | None] = lambda node: None
-    """Why this node is not taken, beyond what holds for every node; None where it is."""
+    """Return why a node is not taken, in addition to the checks of every node; None if it is."""
     constants: tuple[int, ...] = ()
-    """The arguments that must be known ahead of time, where they are given."""
+    """Positions of the arguments that must be constant, if given."""
     whole_numbers: tuple[int, ...] = ()
-    """The arguments that are tensors of whole numbers."""
+    """Positions of the arguments that are integer tensors."""
 
 
 RULES: dict[str, Rule] = {}
-"""Rules by operator, as ``aten::gelu``."""
+"""Rules by operator name, such as ``aten::gelu``."""
 
 
 def operator_name(node: Node) -> str:
-    """The operator behind a node, in any dialect."""
+    """Return the operator name of a node in any dialect."""
     target = getattr(node.target, "_op", node.target)
     name = getattr(target, "name", None)
     return str(name()) if callable(name) else getattr(target, "__name__", str(target))
 
 
 def refusal(node: Node, constants: Constants) -> str | None:
-    """Why the delegate does not take a node, or None."""
+    """Return why the delegate does not take a node, or None."""
     if node.target is operator.getitem:
         source = node.args[0]
         return refusal(source, constants) if isinstance(source, Node) else "is no part of a tensor operator"
@@ -277,7 +277,7 @@ def _check_slice(node: Node) -> str | None:
     axis, source = argument(node, 1, "dim", 0), node.args[0]
     assert isinstance(source, Node)
     from_the_end = start is not None and start < 0 and not isinstance(source.meta["val"].shape[axis], int)
-    # Counted from an end that may change: right where that many numbers are always there.
+    # A negative start on a dynamic dimension: correct only if the dimension always has that many elements.
     if from_the_end and (node.meta["val"].shape[axis] != -(start or 0) or argument(node, 4, "step", 1) != 1):
         return "begins at a position that depends on a dynamic length"
     return _check_view(node)
@@ -329,10 +329,10 @@ def _emit_cat(emitter: Emitter, node: Node) -> None:
     into = emitter.new(_dims(node), node.meta["val"].dtype, node)
     start: Size = 0
     for source in sources:  # type: ignore[union-attr]
-        found = emitter.result(source)  # what is not computed yet is computed into its place
+        found = emitter.result(source)  # a lazy operand is computed directly into its slice of the result
         found = emitter.view(source) if not hasattr(found, "dims") else found
         if found.dims == (0,):
-            continue  # torch lets an empty list of numbers take part in any shape
+            continue  # torch accepts an empty 1-D tensor together with any shape
         emitter.copy(found, into.narrow(axis, start, found.dims[axis]))
         start = start + found.dims[axis]
     emitter.set(node, into)
@@ -357,7 +357,7 @@ def _emit_softmax(emitter: Emitter, node: Node) -> None:
     assert isinstance(axis, int)
     into = emitter.new(source.dims, node.meta["val"].dtype, node)
     order = list(range(len(source.dims)))
-    order.append(order.pop(axis))  # rows run along the last dimension of what the op is given
+    order.append(order.pop(axis))  # row operators reduce along the last dimension of their operand
     emitter.emit(OpCode.SOFTMAX, [source.permute(order)], [into.permute(order)])
     emitter.set(node, into)
 
@@ -459,7 +459,7 @@ def _is_call(node: Any) -> bool:
 
 
 def _operands(node: Node) -> tuple[Any, Any, Any]:
-    """The numbers, the weights and the bias of a linear in any of its forms."""
+    """Return input, weight and bias of a linear in any of its forms."""
     name = operator_name(node)
     if name == "aten::addmm":
         return node.args[1], node.args[2], node.args[0]
@@ -476,14 +476,14 @@ def _check_addmm(node: Node) -> str | None:
 
 
 def packed_weights(weight: torch.Tensor) -> torch.Tensor:
-    """Weights of shape (outputs, inputs) as panels of outputs."""
+    """Pack weights of shape (outputs, inputs) in panels of outputs."""
     outputs, inputs = weight.shape
     padded = torch.nn.functional.pad(weight.detach(), (0, 0, 0, -outputs % PANEL))
     return padded.view(-1, PANEL, inputs).transpose(1, 2).contiguous()
 
 
 def _exact_panels(weight: torch.Tensor) -> torch.Tensor:
-    """``packed_weights`` in the narrowest format that holds every weight exactly."""
+    """Pack weights as ``packed_weights`` does, in the narrowest dtype that represents every weight exactly."""
     return packed_weights(narrowed(weight))
 
 
@@ -491,7 +491,7 @@ def _emit_linear(
     emitter: Emitter, node: Node, x: Any, weight: torch.Tensor, bias: Any, scale: torch.Tensor | None = None
 ) -> None:
     source = emitter.view(x)
-    if source.dtype != torch.float32:  # products are summed in float32, and rounded once
+    if source.dtype != torch.float32:  # accumulate in float32 and round once
         source = emitter.cast(source, torch.float32)
     elif not equal(source.strides[-1], 1):
         source = emitter.contiguous(source)
@@ -584,7 +584,7 @@ def _emit_attention(emitter: Emitter, node: Node) -> None:
 
 
 def cache_of(node: Node) -> Cache:
-    """The cache behind a node of attention over one."""
+    """Return the cache of a cached-attention node."""
     arguments: tuple[Any, ...] = node.args
     name, dtype, shape = arguments[4:7]
     return Cache(name, dtype, *shape)

@@ -1,4 +1,4 @@
-"""Running a ``.pte`` from Python: ExecuTorch's runtime with our delegate registered in it."""
+"""Run a ``.pte`` from Python: ExecuTorch's runtime with our delegate registered in it."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ if TYPE_CHECKING:
 __all__ = ["LoadedProgram", "load", "native", "registered"]
 
 
-# ExecuTorch's numbers for formats, which are torch's own.
+# ExecuTorch's scalar type numbers, which equal torch's.
 _TYPES = {0: torch.uint8, 1: torch.int8, 3: torch.int32, 4: torch.int64, 5: torch.float16, 6: torch.float32}
 _TYPES |= {7: torch.float64, 11: torch.bool, 15: torch.bfloat16}
 
 
 @cache
 def registered() -> ctypes.CDLL:
-    """The delegate's library, loaded once: ExecuTorch then knows ``KernelPyTorchBackend``."""
-    # ExecuTorch first: its library holds the table that ours registers itself in.
+    """Load the delegate's library once, which registers ``KernelPyTorchBackend`` with ExecuTorch, and return it."""
+    # Import ExecuTorch first: its library contains the table in which ours registers itself.
     import executorch.runtime  # noqa: F401
 
     return native()
@@ -39,9 +39,9 @@ def registered() -> ctypes.CDLL:
 
 @cache
 def native() -> ctypes.CDLL:
-    """The library alone, without ExecuTorch's Python, which takes a second to import."""
+    """Load the library without ExecuTorch's Python package, which takes a second to import."""
     ready = build(tell=lambda text: print(f"kernel-pytorch: {text}", file=sys.stderr))
-    if ready.prefix == BUNDLED:  # ExecuTorch may lie in another folder than the wheel's runtime looks in
+    if ready.prefix == BUNDLED:  # ExecuTorch may not be in the folder that the wheel's runtime searches
         for beside in ("libexecutorch.so", "libexecutorch_threadpool.so"):
             ctypes.CDLL(str(executorch_root() / "lib" / beside))
     library = ctypes.CDLL(str(ready.library))
@@ -60,7 +60,7 @@ def native() -> ctypes.CDLL:
 
 @contextlib.contextmanager
 def _contents(source: bytes | Path) -> Iterator[bytes | mmap.mmap]:
-    """A program's bytes; those of a file are mapped, and read by nobody but the checks."""
+    """Yield a program's bytes; a file is memory-mapped, and only the checks read it."""
     if isinstance(source, bytes) or source.stat().st_size == 0:
         yield source if isinstance(source, bytes) else b""
         return
@@ -69,10 +69,10 @@ def _contents(source: bytes | Path) -> Iterator[bytes | mmap.mmap]:
 
 
 class LoadedProgram:
-    """A program that is ready to run; call it with the tensors that the model takes.
+    """A loaded program; call it with the model's input tensors.
 
-    Threads may share it: one call runs at a time, and the others wait. Its caches are one history, so threads that
-    hold conversations of their own load the program once each; programs loaded apart run at the same time.
+    Thread-safe: one call runs at a time, and others wait. All calls share its KV caches, so threads with separate
+    conversations must each load the program; separately loaded programs run concurrently.
 
     Example:
         >>> import torch, kernel_pytorch as kp
@@ -82,12 +82,12 @@ class LoadedProgram:
     """
 
     def __init__(self, source: bytes | Path | ProgramFile, name: str, *, verified: bool = False) -> None:
-        executorch_root()  # an error that says what to install, where it is missing
+        executorch_root()  # raises an error with what to install if it is missing
         from executorch.runtime import Runtime, Verification
 
         from kernel_pytorch.lowering.target import register_delegates
 
-        self._library, self._given = registered(), source  # a ProgramFile lives as long as this
+        self._library, self._given = registered(), source  # keeps a ProgramFile alive
         if isinstance(source, ProgramFile):
             source = source.path
         with _contents(source) as data:
@@ -101,9 +101,9 @@ class LoadedProgram:
             self.nbytes = len(data)
             """The size of the program."""
         self._name = name
-        # Methods share planned memory, inputs are bound by address, and outputs are copied out after the call.
+        # Methods share planned memory, inputs are bound by address, and outputs are copied after the call.
         self._lock = threading.Lock()
-        self._library.kernel_pytorch_last_owner()  # forgets that of another program
+        self._library.kernel_pytorch_last_owner()  # reset: it may be another program's
         self._library.kernel_pytorch_file_verified(self._verified)
         try:
             self._program = Runtime.get().load_program(source, verification=Verification.InternalConsistency)
@@ -115,7 +115,7 @@ class LoadedProgram:
         self._owner = self._library.kernel_pytorch_last_owner()
 
     def again(self) -> LoadedProgram:
-        """Load the program once more, with caches of its own; weights that are mapped from a file are shared."""
+        """Load the program again, with separate caches; weights that are mapped from a file are shared."""
         return LoadedProgram(self._given, self._name, verified=self._verified)
 
     @property
@@ -127,7 +127,7 @@ class LoadedProgram:
         return self.run("forward", inputs)
 
     def run(self, method: str, inputs: Sequence[Any]) -> Any:
-        """Run a method by its name; one output is returned by itself, several as a tuple."""
+        """Run a method by its name; return a single output as it is, and several as a tuple."""
         if method not in self._methods:
             raise ValueError(f"method={method!r}: {self._name} has {', '.join(self.methods)}")
         loaded = self._methods[method]
@@ -146,14 +146,14 @@ class LoadedProgram:
         return outputs[0] if len(outputs) == 1 else tuple(outputs)
 
     def history(self) -> bytes:
-        """A copy of what the caches hold, for ``restore`` in this process or a later one; empty without caches."""
+        """Return a copy of the caches' contents, for ``restore`` in this or a later process; empty without caches."""
         with self._lock:
             found = ctypes.create_string_buffer(self._library.kernel_pytorch_session_bytes(self._owner))
             self._library.kernel_pytorch_save_session(self._owner, found)
             return bytes(found.raw)
 
     def restore(self, history: bytes) -> None:
-        """Go on with a history of the same program; one that does not fit is refused and changes nothing."""
+        """Restore the caches from a history of the same program; others raise an error and change nothing."""
         reason = ctypes.create_string_buffer(512)
         with self._lock:
             if not self._library.kernel_pytorch_restore_session(
@@ -162,7 +162,7 @@ class LoadedProgram:
                 raise ValueError(f"{self._name} refused a history: {reason.value.decode()}")
 
     def ones(self, method: str) -> list[torch.Tensor]:
-        """Inputs for a method, all ones, in the shapes it was lowered for."""
+        """Return inputs for a method, filled with ones, in the shapes that it was lowered for."""
         if method not in self._methods:
             raise ValueError(f"method={method!r}: {self._name} has {', '.join(self.methods)}")
         metadata = self._methods[method].metadata
@@ -170,7 +170,7 @@ class LoadedProgram:
         return [torch.ones(tuple(info.sizes()), dtype=_TYPES[info.dtype()]) for info in infos]
 
     def _mismatch(self, method: str, given: Sequence[Any]) -> str:
-        """Which input cannot be right, in words; empty where none is seen to be wrong."""
+        """Return a description of the first invalid input; empty if none is found to be invalid."""
         metadata = self._methods[method].metadata
         for number, value in enumerate(given):
             if not isinstance(value, torch.Tensor):
@@ -188,7 +188,7 @@ class LoadedProgram:
 
 
 def _copied(output: Any) -> Any:
-    """An output in memory of its own: the next call writes to where it is now."""
+    """Return a copy of an output, because the next call overwrites its memory."""
     if not isinstance(output, torch.Tensor):
         return output
     copy = torch.empty_strided(output.shape, output.stride(), dtype=output.dtype)
@@ -211,17 +211,18 @@ def load(program: str | Path) -> Any: ...
 
 
 def load(program: str | Path | bytes) -> LoadedProgram | LoadedPackage:
-    """Load a program and make it callable: a ``.pte`` on ExecuTorch's runtime with our delegate, or a ``.pt2`` on
-    AOTInductor's, which is machine code: load those that you trust.
+    """Load a program: a ``.pte`` on ExecuTorch's runtime with our delegate, or a ``.pt2`` on AOTInductor.
 
-    A file is mapped into memory, not copied: leave it in place while the program is used, or replace it by renaming
-    another one, as ``save`` does.
+    A ``.pt2`` contains machine code: only load packages that you trust.
 
-    The whole file is verified first. One that ``kp.lower`` made carries a checksum; of any other, ExecuTorch verifies
-    the tables. A file that is damaged or cut is refused with the reason.
+    A file is memory-mapped, not copied: leave it in place while the program is used. To replace it, rename another
+    file to its name, as ``save`` does.
+
+    The whole file is verified first. Files of ``kp.lower`` have a checksum; for others, ExecuTorch verifies the
+    tables. A damaged or truncated file raises an error with the reason.
 
     Args:
-        program: the file, or its bytes.
+        program: the path of the file, or its bytes.
 
     Example:
         >>> import torch, kernel_pytorch as kp

@@ -11,12 +11,12 @@ __all__ = ["Sampling", "sample"]
 
 
 _LIKELY = 512
-"""Tokens that are ordered first: ordering a whole vocabulary takes milliseconds."""
+"""Number of likely tokens to sort first, because sorting a whole vocabulary takes milliseconds."""
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are chosen.
+    """Sampling parameters.
 
     Example:
         >>> Sampling(temperature=0.7, top_p=0.9).seed
@@ -49,7 +49,7 @@ def sample(logits: torch.Tensor, how: Sampling, generator: torch.Generator) -> i
     if how.top_p == 1:
         return int(torch.multinomial(probabilities, 1, generator=generator))
     likely, places = probabilities.topk(min(_LIKELY, len(probabilities)))
-    if likely.sum() < how.top_p:  # a flat distribution: order everything
+    if likely.sum() < how.top_p:  # a flat distribution: sort the whole vocabulary
         likely, places = probabilities.sort(descending=True)
     nucleus = likely[likely.cumsum(dim=-1) - likely < how.top_p]
     return int(places[torch.multinomial(nucleus, 1, generator=generator)])

@@ -1,4 +1,4 @@
-"""Keep packed weights in temporary files while a model is lowered, so that memory holds the model once."""
+"""Keep packed weights in temporary files during lowering, so that only one copy of the model is in memory."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Spooled:
-    """The bytes of a tensor in a temporary file, which is deleted with the record."""
+    """The bytes of a tensor in a temporary file, which is deleted with this object."""
 
     data: FileBackedData
     name: str
-    """Of a constant that methods share, made from its content."""
+    """Name of a constant that methods share, derived from its content."""
     crc: int
 
 
 def content_name(digest: bytes) -> str:
-    """The name of a constant outside the payload.
+    """Return the name of a constant outside the payload.
 
     Example:
         >>> content_name(bytes(2))
@@ -48,7 +48,7 @@ def content_name(digest: bytes) -> str:
 
 @contextlib.contextmanager
 def spool_folder() -> Iterator[None]:
-    """Delete what is spooled inside when it ends: ExecuTorch keeps records of a lowered program for longer."""
+    """Delete files that are spooled inside the block at its end, because ExecuTorch keeps references for longer."""
     with tempfile.TemporaryDirectory(prefix="kernel_pytorch_") as folder:
         token = _folder.set(folder)
         try:
@@ -78,7 +78,7 @@ class Spool:
         self._files: dict[tuple[int, int], Spooled] = {}
 
     def keep(self, value: T) -> T:
-        """Return a large tensor, or a dataclass with such fields, mapped from a file; others as they are."""
+        """Return a large tensor, or a dataclass with such fields, mapped from a file; return others unchanged."""
         if is_dataclass(value) and not isinstance(value, type):
             tensors = {own.name: getattr(value, own.name) for own in fields(value)}
             kept = {name: self.keep(one) for name, one in tensors.items() if isinstance(one, torch.Tensor)}
@@ -88,7 +88,7 @@ class Spool:
         return self._written(value)  # type: ignore[return-value]
 
     def found(self, tensor: torch.Tensor) -> Spooled | None:
-        """The file of a tensor that ``keep`` returned; None for any other."""
+        """Return the file of a tensor that ``keep`` returned; None for other tensors."""
         return self._files.get((tensor.data_ptr(), tensor.nbytes))
 
     def _written(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -104,7 +104,7 @@ class Spool:
             ) from error
         digest = hashlib.sha256(content).digest()
         data = FileBackedData(path, cleanup=True, sha256=digest)
-        # Nothing is read from the mapping unless a rule asks for its elements.
+        # Nothing is read from the mapping unless a rule accesses its elements.
         mapped = torch.from_file(path, shared=True, size=tensor.numel(), dtype=tensor.dtype).view(tensor.shape)
         self._files[mapped.data_ptr(), mapped.nbytes] = Spooled(data, content_name(digest), zlib.crc32(content))
         return mapped

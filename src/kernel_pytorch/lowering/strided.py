@@ -1,6 +1,6 @@
-"""Tensors inside the delegate as strided views of buffers, with sizes that may be symbols.
+"""Tensors inside the delegate: strided views of buffers, with symbolic sizes.
 
-``permute``, ``view``, ``slice`` and the like change a view and move no number. Sizes are ints or sympy expressions.
+``permute``, ``view``, ``slice`` and the like change the view and copy no data. Sizes are ints or sympy expressions.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Size: TypeAlias = Any
 
 
 def as_size(value: Any) -> Size:
-    """A size of torch's as an int, or as the expression behind it."""
+    """Convert a size of torch to an int or its sympy expression."""
     if isinstance(value, (torch.SymInt, torch.SymFloat)):
         value = value.node.expr
     if isinstance(value, sympy.Expr):
@@ -49,7 +49,7 @@ def product(sizes: Sequence[Size]) -> Size:
 
 @dataclass(eq=False)
 class Storage:
-    """A buffer in the making: where it lies is decided once all ops are known."""
+    """A buffer whose location is planned after all ops are emitted."""
 
     dtype: torch.dtype
     numel: Size
@@ -122,7 +122,7 @@ def contiguous_strides(dims: Sequence[Size]) -> tuple[Size, ...]:
 
 
 def broadcast(view: Strided, dims: Sequence[Size]) -> Strided:
-    """The view with stride 0 in the dimensions it is repeated along."""
+    """Return the view with stride 0 in broadcast dimensions."""
     for _ in range(len(dims) - len(view.dims)):
         view = view.unsqueeze(0)
     strides = tuple(
@@ -133,7 +133,7 @@ def broadcast(view: Strided, dims: Sequence[Size]) -> Strided:
 
 
 def reshaped(view: Strided, dims: Sequence[Size]) -> Strided | None:
-    """The view in another shape without moving a number, or None where numbers would have to move."""
+    """Return the view in another shape, or None if that needs a copy."""
     if view.contiguous:
         return replace(view, dims=tuple(dims), strides=contiguous_strides(dims))
     strides: list[Size] = []
@@ -145,7 +145,7 @@ def reshaped(view: Strided, dims: Sequence[Size]) -> Strided | None:
             strides.append(0)
             at += 1
             continue
-        # The shortest group of old dimensions and the shortest of new ones that hold as many numbers.
+        # The shortest groups of old and of new dimensions with equal numbers of elements.
         for old_count in range(1, len(old) + 1):
             group = old[:old_count]
             found = next(

@@ -1,6 +1,6 @@
-"""How a backend lowers: one record that ``kp.lower``, the command line, the probe and the pages all read.
+"""The ``Lowering`` record of a backend, which ``kp.lower``, the command line, the probe and the pages read.
 
-Ours is ``CPU``. A third party's ``Backend`` names its own as ``lowering="package.module:NAME"``.
+``CPU`` is our own. A third party's ``Backend`` refers to its record by ``lowering="package.module:NAME"``.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Quantize = Callable[
 
 @dataclass(frozen=True, kw_only=True)
 class Lowering:
-    """How a backend's programs are made, built and described.
+    """A backend's partitioners, recipes, C++ runtime and probes.
 
     Example:
         >>> lowering_of("cpu").delegate
@@ -48,29 +48,29 @@ class Lowering:
     options: type
     """The partitioner's options: a frozen dataclass, each field with a docstring under it."""
     partitioners: Callable[[Any], tuple[Partitioner, ...]]
-    """The partitioners for given options, the backend's own first. If it has ``refusals``, the report shows them."""
+    """Return the partitioners for the options, the backend's own first. The report shows its ``refusals``, if any."""
     recipes: Mapping[str, QuantizationRecipe]
-    """Quantization recipes by name; empty where nothing is quantized."""
+    """Quantization recipes by name; empty if the backend has none."""
     quantize: Quantize
-    """(recipe, model, inputs, dynamic shapes) to the quantized model, exported and as one that runs in eager mode;
-    inputs, shapes and both results by the names of the program's methods."""
+    """Return the quantized model for (recipe, model, inputs, dynamic shapes): exported, and as a module that runs in
+    eager mode. Inputs, shapes and both results are mappings from method names."""
     register: Callable[[], object]
-    """Makes ExecuTorch's runtime in this process know the delegate."""
+    """Register the delegate with ExecuTorch's runtime in this process."""
     sources: Path
-    """The folder with the runtime's ``CMakeLists.txt``, which builds against the ExecuTorch wheel."""
+    """The folder with the ``CMakeLists.txt`` of the runtime, which builds against the ExecuTorch wheel."""
     native_name: str
-    """What that CMake project calls itself: ``libNAME_backend``, ``NAME_runner``, ``NAME::backend``."""
+    """Name in the CMake project: ``libNAME_backend``, ``NAME_runner``, ``NAME::backend``."""
     probes: tuple[Probe, ...]
-    """A small model for each operator, from which the table of operators is found out."""
+    """A small model per operator; lowering and running them gives the table of operators."""
     alternatives: Mapping[str, Any] = field(default_factory=dict)
-    """Other options by a name for the report: the ways that ``measure=True`` compares with the default one."""
+    """Other options by their name in the report, which ``measure=True`` compares with the default options."""
     probe_options: Any = None
-    """The options to probe with, where not the default ones."""
+    """Options for probing; None for the default options."""
     bundled: str = "Not part of ExecuTorch's pre-built libraries, on any platform: build it from source."
-    """Whether an application gets the runtime without building it."""
+    """Sentence for the pages: whether applications can get the runtime without building it."""
 
     def checked(self, options: Any) -> Any:
-        """The options, the default ones for None; another record is an error."""
+        """Return the options, or the default options for None; raise an error for another type."""
         if options is None:
             return self.options()
         if not isinstance(options, self.options):
@@ -78,7 +78,7 @@ class Lowering:
         return options
 
     def build(self, tell: Callable[[str], None] | None = None) -> Runtime:
-        """The C++ runtime, built now if it is not there yet; ``tell`` gets a line for each step."""
+        """Return the C++ runtime; build it if it is not cached. ``tell`` is called with a line for each step."""
         return build(sources=self.sources, name=self.native_name, tell=tell or (lambda text: None))
 
 
@@ -89,13 +89,13 @@ def _register() -> object:
 
 
 def xnnpack_partitioner() -> Partitioner:
-    """XNNPACK's partitioner, which leaves alone what its delegate then refuses."""
+    """Return XNNPACK's partitioner without the nodes that its delegate refuses later."""
     from executorch.backends.xnnpack.partition.config import ALL_PARTITIONER_CONFIGS
     from executorch.backends.xnnpack.partition.config.node_configs import MaxDimConfig
     from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
 
     class KeptDimension(MaxDimConfig):  # type: ignore[misc]
-        """``max.dim``: the delegate takes dimensions 2 and 3 with keepdim, and the partitioner any (1.5.1)."""
+        """``max.dim``: the delegate supports only dimensions 2 and 3 with keepdim, the partitioner any (1.5.1)."""
 
         def check_constraints(self, node: Node, ep: ExportedProgram) -> bool:
             return len(node.args) == 3 and node.args[1] in (2, 3) and super().check_constraints(node, ep)
@@ -129,7 +129,7 @@ CPU = Lowering(
 
 
 def lowering_from(path: str) -> Lowering:
-    """The record that ``"package.module:NAME"`` names."""
+    """Return the record that ``"package.module:NAME"`` refers to."""
     module, _, attribute = path.partition(":")
     with quiet_imports():  # a third party's module may be the first to import ExecuTorch and torchao
         found = getattr(importlib.import_module(module), attribute, None)
@@ -139,7 +139,7 @@ def lowering_from(path: str) -> Lowering:
 
 
 def lowering_of(name: str) -> Lowering:
-    """How a backend lowers; one that does not is an error that says who does."""
+    """Return a backend's ``Lowering``; raise an error that lists the backends that have one if it has none."""
     path = backend(name).lowering
     if path is None:
         able = ", ".join(record.name for record in backends() if record.lowering is not None)
@@ -151,13 +151,13 @@ def lowering_of(name: str) -> Lowering:
 
 
 def register_delegates(program: bytes | mmap.mmap) -> None:
-    """Register the third parties' delegates that a program names."""
+    """Register the third-party delegates that a program uses."""
     for record in backends():
         if record.lowering is None or record.name == "cpu":
             continue
         try:
             target = lowering_from(record.lowering)
-        except Exception as error:  # a plug-in may fail in any way; programs without it still run
+        except Exception as error:  # a plug-in may raise anything; programs that do not use it still run
             warnings.warn(f"backend {record.name!r} cannot be used: {error}", stacklevel=2)
             continue
         if program.find(target.delegate.encode()) >= 0:

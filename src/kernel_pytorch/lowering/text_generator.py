@@ -24,35 +24,35 @@ _SESSION = b"KernelPyTorch.session.1\n"
 
 @dataclass(frozen=True)
 class Generation:
-    """Generated text and how long it took."""
+    """Generated text with its timings."""
 
     text: str
     tokens: tuple[int, ...]
-    """The generated ids, with the end-of-sequence id where the model gave one."""
+    """The generated ids, including the end-of-sequence id if the model generated it."""
     prompt_tokens: int
     reused_tokens: int
-    """How many of the prompt's tokens were in the cache from the call before."""
+    """Number of prompt tokens that were in the cache from the previous call."""
     stopped: str
-    """``"end"`` of sequence, ``"max_tokens"``, ``"context"`` full, or ``"closed"`` by the reader of a stream."""
+    """Why generation stopped: ``"end"`` of sequence, ``"max_tokens"``, ``"context"`` full, or ``"closed"`` stream."""
     first_token_seconds: float
     decode_seconds: float
-    """From the first token to the last."""
+    """Seconds from the first token to the last."""
 
     def __str__(self) -> str:
         return self.text
 
     @property
     def tokens_per_second(self) -> float:
-        """The rate after the first token."""
+        """Tokens per second after the first token."""
         return (len(self.tokens) - 1) / self.decode_seconds if self.decode_seconds else 0.0
 
 
 class _Detokenizer:
-    """Incremental decoding: a character of several tokens is held back until it is whole."""
+    """Incremental detokenization: a character of several tokens is held back until it is complete."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer, self._ids = tokenizer, list[int]()
-        self._start = self._read = 0  # decoding starts at the text read before: spaces depend on the token before
+        self._start = self._read = 0  # decode from the previous text on: spaces depend on the token before
 
     def _decoded(self, start: int, end: int) -> str:
         return str(self._tokenizer.decode(self._ids[start:end], skip_special_tokens=True))
@@ -73,14 +73,14 @@ class _Detokenizer:
 
 
 class TextGenerator:
-    """Text in, text out, on ExecuTorch with our delegate; a checkpoint folder is lowered once and cached.
+    """Generate text on ExecuTorch with our delegate; a checkpoint folder is lowered once and cached.
 
-    The cache of keys and values holds one sequence: a prompt that begins like the sequence before reuses it. Use a
-    generator from one thread at a time; ``fork`` gives another with a cache of its own, and the same weights.
+    The KV cache holds one sequence, and a prompt reuses the prefix that it shares with the previous sequence. Use a
+    generator from one thread at a time; ``fork`` returns another one with its own cache and shared weights.
 
     Args:
-        program: a ``.pte`` that ``lower --hf`` made, as a file or loaded.
-        tokenizer: a tokenizer of transformers.
+        program: a ``.pte`` of ``lower --hf``, as a path or loaded.
+        tokenizer: a transformers tokenizer.
 
     Example:
         >>> import pathlib, tempfile
@@ -103,21 +103,21 @@ class TextGenerator:
             )
         self.tokenizer = tokenizer
         self.chunk = int(self._program.run("get_max_seq_len", ()))
-        """The most tokens of one call of the program."""
+        """Maximum number of tokens per call of the program."""
         self.context = int(self._program.run("get_max_context_len", ()))
-        """The most tokens of a sequence; 2**30 where a window keeps memory constant."""
+        """Maximum number of tokens of a sequence; 2**30 with a sliding window, whose memory is constant."""
         known = "get_cache_bytes" in self._program.methods
         self.cache_bytes = int(self._program.run("get_cache_bytes", ())) if known else 0
-        """Memory of keys and values; 0 where the program does not say."""
+        """Bytes of the KV cache; 0 if the program does not report it."""
         self.weight_bytes = self._program.nbytes
-        """Of the program, which is mapped, not copied."""
+        """Bytes of the program, which is memory-mapped, not copied."""
         self._vocabulary = int(self._program.run("get_vocab_size", ()))
         ends = self._program.run("get_eos_ids", ())
         self._ends = {int(end) for end in (ends if isinstance(ends, tuple) else (ends,))}
-        self._held: list[int] = []  # the ids whose keys and values are in the cache
-        self._furthest = 0  # the longest the sequence in the cache has been since it began
+        self._held: list[int] = []  # ids of the tokens whose keys and values are in the cache
+        self._furthest = 0  # the maximum length of the cached sequence since it was started
         self.last: Generation | None = None
-        """The latest generation, complete once its stream has ended."""
+        """The latest generation, complete when its stream has ended."""
 
     @classmethod
     def from_pretrained(
@@ -131,17 +131,17 @@ class TextGenerator:
         context: int | None = None,
         tell: Callable[[str], None] | None = None,
     ) -> TextGenerator:
-        """Lower a Hugging Face checkpoint folder, or load the program lowered before.
+        """Lower a Hugging Face checkpoint folder, or load the cached program.
 
         Args:
-            folder: with ``config.json``, ``*.safetensors`` and the tokenizer's files.
-            recipe: quantization, such as ``"int4-weight"``; float32 when left out.
-            window: attend to this many tokens back, in constant memory; the whole context when left out.
-            sinks: the first tokens that every token attends to, beside the window.
-            cache_dtype: of keys and values: ``"float32"``, ``"float16"`` or ``"int8"``.
-            context: the most tokens of a sequence without a window; 4,096 or the model's positions when left out,
-                whichever is smaller.
-            tell: gets a line for each step.
+            folder: a folder with ``config.json``, ``*.safetensors`` and the tokenizer's files.
+            recipe: quantization recipe, such as ``"int4-weight"``; by default, float32.
+            window: number of previous tokens to attend to, in constant memory; by default, the whole context.
+            sinks: number of initial tokens that every token attends to, in addition to the window.
+            cache_dtype: dtype of keys and values: ``"float32"``, ``"float16"`` or ``"int8"``.
+            context: maximum number of tokens of a sequence without a window; by default, the smaller of 4,096 and
+                the model's positions.
+            tell: called with a line for each step.
         """
         folder = Path(folder)
         tokenizer = tokenizer_of(folder)
@@ -154,8 +154,8 @@ class TextGenerator:
 
         Args:
             prompt: text; the tokenizer adds its special tokens.
-            max_tokens: the most tokens to generate.
-            sampling: temperature, top-p and seed; greedy when left out.
+            max_tokens: maximum number of tokens to generate.
+            sampling: temperature, top-p and seed; by default, greedy.
         """
         for _ in self.stream(prompt, max_tokens=max_tokens, sampling=sampling):
             pass
@@ -163,7 +163,7 @@ class TextGenerator:
         return self.last
 
     def stream(self, prompt: str, *, max_tokens: int = 256, sampling: Sampling | None = None) -> Iterator[str]:
-        """Yield the text that follows a prompt as it is generated; ``last`` has the whole at the end."""
+        """Yield the text that follows a prompt while it is generated; ``last`` then has the complete generation."""
         if not isinstance(prompt, str):
             raise TypeError(f"prompt is a {type(prompt).__name__}: pass one text, or token ids to stream_tokens")
         ids = self.tokenizer(prompt)["input_ids"]
@@ -172,9 +172,9 @@ class TextGenerator:
         return self.stream_tokens(ids, max_tokens=max_tokens, sampling=sampling)
 
     def fork(self) -> TextGenerator:
-        """Another generator that goes on from here: weights are shared, and the keys and values so far are copied.
+        """Return a generator that continues from the current state: weights are shared, the KV cache is copied.
 
-        Several sessions then begin with one prompt that was computed once.
+        Several sessions can thus share one prompt that is computed once.
 
         Example:
             >>> import pathlib, tempfile
@@ -191,11 +191,11 @@ class TextGenerator:
         return other
 
     def reset(self) -> None:
-        """Begin anew: the next prompt reuses nothing."""
+        """Clear the cached sequence; the next prompt is computed from its first token."""
         self._held, self._furthest = [], 0
 
     def save_session(self, path: str | Path) -> None:
-        """Write the tokens so far with their keys and values, for ``load_session`` in a later process."""
+        """Save the tokens and the KV cache, for ``load_session`` in a later process."""
         self._save(Path(path), [])
 
     def _save(self, path: Path, messages: list[dict[str, str]]) -> None:
@@ -210,9 +210,9 @@ class TextGenerator:
         write_whole(path, add_checksum(data))
 
     def load_session(self, path: str | Path) -> None:
-        """Go on from a saved session: a prompt that begins with its tokens does not compute them again.
+        """Restore a saved session: a prompt that begins with its tokens does not compute them again.
 
-        A file that is damaged, or of another program, is refused and changes nothing.
+        Raise an error without any change if the file is damaged or of another program.
         """
         self._load(Path(path))
 
@@ -243,7 +243,7 @@ class TextGenerator:
     def stream_tokens(
         self, ids: Sequence[int], *, max_tokens: int = 256, sampling: Sampling | None = None
     ) -> Iterator[str]:
-        """``stream`` for a prompt of token ids."""
+        """Yield the text that follows a prompt of token ids, like ``stream``."""
         if max_tokens < 1:
             raise ValueError(f"max_tokens={max_tokens}: at least 1 is needed")
         vocabulary = self._vocabulary
@@ -293,13 +293,13 @@ class TextGenerator:
             )
 
     def _reusable(self, ids: Sequence[int]) -> int:
-        """How many tokens of a prompt are in the cache: the last one is always computed, for its logits."""
+        """Return the number of cached prompt tokens to reuse; the last one is always computed, for its logits."""
         same = next(
             (n for n, pair in enumerate(zip(ids, self._held, strict=False)) if pair[0] != pair[1]),
             min(len(ids), len(self._held)),
         )
         same = min(same, len(ids) - 1)
-        # A ring that has wrapped around can be taken back by one chunk; without a window it never wraps.
+        # A ring buffer that has wrapped around can be rewound by one chunk; without a window it never wraps.
         wrapped = self.context == 1 << 30
         return 0 if wrapped and self._furthest - same > self.chunk else same
 
@@ -308,7 +308,7 @@ class TextGenerator:
         logits = torch.empty(0)
         if start == 0:
             self._furthest = 0
-        del self._held[start:]  # right even where a call below fails
+        del self._held[start:]  # correct even if a call below fails
         for at in range(0, len(new), self.chunk):
             part = new[at : at + self.chunk]
             logits = self._program(torch.tensor([part]), torch.tensor([start + at]))
@@ -318,7 +318,7 @@ class TextGenerator:
 
 
 class Conversation:
-    """Messages under the model's chat template; the cache goes on from turn to turn.
+    """A conversation under the model's chat template; the KV cache is reused from turn to turn.
 
     Example:
         >>> import pathlib, tempfile
@@ -339,7 +339,7 @@ class Conversation:
         self.messages: list[dict[str, str]] = []
 
     def stream(self, message: str, *, max_tokens: int = 256, sampling: Sampling | None = None) -> Iterator[str]:
-        """Send a message and yield the answer as it is generated; an answer that is interrupted is kept as it is."""
+        """Send a message and yield the answer while it is generated; an interrupted answer is kept as it is."""
         asked = [*self.messages, {"role": "user", "content": message}]
         found = self._generator.tokenizer.apply_chat_template(asked, add_generation_prompt=True)
         ids = found if isinstance(found, list) else found["input_ids"]
@@ -355,23 +355,23 @@ class Conversation:
         self.messages = [*asked, {"role": "assistant", "content": "".join(pieces)}]
 
     def save_session(self, path: str | Path) -> None:
-        """Write the messages with their keys and values, for ``load_session`` in a later process."""
+        """Save the messages and the KV cache, for ``load_session`` in a later process."""
         self._generator._save(Path(path), self.messages)
 
     def load_session(self, path: str | Path) -> None:
-        """Go on from a conversation that was saved."""
+        """Restore a saved conversation."""
         self.messages = self._generator._load(Path(path))
 
     def fork(self) -> Conversation:
-        """Another conversation that goes on from here, with a cache of its own; see ``TextGenerator.fork``."""
+        """Return a conversation that continues from here, with its own cache; see ``TextGenerator.fork``."""
         other = Conversation(self._generator.fork())
         other.messages = list(self.messages)
         return other
 
     def reset(self) -> None:
-        """Forget every message."""
+        """Delete all messages."""
         self.messages = []
 
     def rewind(self) -> None:
-        """Take back the last message and its answer; nothing where there is none."""
+        """Delete the last message and its answer, if there is one."""
         self.messages = self.messages[:-2]

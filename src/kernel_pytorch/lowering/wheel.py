@@ -1,6 +1,6 @@
-"""Builds the C++ runtime that a platform wheel carries, and says which platform tag the wheel may have.
+"""Build the C++ runtime of a platform wheel, and determine the wheel's platform tag.
 
-``hatch_build.py`` runs it while a wheel is built: ``python -m kernel_pytorch.lowering.wheel FOLDER`` prints the tag.
+``hatch_build.py`` runs it during a wheel build: ``python -m kernel_pytorch.lowering.wheel FOLDER`` prints the tag.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _STANDARD_LIBRARY |= {35: ((3, 4, 30), (1, 3, 13)), 39: ((3, 4, 33), (1, 3, 15))
 
 
 def platform_tag(versions: str, machine: str) -> str:
-    """The narrowest manylinux tag for the symbol versions that ``readelf --version-info`` lists.
+    """Return the oldest manylinux tag that has all symbol versions listed by ``readelf --version-info``.
 
     Example:
         >>> platform_tag("Name: GLIBC_2.14 Name: GLIBCXX_3.4.21 Name: CXXABI_1.3", "x86_64")
@@ -58,12 +58,12 @@ def platform_tag(versions: str, machine: str) -> str:
 
 
 def carried_runtime(folder: Path, *, machine: str | None = None, executorch: Path | None = None) -> str:
-    """Build the runtime into a folder, with the record that is checked when it is loaded, and return the tag.
+    """Build the runtime into a folder, with the record that is checked on loading, and return the platform tag.
 
     Args:
-        folder: where it goes; the wheel has it as ``kernel_pytorch/_runtime``.
-        machine: ``"x86_64"`` or ``"aarch64"``; this one when left out. Another needs a cross compiler.
-        executorch: a wheel of ExecuTorch for that machine; the installed one when left out.
+        folder: the destination, which becomes ``kernel_pytorch/_runtime`` in the wheel.
+        machine: ``"x86_64"`` or ``"aarch64"``; by default, this machine's. Another one needs a cross compiler.
+        executorch: an ExecuTorch wheel for that machine; by default, the installed one.
     """
     if sys.platform != "linux":
         raise BuildError(f"platform wheels are made on Linux; this is {sys.platform}")

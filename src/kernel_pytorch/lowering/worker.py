@@ -1,8 +1,8 @@
-"""Serve a language model to ExecuTorch's OpenAI-compatible server, by its worker protocol.
+"""A worker process for ExecuTorch's OpenAI-compatible server, which generates text with a lowered model.
 
 The server (``executorch.examples.llm_server.python.server`` of the wheel) starts a worker as
-``WORKER --model_path model.pte --tokenizer_path tokenizer.json`` and exchanges one JSON object a line with it.
-``kernel-pytorch-worker`` is such a worker. Each session has a cache of its own; all map the same weights.
+``WORKER --model_path model.pte --tokenizer_path tokenizer.json`` and exchanges one JSON object per line with it.
+``kernel-pytorch-worker`` is such a worker. Each session has its own KV cache; all share the mapped weights.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from kernel_pytorch.lowering.text_generator import TextGenerator
 __all__ = ["MOST_SESSIONS", "Worker", "main"]
 
 MOST_SESSIONS = 4
-_SCRATCH = ""  # the session of requests that name none
+_SCRATCH = ""  # the session of requests without a session name
 
 
 class _RefusedError(Exception):
-    """A request that cannot be served; ``code`` tells the server which HTTP status it is."""
+    """Raised for a request that cannot be served; the server derives the HTTP status from ``code``."""
 
     def __init__(self, message: str, code: str | None = None) -> None:
         super().__init__(message)
@@ -36,9 +36,9 @@ class Worker:
     """Answers requests of the server, one at a time.
 
     Args:
-        generator: its program and tokenizer serve every session.
-        out: gets one JSON object a line.
-        most_sessions: named sessions at a time; each has a KV cache.
+        generator: provides the program and tokenizer of every session.
+        out: receives one JSON object per line.
+        most_sessions: maximum number of named sessions; each has a KV cache.
 
     Example:
         >>> import io, pathlib, tempfile
@@ -63,7 +63,7 @@ class Worker:
                 self.answer(json.loads(line))
 
     def answer(self, request: dict[str, Any]) -> None:
-        """Answer one request; what cannot be served is an ``error`` message."""
+        """Answer one request; send an ``error`` message if it cannot be served."""
         try:
             if "op" in request:
                 self._operate(request["op"], str(request["session_id"]))
@@ -100,12 +100,12 @@ class Worker:
         return self._sessions[name]
 
     def _prompt(self, request: dict[str, Any], tokenizer: Any) -> list[int]:
-        """Token ids of a rendered prompt, or of its segments: texts, and ids that were generated before."""
+        """Return the token ids of a rendered prompt, or of its segments: texts, and previously generated ids."""
         segments = request.get("prompt_segments")
         parts = [{"text": request["prompt"]}] if segments is None else segments
         ids: list[int] = []
         for part in parts:
-            # The chat template has written the special tokens already.
+            # The chat template has already added the special tokens.
             text = part.get("text")
             ids += part["ids"] if text is None else tokenizer(text, add_special_tokens=False)["input_ids"]
         if not ids:
@@ -150,7 +150,7 @@ class Worker:
         )
 
     def _stream(self, generator: TextGenerator, ids: list[int], most: int, how: Sampling, stops: list[str]) -> bool:
-        """Send text as it comes, without a stop string; return whether one ended it."""
+        """Send text while it is generated, up to a stop string; return whether one was found."""
         held = ""
         pieces = generator.stream_tokens(ids, max_tokens=most, sampling=how)
         for piece in pieces:
@@ -172,7 +172,7 @@ class Worker:
 
 
 def _partial(text: str, stops: list[str]) -> int:
-    """How many characters at the end of a text may be the beginning of a stop string.
+    """Return the number of characters at the end of a text that may be the beginning of a stop string.
 
     Example:
         >>> _partial("one <e", ["<end>"]), _partial("one", ["<end>"])
@@ -183,7 +183,7 @@ def _partial(text: str, stops: list[str]) -> int:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """``kernel-pytorch-worker``: load a program, and serve it until the standard input ends."""
+    """Run ``kernel-pytorch-worker``: load a program, and answer requests until the standard input ends."""
     parser = argparse.ArgumentParser(description="Serve a .pte to ExecuTorch's OpenAI-compatible server.")
     parser.add_argument("--model_path", type=Path, required=True, help="a .pte that kernel-pytorch lower --hf made")
     parser.add_argument(
@@ -191,7 +191,7 @@ def main(arguments: list[str] | None = None) -> None:
     )
     parser.add_argument("--sessions", type=int, default=MOST_SESSIONS, help="named sessions at a time")
     given = parser.parse_args(arguments)
-    # The server reads nothing but JSON from the standard output: what libraries print goes to the error output.
+    # The server expects only JSON on stdout: redirect what libraries print to stderr.
     out, sys.stdout = sys.stdout, sys.stderr
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 

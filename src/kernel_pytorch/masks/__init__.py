@@ -42,12 +42,12 @@ __all__ = [
 
 
 def full() -> Mask:
-    """Every query attends to every key."""
+    """Return a mask in which every query attends to every key."""
     return leaf(mask_code.FULL)
 
 
 def causal() -> Mask:
-    """A query attends to its own position and those before it: j <= i.
+    """Return a mask in which a query attends to its own position and those before it: j <= i.
 
     Example:
         >>> import kernel_pytorch as kp
@@ -58,22 +58,22 @@ def causal() -> Mask:
 
 
 def window(left: int, right: int = 0) -> Mask:
-    """A query attends to ``left`` positions before its own, its own, and ``right`` after it."""
+    """Return a sliding window: ``left`` positions before the query, its own, and ``right`` positions after it."""
     return leaf(mask_code.WINDOW, checked_count("left", left), checked_count("right", right))
 
 
 def sinks(n: int) -> Mask:
-    """Every query attends to the first n keys: j < n."""
+    """Return a mask in which every query attends to the first n keys: j < n."""
     return leaf(mask_code.SINKS, checked_count("n", n))
 
 
 def prefix(n: int) -> Mask:
-    """The first n positions attend to each other: i < n and j < n."""
+    """Return a mask in which the first n positions attend to each other: i < n and j < n."""
     return leaf(mask_code.PREFIX, checked_count("n", n))
 
 
 def dilated(step: int, left: int, right: int = 0) -> Mask:
-    """A window with gaps: every ``step``-th position, ``left`` of them before the query's own and ``right`` after it.
+    """Return a dilated window: every ``step``-th position, ``left`` before the query's own and ``right`` after it.
 
     A query then has ``left + right + 1`` intervals of one key, at most 256. For longer dilated windows, reorder the
     tokens by their position modulo ``step``: the mask is then ``documents(..., window(left, right))`` over contiguous
@@ -103,7 +103,7 @@ def dilated(step: int, left: int, right: int = 0) -> Mask:
 def blocks(
     table: torch.Tensor | np.ndarray[Any, Any] | tuple[torch.Tensor, torch.Tensor], block: int = 128
 ) -> Mask:
-    """Any table of square tiles: query tile r attends to key tile c where ``table[..., r, c]`` is true.
+    """Return a block mask: query tile r attends to key tile c if ``table[..., r, c]`` is true.
 
     Args:
         table: booleans of shape (rows, columns), (heads, rows, columns) or (batch, heads, rows, columns); or a

@@ -275,7 +275,7 @@ def table_numbers(table: Any, block: int) -> tuple[int, ...]:
 
 
 def dense(node: Node, q_len: int, kv_len: int) -> np.ndarray[Any, Any]:
-    """The definition, pair by pair, as booleans of shape (batch, heads, q_len, kv_len)."""
+    """Evaluate the definition for each pair; return booleans of shape (batch, heads, q_len, kv_len)."""
     if node.kind == PART:
         from kernel_pytorch.masks.part import indices, part_numbers
 

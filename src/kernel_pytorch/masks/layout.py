@@ -412,7 +412,7 @@ def _merged(first: Array, last: Array) -> tuple[Array, Array]:
 
 
 def _merged_pair(first: Array, last: Array) -> tuple[Array, Array]:
-    """``_merged`` for two slots, the most common case, without a sort."""
+    """Merge two slots, the most common case, without a sort; see ``_merged``."""
     swap = first[:, 0] > first[:, 1]
     early, late = np.minimum(first[:, 0], first[:, 1]), np.maximum(first[:, 0], first[:, 1])
     early_end, late_end = np.where(swap, last[:, 1], last[:, 0]), np.where(swap, last[:, 0], last[:, 1])

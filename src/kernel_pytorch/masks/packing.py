@@ -26,7 +26,7 @@ def documents(
     query_lengths: Lengths | None = None,
     cu_seqlens: torch.Tensor | None = None,
 ) -> Mask:
-    """Packed sequences: a query attends only within its own document, under ``inner`` at local positions.
+    """Return a mask of packed sequences: a query attends only within its document, with ``inner`` at local positions.
 
     Args:
         lengths: the documents' lengths, which must sum to the number of keys; or one such list per batch entry.
@@ -94,7 +94,7 @@ def _checked_lengths(name: str, lengths: Any) -> list[Sequence[int]]:
 
 
 def _traced_documents(lengths: Any, inner: Mask) -> Mask:
-    """``documents`` while tracing, from the codes only; invalid lengths raise an error when the graph runs."""
+    """Build ``documents`` while tracing, from the codes only; invalid lengths raise an error when the graph runs."""
     if isinstance(lengths, torch.Tensor):
         rows = lengths.reshape(-1, lengths.shape[-1]).to("cpu", torch.int64)
         batch, count = rows.shape
@@ -142,7 +142,7 @@ def _unequal_documents(
 
 
 def intervals(first: torch.Tensor | Array | Sequence[Any], last: torch.Tensor | Array | Sequence[Any]) -> Mask:
-    """Each query attends to the keys from its ``first`` up to but not including its ``last``.
+    """Return a mask in which each query attends to the keys from its ``first`` to before its ``last``.
 
     Args:
         first, last: whole numbers of shape (queries,), (batch, queries) or, for a union of several intervals,
@@ -181,7 +181,7 @@ def _intervals_mask(first: Array, last: Array) -> Mask:
 
 
 def padding(lengths: Sequence[int] | torch.Tensor, side: str = "right") -> Mask:
-    """Queries attend to the tokens of their batch entry and not to its padding.
+    """Return a mask in which queries attend to the tokens of their batch entry and not to its padding.
 
     Args:
         lengths: number of tokens of each batch entry, (batch,).

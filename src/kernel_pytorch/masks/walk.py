@@ -191,7 +191,7 @@ class _Blocks:
 
 
 def _blocks_with_tables(known: Layout) -> _Blocks:
-    """``_tiles_with_tables`` for square tiles of the finest block."""
+    """Return the tiles of ``_tiles_with_tables`` for square tiles of the finest block."""
     block = known.finest_block
     sets = [slice(n * known.slots, (n + 1) * known.slots) for n in range(1 << len(known.tables))]
     spans = [_spans(known.first[:, own], known.last[:, own], block, block) for own in sets]

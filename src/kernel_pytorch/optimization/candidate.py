@@ -1,6 +1,6 @@
-"""Candidates: what may make a model faster or smaller, as records in a registry that others can extend.
+"""Candidates: ways to make a model faster or smaller, in a registry that other packages can extend.
 
-A package adds its own through the entry-point group ``kernel_pytorch.candidates``; each entry point names a
+A package adds its own through the entry-point group ``kernel_pytorch.candidates``; each entry point refers to a
 ``Candidate`` or a sequence of them.
 """
 
@@ -29,23 +29,23 @@ _NAME = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*\Z")
 
 
 class Stage(enum.IntEnum):
-    """When a candidate is applied, lowest first."""
+    """The order in which candidates are applied, lowest first."""
 
     MODULE = 0
     """Rewrites single modules."""
     PRECISION = 1
     """Changes the number format of some computations."""
     MEMORY = 2
-    """Trades time for memory around modules that are rewritten by now."""
+    """Trades time for memory around modules that earlier stages have rewritten."""
     LAYOUT = 3
-    """Changes how weights lie in memory."""
+    """Changes the memory layout of weights."""
     COMPILE = 4
-    """Compiles everything above."""
+    """Compiles the result of the earlier stages."""
 
 
 @dataclass(frozen=True)
 class Context:
-    """What a candidate may ask about before it matches."""
+    """The device, goal and examples, for ``Candidate.match``."""
 
     goal: str
     device: torch.device
@@ -59,11 +59,11 @@ class Context:
 
 @dataclass(frozen=True)
 class Sites:
-    """The modules that a candidate would change, by name (``""`` is the model), and those it leaves alone."""
+    """Names of the modules that a candidate would change (``""`` is the model), and of those that it skips."""
 
     names: tuple[str, ...]
     left_alone: Mapping[str, str] = field(default_factory=dict)
-    """Name of a module to the reason."""
+    """Names of skipped modules, with the reasons."""
 
 
 @dataclass(frozen=True)
@@ -94,20 +94,20 @@ class Candidate:
     """``exact`` is held to an error budget derived from float64, ``approximate`` to a signal-to-noise ratio."""
     stage: Stage
     match: Callable[[nn.Module, Context], Sites | str]
-    """Return the modules to change, or the reason why there are none. It must leave the model as it is."""
+    """Return the modules to change, or the reason why there are none. It must not change the model."""
     apply: Callable[[nn.Module, tuple[str, ...], Edits], None]
     """Make the changes at these modules, all of them through the ``Edits``, which undo them."""
     goals: frozenset[str] = frozenset(GOALS)
     conflicts: frozenset[str] = frozenset()
-    """Names of candidates that it cannot be combined with."""
+    """Names of candidates that cannot be combined with it."""
     drops: frozenset[str] = frozenset()
-    """Names of outputs that it leaves out; every other output is compared."""
+    """Names of outputs that it omits; all other outputs are compared."""
     adds_state: frozenset[str] = frozenset()
-    """Last words of names that it adds to the state dict, such as the state of FP8 scales."""
+    """Last components of names that it adds to the state dict, such as the state of FP8 scales."""
     requires: frozenset[str] = frozenset()
-    """Distributions that it calls, such as ``liger-kernel``: a plan holds for their versions."""
+    """Distributions that it calls, such as ``liger-kernel``; a plan is valid for their versions only."""
     settings: Mapping[str, str] = field(default_factory=dict)
-    """Further facts for the report, such as a compiler's mode."""
+    """More information for the report, such as a compiler mode."""
 
     def __post_init__(self) -> None:
         if not _NAME.match(self.name):
@@ -123,13 +123,13 @@ class Candidate:
         return self.kind == "exact"
 
     def excludes(self, other: Candidate) -> bool:
-        """Whether the two cannot be combined."""
+        """Return whether the two cannot be combined."""
         both_compile = self.stage is other.stage is Stage.COMPILE
         return both_compile or other.name in self.conflicts or self.name in other.conflicts
 
 
 def missing(library: str, distribution: str | None = None) -> str | None:
-    """Return why a library cannot be used, or None where it is installed; nothing is imported.
+    """Return why a library cannot be used, or None if it is installed; nothing is imported.
 
     Example:
         >>> from kernel_pytorch.optimization.candidate import missing
@@ -143,7 +143,7 @@ def missing(library: str, distribution: str | None = None) -> str | None:
 
 @functools.cache
 def _installed() -> tuple[tuple[Candidate, ...], Mapping[str, str]]:
-    """The built-in candidates and those of entry points, and the entry points that failed with their errors."""
+    """Return all candidates, and the entry points that could not be loaded with their errors."""
     from kernel_pytorch.optimization.candidates import BUILT_IN
 
     found: dict[str, Candidate] = {candidate.name: candidate for candidate in BUILT_IN}
@@ -164,7 +164,7 @@ def _installed() -> tuple[tuple[Candidate, ...], Mapping[str, str]]:
 
 
 def registered_candidates() -> tuple[Candidate, ...]:
-    """Return every candidate that is installed, ours and those of entry points.
+    """Return all candidates: the built-in ones and those of entry points.
 
     Example:
         >>> from kernel_pytorch.optimization import registered_candidates

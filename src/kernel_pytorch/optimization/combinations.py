@@ -1,4 +1,4 @@
-"""One model in one combination of candidates at a time: applied when first needed, then switched on and off."""
+"""Switch a model between combinations of candidates, each of which is applied once and then undone and redone."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ COMPILE: State = ("compile",)
 
 
 def build(model: nn.Module, steps: Sequence[tuple[Candidate, tuple[str, ...]]]) -> Edits:
-    """Apply candidates at their sites, lowest stage first; where one fails, take all of them back."""
+    """Apply candidates at their sites, lowest stage first; if one fails, undo all of them."""
     edits = Edits()
     try:
         for candidate, sites in sorted(steps, key=lambda step: step[0].stage):
@@ -31,7 +31,7 @@ def build(model: nn.Module, steps: Sequence[tuple[Candidate, tuple[str, ...]]]) 
 
 
 class SwitchedModel:
-    """A model that changes between combinations, each of which keeps what it made."""
+    """A model that switches between combinations, each of which keeps its data, such as quantized weights."""
 
     def __init__(self, model: nn.Module, steps: Mapping[str, tuple[Candidate, tuple[str, ...]]]) -> None:
         self._model, self._steps = model, steps
@@ -39,7 +39,7 @@ class SwitchedModel:
         self._now: State = EAGER
 
     def switch(self, state: State) -> None:
-        """Put the model into this combination."""
+        """Switch the model to this combination."""
         if state == self._now and self._edits[state].active:
             return
         self._edits[self._now].undo()
@@ -51,14 +51,14 @@ class SwitchedModel:
         self._now = state
 
     def forget(self, state: State) -> None:
-        """Free what a combination keeps, such as quantized weights and compiled graphs."""
+        """Free the data of a combination, such as quantized weights and compiled graphs."""
         self.switch(EAGER)
         if state != EAGER:
             self._edits.pop(state, None)
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """The one device of a model's parameters; an error where there are several."""
+    """Return the device of a model's parameters; raise an error if there are several."""
     devices = {tensor.device for tensor in (*model.parameters(), *model.buffers())}
     if len(devices) > 1:
         names = ", ".join(sorted(map(str, devices)))

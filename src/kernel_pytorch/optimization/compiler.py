@@ -1,4 +1,4 @@
-"""torch.compile of a model in place, counts of what it did, and the other private names of torch in one place."""
+"""torch.compile of a model in place, with counts of graphs and breaks; private names of torch are used only here."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _numbers = itertools.count()
 
 @dataclass(frozen=True)
 class Compilations:
-    """How often torch.compile has compiled and broken a graph in this process so far."""
+    """Numbers of graphs and graph breaks of torch.compile in this process so far."""
 
     graphs: int
     breaks: int
@@ -43,13 +43,13 @@ def compilations() -> Compilations:
 
 
 class CompiledCall:
-    """The compiled call of a model. Before each call it refreshes what modules keep of their weights."""
+    """The compiled call of a model, which refreshes the modules' weight caches before each call."""
 
     def __init__(self, model: nn.Module, options: dict[str, Any]) -> None:
         def call(*args: Any, **kwargs: Any) -> Any:
             return model._call_impl(*args, **kwargs)
 
-        # Dynamo keeps compiled graphs per code object, at most 8. A code object of its own has room for all inputs,
+        # Dynamo keeps at most 8 compiled graphs per code object. A separate code object has room for all inputs,
         # and its graphs are freed with it.
         call.__code__ = call.__code__.replace(co_name=f"optimized_call_{next(_numbers)}")
         self._compiled: Callable[..., Any] = torch.compile(call, **options)
@@ -74,7 +74,7 @@ def weight_cache_of(forward: Any) -> Any:
 
 
 def compile_in_place(model: nn.Module, edits: Edits, **options: Any) -> None:
-    """Compile a model's call, as ``nn.Module.compile`` does, in a way that can be undone.
+    """Compile a model's call, as ``nn.Module.compile`` does, reversibly.
 
     A copy or a pickle of the model is not compiled, as with ``nn.Module.compile``.
     """
@@ -82,7 +82,7 @@ def compile_in_place(model: nn.Module, edits: Edits, **options: Any) -> None:
 
 
 def compiled_already(model: nn.Module) -> bool:
-    """Whether the user compiled this model or a module of it."""
+    """Return whether the user has compiled this model or one of its modules."""
     return any(getattr(module, "_compiled_call_impl", None) is not None for module in model.modules())
 
 
@@ -92,5 +92,5 @@ def unavailable() -> str | None:
 
 
 def map_tensors(change: Callable[[torch.Tensor], torch.Tensor], output: Any) -> Any:
-    """Change every tensor of nested outputs; transformers registers its outputs with this module of torch."""
+    """Map a function over the tensors of nested outputs, including registered output classes of transformers."""
     return pytree.tree_map_only(torch.Tensor, change, output)

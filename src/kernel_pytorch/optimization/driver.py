@@ -1,4 +1,4 @@
-"""``kp.optimize`` and ``kp.apply``: from a model and its inputs to a faster model, a report and a plan."""
+"""``kp.optimize``: make a model faster, with a report and a plan; ``kp.apply``: apply a plan to a model."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ _ATTRIBUTES = ("report", "plan", "revert")
 
 
 class Revert:
-    """Puts an optimised model back as it was."""
+    """Restores the original state of an optimised model."""
 
     def __init__(self, model: nn.Module, edits: Edits) -> None:
         self.model, self.edits = model, edits
@@ -62,13 +62,13 @@ class Revert:
 
 
 class Optimized(nn.Module):
-    """The result of ``kp.optimize`` and ``kp.apply`` as type checkers see it: the given model with more attributes.
+    """The static type of the result of ``kp.optimize`` and ``kp.apply``: the given model with more attributes.
 
     There are no instances: the model keeps its class, and its own attributes have the type ``Any`` here.
     """
 
     report: Report
-    """Of ``kp.optimize`` alone; ``kp.apply`` measures nothing."""
+    """Set by ``kp.optimize`` only, because ``kp.apply`` measures nothing."""
     plan: Plan
     revert: Revert
 
@@ -91,26 +91,26 @@ def optimize(
     progress: Callable[[Progress], None] | None = None,
     timer: Timer = alternate,
 ) -> Optimized:
-    """Make a model faster or smaller in place, prove that it computes the same, and keep the plan.
+    """Make a model faster or smaller in place, and verify its results against the original.
 
-    Candidates are verified against the original, outputs and for training gradients too, and then timed beside it.
-    One stays only if it gains more than the noise of the machine on every input. The result is the same object with
-    the same parameters and state dict, and three more attributes: ``report``, ``plan`` and ``revert``.
+    Each candidate's outputs, and gradients for training, are compared with the original's; then it is timed beside
+    the original. It is kept only if its gain on every input exceeds the noise of the machine. The result is the same
+    object with the same parameters and state dict, and three more attributes: ``report``, ``plan`` and ``revert``.
 
     Args:
         inputs: the arguments of a call: a tuple, a mapping of named arguments, a tensor; or a list of several
             examples of different shapes.
         goal: ``latency`` or ``throughput`` of inference, ``training`` steps, or ``memory`` of training steps.
-        budget: seconds to spend. Ctrl-C ends earlier, with the best so far.
-        budget_db: the signal-to-noise ratio that approximate candidates must keep, 30 dB for inference and 12 dB for
-            training when left out; losses always keep 40 dB. ``math.inf`` allows exact candidates only.
-        loss: a function of the model's output, for training; the model's own loss when left out, or the mean square
-            of its outputs.
+        budget: seconds to spend. Ctrl-C ends the search early, with the best result so far.
+        budget_db: minimum signal-to-noise ratio of approximate candidates, by default 30 dB for inference and 12 dB
+            for training; losses always need 40 dB. ``math.inf`` allows exact candidates only.
+        loss: a function of the model's output, for training; by default, the model's own loss, or the mean square of
+            its outputs.
         include: names of the only candidates to try.
-        exclude: names of candidates to leave out; ``"compile"`` also leaves out ``"compile-max-autotune"``.
-        resume: read trials of an interrupted run with the same model, inputs, device and versions, and keep them.
+        exclude: names of candidates to exclude; ``"compile"`` also excludes ``"compile-max-autotune"``.
+        resume: reuse and save the trials of interrupted runs with the same model, inputs, device and versions.
         progress: called with a ``Progress`` before each trial.
-        timer: what times the arms of a comparison.
+        timer: function that times the arms of a comparison.
 
     Returns:
         The model.
@@ -168,14 +168,14 @@ def optimize(
 
 
 def apply(model: nn.Module, plan: Plan | str | os.PathLike[str], *, force: bool = False) -> Optimized:
-    """Apply a plan to a model at once, without measuring.
+    """Apply a plan to a model without measuring.
 
-    The plan must fit: the same structure of modules and parameters, the same device and the same versions. Otherwise
-    a ``PlanError`` says what differs.
+    The model's structure of modules and parameters, the device and the library versions must match the plan.
+    Otherwise a ``PlanError`` lists the differences.
 
     Args:
-        plan: what ``kp.optimize`` made, or the file that it was saved in.
-        force: apply it also where the device or versions differ; never where the model differs.
+        plan: a plan of ``kp.optimize``, or the path of its file.
+        force: apply it even if the device or versions differ; a different model is always an error.
 
     Returns:
         The model, changed in place, with ``plan`` and ``revert``.
@@ -300,7 +300,7 @@ def _matched(
         else:
             try:
                 reason = candidate.match(model, context)
-            except Exception as error:  # of a third party
+            except Exception as error:  # a third-party candidate
                 reason = f"could not be matched: {type(error).__name__}: {error}"
         if isinstance(reason, Sites):
             matched.append((candidate, reason))
@@ -315,7 +315,7 @@ def _covers(pattern: str, name: str) -> bool:
 
 
 def _problem(model: nn.Module, context: Context, budget_db: float) -> str:
-    """Everything that a trial depends on."""
+    """Return everything that a trial depends on."""
     signatures = [example.signature for example in context.examples]
     return repr(
         (

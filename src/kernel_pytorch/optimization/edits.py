@@ -23,8 +23,8 @@ class _Missing:
 class Forward:
     """The replacement of one module's ``forward``, set on the instance.
 
-    ``function`` is called with this object and the arguments of the call. It reads ``module`` and ``settings``, and
-    calls ``original`` where it leaves a call alone. Hooks run as before, because they surround ``forward``.
+    ``function`` is called with this object and the arguments of the call. It can read ``module`` and ``settings``,
+    and call ``original`` for calls that it does not handle. Hooks still run, because they surround ``forward``.
     """
 
     def __init__(
@@ -43,17 +43,17 @@ class Forward:
 
     @property
     def __signature__(self) -> inspect.Signature:
-        # Hugging Face reads the names of a forward's arguments.
+        # Hugging Face inspects the signature of forward.
         return inspect.signature(type(self.module).forward.__get__(self.module))
 
 
 def own_forward(module: nn.Module) -> bool:
-    """Whether something else, such as accelerate or PEFT, replaced the forward of this instance."""
+    """Return whether another library, such as accelerate or PEFT, has replaced the forward of this instance."""
     return "forward" in vars(module) and not isinstance(vars(module)["forward"], Forward)
 
 
 class _Attribute:
-    """One attribute and the value that it has on the other side of the change."""
+    """One attribute with its value before or after the change, whichever is not set now."""
 
     def __init__(self, owner: Any, name: str, value: Any) -> None:
         self.owner, self.name, self.other = owner, name, value
@@ -69,7 +69,7 @@ class _Attribute:
 
 
 class _Data:
-    """The data of a parameter or buffer; the tensor object stays."""
+    """The data of a parameter or buffer; the tensor object stays the same."""
 
     def __init__(self, tensor: torch.Tensor, data: torch.Tensor) -> None:
         self.tensor, self.other = tensor, data
@@ -79,7 +79,7 @@ class _Data:
 
 
 class _Layout:
-    """The memory format of a parameter; both sides hold the values that it has when they are switched."""
+    """The memory format of a parameter; its current values are copied when the format is switched."""
 
     def __init__(self, tensor: torch.Tensor, memory_format: torch.memory_format) -> None:
         self.tensor = tensor
@@ -88,14 +88,14 @@ class _Layout:
     def swap(self) -> None:
         now = self.tensor.data
         if (self.other.shape, self.other.dtype, self.other.device) != (now.shape, now.dtype, now.device):
-            # The model was moved or cast since: only the order of the dimensions in memory is still of use.
+            # The model was moved or cast since: only reuse the order of the dimensions in memory.
             self.other = torch.empty_strided(now.shape, self.other.stride(), dtype=now.dtype, device=now.device)
         self.other.copy_(now)
         self.tensor.data, self.other = self.other, now
 
 
 class _Call:
-    """A change that a library makes and takes back itself."""
+    """A change with its own undo function, as libraries provide."""
 
     def __init__(self, do: Callable[..., Any], undo: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
         self.do, self.undo, self.arguments = do, undo, arguments
@@ -134,34 +134,34 @@ class Edits:
         self._add(_Attribute(owner, name, value))
 
     def set_data(self, tensor: torch.Tensor, data: torch.Tensor) -> None:
-        """Give a parameter or buffer other data, such as rounded values; undoing restores the data from before."""
+        """Replace the data of a parameter or buffer, such as by rounded values; undo restores the previous data."""
         self._add(_Data(tensor, data))
 
     def set_layout(self, tensor: torch.Tensor, memory_format: torch.memory_format) -> None:
-        """Give a parameter or buffer another memory format; undoing keeps its values, which may have changed."""
+        """Change the memory format of a parameter or buffer; undo keeps its values, which may have changed."""
         self._add(_Layout(tensor, memory_format))
 
     def replace_forward(self, module: nn.Module, function: Callable[..., Any], settings: Any = None) -> None:
         """Set the forward of one module; ``function`` is called with a ``Forward`` and the call's arguments.
 
-        Use a function of a module and picklable settings: a model that is saved whole pickles them by name.
+        Use a module-level function and picklable settings: pickling a whole model pickles the function by name.
         """
         inner = vars(module).get("forward")
         self._add(_Attribute(module, "forward", Forward(function, module, inner, settings)))
 
     def call(self, do: Callable[..., Any], undo: Callable[..., Any], *arguments: Any) -> None:
-        """Call ``do(*arguments)``, and ``undo(*arguments)`` when the change is taken back."""
+        """Call ``do(*arguments)`` now and on redo, and ``undo(*arguments)`` on undo."""
         self._add(_Call(do, undo, arguments))
 
     def undo(self) -> None:
-        """Take all changes back, the last one first."""
+        """Undo all changes, the last one first."""
         if self.active:
             for change in reversed(self._changes):
                 change.swap()
             self.active = False
 
     def redo(self) -> None:
-        """Make all changes again."""
+        """Apply all changes again."""
         if not self.active:
             for change in self._changes:
                 change.swap()

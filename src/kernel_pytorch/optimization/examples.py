@@ -1,4 +1,4 @@
-"""Example inputs of a model: one call each, as the user gives them, and fresh draws of the same shapes."""
+"""Example inputs of a model: one call each, as the user passes them, and redrawn values of the same shapes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["Example", "examples_of", "leaves", "real", "widened"]
 _STRUCTURE = frozenset(
     {"attention_mask", "cache_position", "cu_seq_lens_k", "cu_seq_lens_q", "position_ids", "token_type_ids"}
 )
-"""Integer arguments that describe a sequence, such as its padding. Shuffled, they would describe nothing."""
+"""Integer arguments that describe a sequence, such as its padding. Shuffling would make them invalid."""
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
 
 
@@ -28,37 +28,37 @@ class Example:
 
     @property
     def label(self) -> str:
-        """The shapes of its tensors, such as ``2x128``."""
+        """The shapes of the tensors, such as ``2x128``."""
         shapes = ["x".join(map(str, x.shape)) or "scalar" for _, x in leaves((self.args, dict(self.kwargs)))]
         return ", ".join(dict.fromkeys(shapes)) or "no tensors"
 
     @property
     def signature(self) -> str:
-        """The names, shapes and dtypes of its tensors."""
+        """The names, shapes and dtypes of the tensors."""
         tensors = leaves((self.args, dict(self.kwargs)))
         return " ".join(f"{name}:{str(x.dtype).removeprefix('torch.')}{list(x.shape)}" for name, x in tensors)
 
     def map(self, change: Callable[[str, torch.Tensor], torch.Tensor]) -> Example:
-        """Return the example with each tensor changed; ``change`` gets the argument's name and the tensor."""
+        """Return the example with ``change(name, tensor)`` applied to each tensor."""
         args = tuple(_mapped(str(number), value, change) for number, value in enumerate(self.args))
         return Example(args, {name: _mapped(name, value, change) for name, value in self.kwargs.items()})
 
     def own(self) -> Example:
-        """Return the example with copies of everything that a call could change, such as a KV cache."""
+        """Return the example with copies of everything that a call could mutate, such as a KV cache."""
         return self.map(lambda _, tensor: tensor.detach().clone().requires_grad_(tensor.requires_grad))
 
     def redrawn(self, seed: int) -> Example:
-        """Return other values of the same shapes and ranges.
+        """Return an example with random values of the same shapes and ranges.
 
-        Floating-point tensors are drawn anew with the same mean, deviation and bounds. The values of integer tensors
-        are shuffled, so that indices stay valid. Masks, positions and constants stay as they are.
+        Floating-point tensors are redrawn with the same mean, deviation and bounds. The values of integer tensors
+        are shuffled, so that indices stay valid. Masks, positions and constants are unchanged.
         """
         generator = torch.Generator().manual_seed(seed)
         return self.map(lambda name, tensor: _redrawn(name, tensor, generator))
 
 
 def examples_of(inputs: Any) -> tuple[Example, ...]:
-    """Return the examples in what a user gives: a tuple of arguments, a mapping, a tensor, or a list of these.
+    """Convert a user's inputs to examples: a tuple of arguments, a mapping, a tensor, or a list of these.
 
     Example:
         >>> import torch
@@ -100,22 +100,22 @@ def leaves(value: Any, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         for part in dataclasses.fields(value):
             yield from leaves(getattr(value, part.name), f"{name}.{part.name}".lstrip("."))
-    elif isinstance(getattr(value, "layers", None), list):  # a KV cache of transformers
+    elif isinstance(getattr(value, "layers", None), list):  # a transformers KV cache
         for number, layer in enumerate(value.layers):
             for half in ("keys", "values"):
                 yield from leaves(getattr(layer, half, None), f"{name}.{number}.{half}".lstrip("."))
-    elif hasattr(value, "self_attention_cache"):  # of an encoder and a decoder
+    elif hasattr(value, "self_attention_cache"):  # an encoder-decoder cache
         yield from leaves(value.self_attention_cache, f"{name}.self".lstrip("."))
         yield from leaves(value.cross_attention_cache, f"{name}.cross".lstrip("."))
 
 
 def real(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a complex tensor as one of real numbers, with a last dimension of 2, and any other as it is."""
+    """Return a complex tensor as a real one with a last dimension of 2, and other tensors unchanged."""
     return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
 
 
 def widened(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a floating-point or complex tensor in float64 or complex128, and any other as it is."""
+    """Return a floating-point or complex tensor in float64 or complex128, and other tensors unchanged."""
     if tensor.is_complex():
         return tensor.to(torch.complex128)
     return tensor.double() if tensor.is_floating_point() else tensor

@@ -1,4 +1,4 @@
-"""Fallbacks that would stay silent: calls that a candidate leaves to the original, and warnings of libraries."""
+"""Record otherwise silent fallbacks: calls that a candidate leaves to the original, and warnings of libraries."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import torch
 
 __all__ = ["fell_back", "recorded"]
 
-_MOST = 5  # texts of one trial
+_MOST = 5  # messages of the current trial
 _seen: dict[str, None] | None = None
 
 
 def fell_back(what: str) -> None:
-    """Note that a call was left to the original, and why. Compiled calls are not noted."""
+    """Record that a call was left to the original, with the reason. Compiled calls are not recorded."""
     if torch.compiler.is_compiling():
         return
     if _seen is not None:
@@ -24,7 +24,7 @@ def fell_back(what: str) -> None:
 
 @contextlib.contextmanager
 def recorded() -> Iterator[list[str]]:
-    """Collect what falls back and warns inside, each text once; the list is filled on the way out.
+    """Collect fallbacks and warnings inside the block, each message once; the list is filled at its end.
 
     Example:
         >>> with recorded() as found:

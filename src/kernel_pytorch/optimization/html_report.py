@@ -1,4 +1,4 @@
-"""The page of a report: inline CSS, no scripts, no fonts and no files beside it."""
+"""Render a report as one HTML page with inline CSS, without scripts, fonts or other files."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def page(report: Report) -> str:
 
 
 def waterfall(report: Report) -> str:
-    """Return the chart: the time left after each step, as a share of eager."""
+    """Return a chart of the time after each step, as a fraction of eager."""
     shares, left = [("eager", 1.0)], 1.0
     for step in report.steps:
         left /= step.speedup or 1.0

@@ -1,4 +1,4 @@
-"""From the result of a search to its plan and its report."""
+"""Convert the result of a search to a plan and a report."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def report_of(
 
 
 def _step(trial: Trial, known: dict[str, Candidate]) -> StepReport:
-    """One step of the way to the plan: candidates that were added, taken out or exchanged together."""
+    """Return the report of one step: candidates that were added, removed or exchanged together."""
     added = [known[name] for name in trial.added]
     names = " + ".join(trial.added)
     if trial.removed:

@@ -1,4 +1,4 @@
-"""Plans: which candidates to apply to which modules, with what was measured, as JSON without anything executable."""
+"""Plans: the candidates to apply to each module with their measurements, as JSON without executable content."""
 
 from __future__ import annotations
 
@@ -43,15 +43,15 @@ LIBRARIES = (
     "torchao",
     "transformers",
 )
-"""Whose kernels or models take part where they are installed."""
+"""Distributions whose kernels or models are used if they are installed."""
 
 
 class PlanError(ValueError):
-    """A plan that cannot be read, or does not fit the model, the device or the versions."""
+    """Raised if a plan cannot be read, or does not match the model, the device or the versions."""
 
 
 class Fingerprint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The structure of a model: what a plan depends on, and no values of weights."""
+    """The structure of a model, which a plan depends on, without the values of its weights."""
 
     model: str
     """The class of the model."""
@@ -61,7 +61,7 @@ class Fingerprint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     tensors: str
     """Digest of the names, shapes, dtypes and ``requires_grad`` of all parameters and buffers, ties included."""
     config: str
-    """Digest of the model's configuration, where it has one."""
+    """Digest of the model's configuration, if it has one."""
 
 
 class Step(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -72,15 +72,15 @@ class Step(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Names of modules; ``""`` is the model itself."""
     kind: str
     speedup: float
-    """The least of all inputs, over the plan without it, when it was added."""
+    """Speed-up over the plan without it when it was added, the minimum over all inputs."""
     error: float | None
-    """The worst error over its float64 budget, of the plan with it; None from the first approximate step on."""
+    """Largest error relative to its float64 budget, of the plan with it; None from the first approximate step on."""
     snr_db: float | None
-    """The worst signal-to-noise ratio of the plan with it; None where nothing differs from float64."""
+    """The lowest signal-to-noise ratio of the plan with it; None if nothing differs from float64."""
 
 
 class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="plan", tag_field="kind"):
-    """What ``kp.optimize`` found for one model on one device.
+    """The result of ``kp.optimize`` for one model on one device.
 
     Example:
         >>> import torch, kernel_pytorch as kp
@@ -95,17 +95,17 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="plan", 
     fingerprint: Fingerprint
     device: str
     versions: dict[str, str]
-    """Of this library, torch and triton, and of the libraries that its steps call."""
+    """Versions of this library, torch, triton, and the libraries that the steps call."""
     steps: list[Step]
     inputs: list[str]
-    """The names, shapes and dtypes of each input that it was verified and timed on."""
+    """Names, shapes and dtypes of each input that the plan was verified and timed on."""
     budget_db: float | None
-    """For approximate steps; None where only exact ones were allowed."""
+    """Minimum signal-to-noise ratio of approximate steps; None if only exact ones were allowed."""
     noise: float
     speedup_over_eager: list[float]
-    """For each input."""
+    """Speed-up over eager for each input."""
     speedup_over_compile: list[float | None]
-    """For each input; None where torch.compile was excluded or failed."""
+    """Speed-up over torch.compile for each input; None if it was excluded or failed."""
     created: str
     version: int = _VERSION
 
@@ -115,7 +115,7 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="plan", 
         Path(path).write_bytes(text + b"\n")
 
     def differences(self, model: nn.Module, device: torch.device) -> list[str]:
-        """Return what about a model, its device and the versions is not as it was when the plan was made."""
+        """Return the differences of a model, its device and the versions from those of the plan."""
         found, now = [], fingerprint(model)
         for name, was, has in (
             ("class", self.fingerprint.model, now.model),
@@ -143,7 +143,7 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="plan", 
 
 
 def read_plan(source: Plan | str | os.PathLike[str]) -> Plan:
-    """Return a plan from a file or as it is."""
+    """Read a plan from a file; return a ``Plan`` unchanged."""
     if isinstance(source, Plan):
         return source
     if not isinstance(source, (str, os.PathLike)):
@@ -186,7 +186,7 @@ def fingerprint(model: nn.Module) -> Fingerprint:
 
 
 def source_digest(model: nn.Module) -> str:
-    """Return a digest of the source of all classes of modules, as far as it can be read."""
+    """Return a digest of the source of all module classes whose source is available."""
     sources = []
     for kind in dict.fromkeys(type(module) for module in model.modules()):
         with contextlib.suppress(OSError, TypeError):  # typed in a shell, or written in C++
@@ -195,7 +195,7 @@ def source_digest(model: nn.Module) -> str:
 
 
 def library_versions(names: Iterable[str] = LIBRARIES) -> dict[str, str]:
-    """Return the versions of these distributions, without those that are not installed."""
+    """Return the versions of those of the distributions that are installed."""
     found = {}
     for name in sorted(names):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -204,7 +204,7 @@ def library_versions(names: Iterable[str] = LIBRARIES) -> dict[str, str]:
 
 
 def device_name(device: torch.device) -> str:
-    """Return the name of a device as a plan keeps it: of a CPU, the instructions that bf16 and int8 depend on."""
+    """Return the name of a device for plans; for a CPU, with the instruction sets that bf16 and int8 depend on."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     if device.type != "cpu":
@@ -218,7 +218,7 @@ def _class(module: nn.Module) -> str:
 
 
 def _configuration(config: Any) -> list[str]:
-    """A configuration's plain values. Hugging Face adds names of files and versions, which change nothing."""
+    """Return a configuration's plain values, without file names and versions that Hugging Face adds."""
     values = config.to_dict() if hasattr(config, "to_dict") else vars(config) if hasattr(config, "__dict__") else {}
     passing = ("_name_or_path", "transformers_version", "_attn_implementation", "_attn_implementation_internal")
     return [f"{name}={value!r}" for name, value in sorted(values.items()) if name not in passing]

@@ -1,12 +1,12 @@
-"""The float64 run of a model and the yardsticks of its rounding errors.
+"""Float64 references of a model, and baseline runs that measure its rounding errors.
 
-The truth is the model itself with weights, inputs and intermediate results in float64. The yardsticks are the model
-in its own dtype, as it is and with its weights moved at random by one rounding: they show how far results of the
-same quality are from the truth. Where a model cannot run in float64, the original run is the truth.
+The reference is the model itself with weights, inputs and intermediate results in float64. The baselines are the
+model in its own dtype, unchanged and with its weights perturbed at random by one rounding: they show how much results
+of the same quality differ from the reference. If a model cannot run in float64, the original run is the reference.
 
-Memory in float64, in bytes: 8 for each weight, gradient and activation at once; outputs and gradients that are kept
-wait in host memory. By this count the training step of ``benchmarks/optimize.py`` on a GPU fits an H200. Where memory
-runs out, the original run is the truth, and the report says so.
+The float64 run needs 8 bytes for each weight, gradient and live activation; outputs and gradients that are kept are
+moved to host memory. By this count the training step of ``benchmarks/optimize.py`` on a GPU fits an H200. If memory
+runs out, the original run is the reference, and the report states this.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ __all__ = ["Expected", "Reference", "difference", "reference_of"]
 
 _NARROW = (torch.float32, torch.float16, torch.bfloat16)
 _CASTS = (torch.Tensor.float, torch.Tensor.half, torch.Tensor.bfloat16)
-_MOVED = (1, 2)  # seeds of the moved runs
+_MOVED = (1, 2)  # seeds of the perturbed runs
 _SCORES = 1 << 28  # attention scores in float64 at once: 2 GiB
 _PIECE = 1 << 26  # elements compared in float64 at once: 512 MiB
 
 
 class _Float64(TorchFunctionMode):
-    """Turns casts to a narrower dtype inside a model, as of norms that compute in float32, into float64."""
+    """Replaces casts to a narrower dtype inside a model, such as a norm's cast to float32, by casts to float64."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _CASTS:
@@ -60,7 +60,7 @@ def _attention_in_rows(
     is_causal: bool = False,
     **options: Any,
 ) -> torch.Tensor:
-    """Attend some query rows at a time: all scores of a long sequence in float64 do not fit a device."""
+    """Compute attention in chunks of query rows: the float64 scores of a long sequence do not fit a device."""
     attend = functional.scaled_dot_product_attention
     q_len, kv_len = query.shape[-2], key.shape[-2]
     rows = max(1, _SCORES // max(1, math.prod(query.shape[:-2]) * kv_len))
@@ -79,43 +79,43 @@ def _attention_in_rows(
 
 @dataclass(frozen=True)
 class Expected:
-    """What one tensor of a run must be, and how far runs of the original's quality are off."""
+    """The expected value of one tensor, and the errors of the baseline runs."""
 
     truth: torch.Tensor
-    """In float64; in float32 where the original has 16 bits."""
+    """The reference in float64; in float32 if the original has 16 bits."""
     dtype: torch.dtype
     usable: torch.Tensor | None
-    """Where the original and the truth are finite; None where both are everywhere."""
+    """Mask of elements where the original and the reference are finite; None if all are."""
     signal: float
-    """Sum of the squares of the truth."""
+    """Sum of the squares of the reference."""
     magnitude: float
-    """Largest absolute value of the truth."""
+    """amax of the reference."""
     distance: float = 0.0
-    """The largest difference from the truth in any of the yardsticks."""
+    """Largest difference of any baseline run from the reference."""
     noise: float = 0.0
-    """Sum of the squared differences of the original from the truth."""
+    """Sum of the squared differences of the original from the reference."""
 
 
 @dataclass(frozen=True)
 class Reference:
-    """What one example gives, by name of the tensor."""
+    """The expected tensors of one example, by name."""
 
     tensors: dict[str, Expected]
     float64: str | None
-    """None, or why the model does not run in float64; the original is the truth then."""
+    """None, or why the model does not run in float64; the original run is then the reference."""
 
 
 def reference_of(workload: Workload, example: Example, seed: int, steps: int = 0, rate: float = 0.0) -> Reference:
-    """Run the original model in its own dtype, in float64, and with moved weights."""
+    """Run the original model in its own dtype, in float64, and with perturbed weights."""
     original = workload.observe(example, seed, steps, rate)
     truth: Observation = {}
     try:
         with _changed(workload, widened), _Float64():
             wide = example.map(lambda _, tensor: widened(tensor))
-            # Gradients and outputs in float64 wait in host memory: the optimizer steps need room for their own.
+            # Keep float64 gradients and outputs in host memory: the optimizer steps need the device memory.
             truth = workload.observe(wide, seed, steps, rate, to_host=True)
         problem = _disagreement(truth, original)
-    except Exception as error:  # a kernel without float64, or a tensor that is neither parameter nor buffer
+    except Exception as error:  # no float64 kernel, or a tensor that is neither parameter nor buffer
         problem = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
     if problem is not None:
         truth = dict(original)
@@ -165,7 +165,7 @@ def difference(tensor: torch.Tensor, expected: Expected) -> tuple[float, float]:
 
 @contextlib.contextmanager
 def _changed(workload: Workload, change: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
-    """Give every floating-point or complex parameter and buffer other data, and put it back on the way out."""
+    """Replace the data of every floating-point or complex parameter and buffer inside the block."""
     edits = Edits()
     gradients = {parameter: parameter.grad for parameter in workload.model.parameters()}
     for parameter in gradients:
@@ -190,7 +190,7 @@ def _moved(tensor: torch.Tensor, seed: int) -> torch.Tensor:
 
 
 def _disagreement(truth: Observation, original: Observation) -> str | None:
-    """Why a float64 run is no truth: it ran, and returned something else."""
+    """Return how the tensors of a float64 run differ from the original's in name or shape, or None."""
     if truth.keys() != original.keys():
         return f"returns other tensors in float64: {', '.join(sorted(truth.keys() ^ original.keys())[:3])}"
     for name, exact in truth.items():

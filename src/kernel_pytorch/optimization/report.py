@@ -1,4 +1,4 @@
-"""The report of an optimisation: what was measured, kept and refused, as text and as one page of HTML."""
+"""The report of ``kp.optimize``: measured, chosen and refused candidates, as text and as an HTML page."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ __all__ = ["InputReport", "ModuleReport", "Refusal", "Report", "StepReport"]
 
 @dataclass(frozen=True)
 class InputReport:
-    """One input: seconds and bytes of the original and of the optimised model."""
+    """Seconds and bytes of the original and of the optimised model on one input."""
 
     label: str
     eager_seconds: float
     compile_seconds: float | None
-    """None where torch.compile was excluded, failed, or is what was chosen."""
+    """Seconds with torch.compile; None if it was excluded, failed, or is the choice itself."""
     best_seconds: float
     speedup: float
-    """Over eager: the median of the ratios of each round."""
+    """Speed-up over eager: the median of the ratios of the rounds."""
     over_compile: float | None
     eager_bytes: int | None = None
     best_bytes: int | None = None
@@ -28,27 +28,27 @@ class InputReport:
 
 @dataclass(frozen=True)
 class StepReport:
-    """One step of the way to the plan, in the order in which they were found."""
+    """One step towards the plan; steps are in the order in which they were found."""
 
     candidate: str
-    """The candidate that was added, or several that were added together, taken out or exchanged."""
+    """The candidate that was added, or several that were added, removed or exchanged together."""
     summary: str
     kind: str
     speedup: float
-    """The least of all inputs, over the plan without this step."""
+    """Speed-up over the plan without this step, the minimum over all inputs."""
     error: float | None
-    """The worst error over its float64 budget; None from the first approximate step on."""
+    """Largest ratio of an error to its float64 budget; None from the first approximate step on."""
     snr_db: float | None
     drops: tuple[str, ...] = ()
     graphs: int = 0
-    """How many graphs torch.compile compiled for the plan with this step, for all inputs."""
+    """Number of graphs that torch.compile compiled for the plan with this step, over all inputs."""
     breaks: int = 0
-    """How often torch.compile broke a graph."""
+    """Number of graph breaks of torch.compile."""
 
 
 @dataclass(frozen=True)
 class Refusal:
-    """A candidate, or a combination, that is not part of the plan, and why."""
+    """A candidate or combination that is not in the plan, with the reason."""
 
     candidate: str
     reason: str
@@ -56,7 +56,7 @@ class Refusal:
 
 @dataclass(frozen=True)
 class ModuleReport:
-    """One module that candidates change or leave alone."""
+    """One module, with the candidates that change it and reasons of those that do not."""
 
     name: str
     kind: str
@@ -66,7 +66,7 @@ class ModuleReport:
 
 @dataclass(frozen=True)
 class Report:
-    """What ``kp.optimize`` did and why. ``print`` shows the short form, ``save`` writes a page.
+    """The results of ``kp.optimize`` with reasons. ``print`` shows a summary, ``save`` writes an HTML page.
 
     Example:
         >>> import torch, kernel_pytorch as kp
@@ -92,13 +92,13 @@ class Report:
     notes: tuple[str, ...]
     versions: dict[str, str]
     memory_kind: str = ""
-    """What the bytes are, such as peak allocation."""
+    """What the bytes measure, such as peak allocation."""
     fallbacks: tuple[Refusal, ...] = ()
-    """What fell back to the original or warned while a combination was tried."""
+    """Fallbacks to the original, and warnings, while a combination was tried."""
 
     @property
     def speedup(self) -> float:
-        """The least speed-up over eager of all inputs."""
+        """The minimum speed-up over eager of all inputs."""
         return min((one.speedup for one in self.inputs), default=1.0)
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -149,7 +149,7 @@ class Report:
 
     @property
     def verdict(self) -> str:
-        """The outcome in a few words."""
+        """Return the outcome as a phrase."""
         if not self.chosen:
             return "left as it is"
         if self.goal == "memory":
@@ -159,19 +159,19 @@ class Report:
 
 
 def noise(value: float) -> str:
-    """The noise of the machine; where the search ended before, it says so."""
+    """Return the noise of the machine as text, or that the search ended before it was measured."""
     return f"{value:.1%}" if value else "not measured"
 
 
 def accuracy(step: StepReport) -> str:
-    """How right a step is, in words."""
+    """Return the accuracy of a step as text."""
     if step.error is not None:
         return f"{step.error:.0%} of the float64 budget"
     return "no difference" if step.snr_db is None else f"{step.snr_db:.0f} dB"
 
 
 def compilation(step: StepReport) -> str:
-    """What torch.compile did for a step, in words; empty where nothing was compiled."""
+    """Return graphs and graph breaks of a step as text; empty if nothing was compiled."""
     if not step.graphs:
         return ""
     graphs = f"{step.graphs} graph{'s' * (step.graphs != 1)} compiled"
@@ -179,7 +179,7 @@ def compilation(step: StepReport) -> str:
 
 
 def seconds(value: float | None) -> str:
-    """A time with a fitting unit; empty where there is none.
+    """Format a time with a suitable unit; return an empty string for None.
 
     Example:
         >>> seconds(0.00123), seconds(2.5)
@@ -194,7 +194,7 @@ def seconds(value: float | None) -> str:
 
 
 def size(count: int) -> str:
-    """A number of bytes with a fitting unit.
+    """Format a number of bytes with a suitable unit.
 
     Example:
         >>> size(3 << 20)

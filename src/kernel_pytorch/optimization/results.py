@@ -1,4 +1,4 @@
-"""What a search found, and what it tells while it runs."""
+"""The result of a search, and its progress."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ __all__ = ["Progress", "Result"]
 
 @dataclass(frozen=True)
 class Progress:
-    """What the search is doing, for a progress bar."""
+    """Progress of a search, for a progress bar."""
 
     trying: str
     done: int
     total: int
-    """A first estimate; combinations that win are refined further."""
+    """Estimated number of trials; winning combinations are refined further."""
     seconds_left: float
     best: float
-    """The least speed-up over eager of the best combination so far."""
+    """The minimum speed-up over eager of the best combination so far."""
 
 
 @dataclass
 class Result:
-    """What a search found."""
+    """The result of a search."""
 
     best: State = EAGER
     noise: float = 0.0

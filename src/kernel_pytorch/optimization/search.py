@@ -1,4 +1,4 @@
-"""Search for the best combination of candidates: each step is verified first, then timed beside what it extends."""
+"""Search for the best combination of candidates; each step is verified, then timed beside the previous one."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ from kernel_pytorch.optimization.workload import Workload
 
 __all__ = ["Search"]
 
-_CALLS = 4  # a compiled model settles within so many calls of one shape
-_LOST_DB = 1.0  # rounding in another order moves the ratio by less
+_CALLS = 4  # a compiled model stops compiling within this many calls of one shape
+_LOST_DB = 1.0  # other orders of rounding change the ratio by less
 
 
 class Search:
@@ -59,13 +59,13 @@ class Search:
         self._timer, self._cache, self._progress = timer, cache, progress
         self._deadline = time.monotonic() + budget
         self._sample = min(1.0, max(0.02, budget / 300))
-        self._took = {False: 0.0, True: 0.0}  # seconds of the last trial, without and with a compiler
-        self._gain: dict[State, float] = {EAGER: 1.0}  # least speed-up over eager, multiplied along the way
+        self._took = {False: 0.0, True: 0.0}  # seconds of the last trial, without and with torch.compile
+        self._gain: dict[State, float] = {EAGER: 1.0}  # minimum speed-up over eager: the product over the steps
         self._verdicts: dict[State, Verdict] = {}
         self.result = Result()
 
     def run(self) -> Result:
-        """Search until nothing is left to try, the budget is spent or the user interrupts; return the best."""
+        """Search until everything was tried, the budget is spent or the user interrupts; return the best result."""
         result = self.result
         try:
             if not self._measure_noise():
@@ -75,7 +75,7 @@ class Search:
             self._note("interrupted: this is the best combination found until then")
         try:
             self._confirm()
-        except KeyboardInterrupt:  # twice: every step of the best was verified, but not timed again
+        except KeyboardInterrupt:  # a second Ctrl-C: every step of the best was verified, but is not timed again
             self._note("interrupted again: the best combination was not timed beside eager mode")
         finally:
             self._model.switch(EAGER)
@@ -103,7 +103,7 @@ class Search:
             self._choose(path)
         else:
             self._choose([compiled])
-        # Some steps pay under a compiler alone: attention without the mask tensor that transformers builds there.
+        # Some steps gain under torch.compile only: attention without the mask tensor that transformers builds there.
         hopeful = rewritten
         for tried in singles:
             if tried is not None and tried.correct and not tried.kept and self._neutral(tried):
@@ -118,19 +118,19 @@ class Search:
         self._refine(rewrites)
 
     def _single(self, state: State) -> Trial | None:
-        """Try one candidate by itself; an interrupt from now on keeps the best of them."""
+        """Try one candidate by itself; remember the best of them, in case of an interrupt."""
         trial = self._attempt(EAGER, state)
         if trial is not None and trial.kept and self._gain[state] > self._gain[self.result.best]:
             self._choose([trial])
         return trial
 
     def _neutral(self, trial: Trial) -> bool:
-        """Whether an exact candidate neither gains nor loses by more than the noise."""
+        """Return whether an exact candidate does not lose more than the noise."""
         exact = self._exact(trial.state)
         return exact and bool(trial.ratios) and max(trial.ratios) <= 1 + self.result.noise
 
     def _refine(self, rewrites: Sequence[str]) -> None:
-        """Under a compiler other steps pay than in eager mode: drop those that do not, add or swap in others."""
+        """Remove, add and exchange steps of a compiled combination, because other steps gain than in eager mode."""
         result = self.result
         if not self._compiled(result.best):
             return
@@ -150,13 +150,13 @@ class Search:
             self.result.best, self.result.steps = path[-1].state, path
 
     def _extended(self, state: State, name: str) -> State | None:
-        """The state with one more candidate, or None where they exclude each other."""
+        """Return the state with one more candidate, or None if it is in the state or excluded by it."""
         if name in state or any(self._candidates[name].excludes(self._candidates[other]) for other in state):
             return None
         return tuple(sorted((*state, name), key=lambda one: self._candidates[one].stage))
 
     def _swapped(self, state: State, name: str) -> State | None:
-        """The state with one candidate in place of those that it cannot be combined with."""
+        """Return the state with a candidate instead of those that it excludes, or None if there are none."""
         new = self._candidates[name]
         kept = tuple(other for other in state if not new.excludes(self._candidates[other]))
         return None if name in state or kept == state else self._extended(kept, name)
@@ -164,14 +164,14 @@ class Search:
     # One step: build, verify, measure.
 
     def _attempt(self, base: State, state: State | None) -> Trial | None:
-        """Try one combination beside another one; None where no time is left."""
+        """Try a combination in comparison with another one; return None if no time is left."""
         if state is None or state == base:
             return None
         trial = self._cache.get(base, state, self.result.noise)
         if trial is None:
             compiled = self._compiled(state)
             started = time.monotonic()
-            # What compiles takes long, the first time longest: it is not begun with less than half of that left.
+            # Do not start a trial with less than half of its expected time left: compilations take long.
             if started + self._took[compiled] / 2 > self._deadline:
                 self._note("the budget ran out before everything was tried")
                 return None
@@ -195,7 +195,7 @@ class Search:
         started = compilations()
         try:
             self._model.switch(state)
-            reason = self._recompiles(state)  # first: verification compiles for every shape
+            reason = self._recompiles(state)  # before verification, which compiles for every shape
             verdict = self._as_right_as(base, state)
             if not verdict.ok:
                 culprit = self._bisected(base, state)
@@ -253,7 +253,7 @@ class Search:
         return all(self._candidates[name].exact for name in state)
 
     def _bisected(self, base: State, state: State) -> str:
-        """Which pair of candidates is wrong together, where each was right without the other."""
+        """Return which candidates are wrong only in combination, as the end of a reason; empty if unknown."""
         added = [name for name in state if name not in base]
         if len(state) < 2 or len(added) != 1:
             return ""
@@ -277,7 +277,7 @@ class Search:
             self._model.forget(state)
 
     def _recompiles(self, state: State) -> str:
-        """Why a compiled combination is refused: it goes on compiling, for each call or for each input shape."""
+        """Return the reason if a compiled combination recompiles for each call or each input shape; else empty."""
         if not self._compiled(state):
             return ""
         shapes = {example.signature: example for example in self._context.examples}
@@ -287,7 +287,7 @@ class Search:
             graphs = [self._graphs_of(example) for _ in range(_CALLS)]
             if graphs[-1]:
                 return f"compiles anew for each call on input {example.label}"
-            # The first shape is compiled as it is, the second with dynamic sizes: any other should fit that.
+            # The first shape is compiled with static sizes, the second with dynamic ones, which should fit the rest.
             compiled += number >= 2 and graphs[0] > 0
         return f"compiles anew for {compiled} of {len(shapes)} input shapes" if compiled else ""
 
@@ -328,7 +328,7 @@ class Search:
         return Arm(name, lambda: self._model.switch(state), lambda: self._workload.step(example))
 
     def _loses(self, ratios: Sequence[float], *, smaller: bool) -> str:
-        """Why a measured combination is not kept. One that has a step less is kept where it is not slower."""
+        """Return why a measured combination is not kept, or empty. A smaller one is kept if it is not slower."""
         noise = 0.01 if self._context.goal == "memory" else self.result.noise
         labels = [example.label for example in self._context.examples]
         worst = max(range(len(ratios)), key=lambda number: ratios[number])
@@ -371,7 +371,7 @@ class Search:
         return not why
 
     def _confirm(self) -> None:
-        """Verify the best combination once more as a whole, and time it beside eager and torch.compile."""
+        """Verify the best combination again, and time it beside eager and torch.compile."""
         result = self.result
         failed: set[State] = set()
         while result.best:
@@ -388,14 +388,14 @@ class Search:
                 self._choose(self._next_best(failed))
         self._model.switch(EAGER)
         result.memory = self._memory(EAGER, result.best) if self._workload.training else []
-        if not result.best:  # eager beside itself
+        if not result.best:  # compare eager with itself
             result.over_eager = [
                 replace(one, after=one.before, ratio=1.0, undisturbed=1.0) for one in self._timed(EAGER, EAGER)
             ]
             result.over_compile = []
 
     def _next_best(self, failed: set[State]) -> list[Trial]:
-        """The candidate that gains most by itself, apart from those that were taken back."""
+        """Return the trial of the candidate that gains most by itself, except those that failed confirmation."""
         alone = [one for one in self.result.trials if one.kept and one.base == EAGER and one.state not in failed]
         return [max(alone, key=lambda trial: trial.speedup)] if alone else []
 
@@ -419,7 +419,7 @@ class Search:
                 return f"it takes {slowest:.2f} times as long as {name}"
         return ""
 
-    # What is told.
+    # Notes and progress.
 
     def _note(self, text: str) -> None:
         if text not in self.result.notes:

@@ -1,4 +1,4 @@
-"""Timing of several arms in turns, the noise of the machine, and the decision whether one is faster."""
+"""Time several arms in alternation, measure the noise of the machine, and decide whether one arm is faster."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ __all__ = [
 ]
 
 TOO_NOISY = 0.25
-"""Above this relative noise no decision is possible."""
+"""Maximum relative noise at which decisions are possible."""
 UNSTEADY = 2.0
-"""Where the slower runs of one arm take this many times as long as the faster ones, no decision is possible."""
+"""Maximum ratio of the slower runs of one arm to its faster ones at which decisions are possible."""
 _LEAST_NOISE = 0.01
 _LEAST_ROUNDS, _MOST_ROUNDS = 5, 60
-_BATCH_SECONDS = 2e-3  # a shorter sample would time the clock
-_LONG_SECONDS = 20e-3  # a longer sample does not notice whose data is in the caches
+_BATCH_SECONDS = 2e-3  # a shorter sample would be dominated by the clock's overhead
+_LONG_SECONDS = 20e-3  # in longer samples, cache contents from the other arm do not matter
 
 
 @dataclass(frozen=True)
 class Arm:
-    """One of the things compared: how to switch to it, and what to run."""
+    """One side of a comparison: how to switch to it, and the function to time."""
 
     name: str
     enter: Callable[[], object]
@@ -49,15 +49,15 @@ Timer = Callable[[Sequence[Arm], torch.device, float], list[list[float]]]
 
 
 def alternate(arms: Sequence[Arm], device: torch.device, seconds: float) -> list[list[float]]:
-    """Run the arms in turns, in both orders, for about so many seconds; return the time of each run by arm.
+    """Run the arms alternately, in both orders, for about ``seconds``; return the time of each run by arm.
 
-    A short arm runs once untimed after it is entered, because the other one has used the caches.
+    A short arm runs once untimed after each switch, because the other arm has evicted its data from the caches.
     """
     samples: list[list[float]] = [[] for _ in arms]
     first = []
     for arm in arms:
         arm.enter()
-        arm.run()  # compilation and first-use costs
+        arm.run()  # warm-up: compilation and first-use costs
         first.append(max(_timed(arm, device, 1), 1e-9))
     batches = [max(1, int(_BATCH_SECONDS / seconds_of_one)) for seconds_of_one in first]
     deadline = time.perf_counter() + seconds
@@ -89,18 +89,18 @@ def _synchronize(device: torch.device) -> None:
 
 @dataclass(frozen=True)
 class Comparison:
-    """One arm beside another on one input, in seconds."""
+    """Times of two arms on one input, in seconds."""
 
     before: float
     after: float
     ratio: float
-    """Median over the rounds of after / before."""
+    """Median over the rounds of the ratio after / before."""
     undisturbed: float
-    """The 20th percentile of after over that of before: other programs only add to a time."""
+    """Ratio of the 20th percentiles of after and before, because other programs only ever increase a time."""
 
     @property
     def cautious(self) -> float:
-        """The larger of both ratios: a gain has to show in each."""
+        """The larger of both ratios, so that a gain must show in each."""
         return max(self.ratio, self.undisturbed)
 
     @property
@@ -109,7 +109,7 @@ class Comparison:
 
 
 def compared(before: Sequence[float], after: Sequence[float]) -> Comparison:
-    """Compare two arms that ran in the same rounds.
+    """Compare the times of two arms that ran in the same rounds.
 
     Example:
         >>> compared([2.0, 2.2, 2.0], [1.0, 1.1, 1.0]).speedup
@@ -126,7 +126,7 @@ def _low(samples: Sequence[float]) -> float:
 
 
 def unsteady(samples: Sequence[float]) -> float:
-    """Return the 80th percentile of the times of one arm over the 20th.
+    """Return the ratio of the 80th to the 20th percentile of the times of one arm.
 
     Example:
         >>> unsteady([1.0, 1.0, 1.0, 1.0, 1.0])
@@ -137,10 +137,10 @@ def unsteady(samples: Sequence[float]) -> float:
 
 
 def noise_of(one: Sequence[float], same: Sequence[float]) -> float:
-    """Return by how much two equal arms seem to differ: the least relative gain that means something.
+    """Return the measured difference of two equal arms: the smallest relative gain that is significant.
 
-    It is the difference of the medians, plus twice the standard error of a median of so many rounds; or the
-    difference of the 20th percentiles, where that is larger.
+    It is the difference of the medians, plus twice the standard error of a median of that many rounds; or the
+    difference of the 20th percentiles, if that is larger.
 
     Example:
         >>> noise_of([1.0, 1.0, 1.0], [1.0, 1.0, 1.0])
@@ -156,7 +156,7 @@ def noise_of(one: Sequence[float], same: Sequence[float]) -> float:
 def saved_bytes(run: Callable[[], object], device: torch.device) -> int:
     """Return the memory of one run: peak allocation on an accelerator, tensors saved for backward on a CPU.
 
-    A CPU has no allocator that counts. What autograd saves is what checkpointing and fused losses change there.
+    There are no allocation statistics for CPUs. Saved tensors are what checkpointing and fused losses reduce there.
     """
     if device.type != "cpu":
         torch.accelerator.synchronize(device)

@@ -1,4 +1,4 @@
-"""Trials: what became of each combination that was tried, kept in the user's cache so that a second run resumes."""
+"""Trials: the result of each combination that was tried, cached on disk so that an interrupted search can resume."""
 
 from __future__ import annotations
 
@@ -12,30 +12,30 @@ from kernel_pytorch.hardware_abstraction.choice_cache import ChoiceCacheWarning,
 
 __all__ = ["Trial", "TrialCache"]
 
-_NOISIER = 2.0  # the noise of one machine varies by less from run to run
+_NOISIER = 2.0  # the noise of one machine varies less than this between runs
 
 
 class Trial(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One combination of candidates, verified and then measured beside another one."""
+    """One combination of candidates, verified and then measured in comparison with another one."""
 
     base: tuple[str, ...]
     state: tuple[str, ...]
     reason: str = ""
-    """Why it was refused; empty where it was kept."""
+    """Why it was refused; empty if it was kept."""
     correct: bool = False
     """Whether it passed verification."""
     ratios: tuple[float, ...] = ()
-    """For each input, time (or memory) over that of the base; empty where it was not measured."""
+    """Ratio of its time (or memory) to the base's for each input; empty if it was not measured."""
     error: float | None = 0.0
     snr_db: float | None = None
     graphs: int = 0
-    """How many graphs torch.compile compiled for it, for all inputs."""
+    """Number of graphs that torch.compile compiled for it, over all inputs."""
     breaks: int = 0
-    """How often it broke a graph."""
+    """Number of graph breaks."""
     fallbacks: tuple[str, ...] = ()
     """Calls that a candidate left to the original, and warnings of libraries."""
     noise: float = 0.0
-    """The noise of the machine that it was timed at; zero where it was not timed."""
+    """The noise of the machine when it was timed; zero if it was not timed."""
 
     @property
     def kept(self) -> bool:
@@ -43,7 +43,7 @@ class Trial(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def speedup(self) -> float:
-        """The least of all inputs."""
+        """The minimum over all inputs."""
         return 1 / max(self.ratios) if self.ratios else 0.0
 
     @property
@@ -63,7 +63,7 @@ class TrialCache:
         self.path: Path | None = directory().parent / "optimization" / f"{digest}.json" if enabled else None
         self._trials: dict[tuple[tuple[str, ...], tuple[str, ...]], Trial] = {}
         self.resumed = 0
-        """How many trials were read instead of made."""
+        """Number of trials that were read from the cache."""
         if self.path is not None and self.path.exists():
             try:
                 for trial in msgspec.json.decode(self.path.read_bytes(), type=list[Trial]):
@@ -72,7 +72,7 @@ class TrialCache:
                 warnings.warn(f"cannot read {self.path}: {error}; trying again", ChoiceCacheWarning, stacklevel=2)
 
     def get(self, base: tuple[str, ...], state: tuple[str, ...], noise: float) -> Trial | None:
-        """Return what became of a combination; None where it is unknown, or was timed at far more noise than now."""
+        """Return the trial of a combination; None if there is none, or it was timed with far more noise than now."""
         trial = self._trials.get((base, state))
         if trial is not None and trial.noise > _NOISIER * noise:
             return None

@@ -15,15 +15,15 @@ from kernel_pytorch.optimization.workload import Observation, Workload, without_
 __all__ = ["BUDGET_DB", "Verdict", "Verifier"]
 
 BUDGET_DB = {"latency": 30.0, "throughput": 30.0, "training": 12.0, "memory": 12.0}
-"""The signal-to-noise ratio that approximate candidates must keep by default, for each goal.
+"""Minimum signal-to-noise ratio in dB of approximate candidates by default, for each goal.
 
-Gradients of a small Llama have 13 to 16 dB in FP8, whatever the recipe, and 37 dB in bf16; those of two batches
-differ by more than that. Losses are held to ``_LOSS_DB``.
+Gradients of a small Llama have 13 to 16 dB in FP8 with any recipe, and 37 dB in bf16; gradients of two batches differ
+by more than that. Losses must reach ``_LOSS_DB``.
 """
 
-_SLACK = 4.0  # another order of the same sums errs differently, and whole models amplify that
-_NEGLIGIBLE = 1e-3  # a gradient this much smaller than the others is what is left of larger terms
-_NOISE_DB = 20.0  # a gradient below this in the original is rounding noise, as of a bias before a batch norm
+_SLACK = 4.0  # another order of accumulation has other rounding errors, which whole models amplify
+_NEGLIGIBLE = 1e-3  # a gradient this much smaller than the others is a cancellation of larger terms
+_NOISE_DB = 20.0  # a gradient below this in the original is rounding noise, as for a bias before a batch norm
 _LOSS_DB = 40.0  # one per cent of the loss, before and after the optimizer steps
 _OPTIMIZER_STEPS = 3
 _SEED, _FRESH = 20261118, 7
@@ -35,13 +35,13 @@ class Verdict:
     """The outcome of one verification."""
 
     reason: str = ""
-    """What is wrong; empty where nothing is."""
+    """The first failure; empty if there is none."""
     error: float = 0.0
-    """The worst error relative to its budget: at most 1 where the verification passes, for exact candidates."""
+    """Largest ratio of an error to its budget: at most 1 if an exact candidate passes."""
     snr_db: float = math.inf
-    """The worst signal-to-noise ratio of any tensor."""
+    """The lowest signal-to-noise ratio of any tensor."""
     worst: str = ""
-    """The tensor that it belongs to."""
+    """The tensor with that error or ratio."""
 
     @property
     def ok(self) -> bool:
@@ -51,8 +51,8 @@ class Verdict:
 class Verifier:
     """Holds the references of one model on some examples, and compares the changed model with them.
 
-    Each example is verified as given and with fresh values. Dropout is set to zero in the comparison; a second check
-    makes sure that it still acts.
+    Each example is verified as given and with redrawn values. Dropout is set to zero in the comparison; a second
+    check verifies that it still has an effect.
     """
 
     def __init__(self, workload: Workload, examples: Sequence[Example], budget_db: float) -> None:
@@ -67,7 +67,7 @@ class Verifier:
         ]
         self._steps = _OPTIMIZER_STEPS if workload.training else 0
         self.random = ""
-        """What is random or kept between calls even without dropout; empty where nothing is."""
+        """What is random, or is kept between calls, even without dropout; empty if nothing is."""
         dropout = without_dropout(workload.model)
         try:
             first = self._cases[0][1]
@@ -88,12 +88,12 @@ class Verifier:
 
     @property
     def float64(self) -> str | None:
-        """Why the model does not run in float64, or None where it does."""
+        """Why the model does not run in float64, or None if it does."""
         return next((reference.float64 for reference in self._references if reference.float64), None)
 
     @property
     def held_bytes(self) -> int:
-        """The memory of the references on an accelerator, which is none of the model's."""
+        """Bytes of the references on an accelerator, to subtract from the model's memory."""
         kept = [one for reference in self._references for one in reference.tensors.values()]
         tensors = [tensor for one in kept for tensor in (one.truth, one.usable) if tensor is not None]
         return sum(tensor.nbytes for tensor in tensors if tensor.device.type != "cpu")
@@ -101,7 +101,7 @@ class Verifier:
     def verify(
         self, *, exact: bool, drops: frozenset[str] = frozenset(), adds_state: frozenset[str] = frozenset()
     ) -> Verdict:
-        """Compare the model as it is now with the original."""
+        """Compare the model in its present state with the original."""
         verdicts = []
         dropout = without_dropout(self.workload.model)
         try:
@@ -132,7 +132,7 @@ class Verifier:
         return self._steps if case is self._cases[0][1] else 0
 
     def _random_spread(self) -> dict[str, float]:
-        """How much each output varies with the seed, dropout included."""
+        """Return the standard deviation of each output over random seeds, with dropout."""
         runs = [self.workload.observe(self._cases[0][1], seed) for seed in range(4)]
         return {
             name: float(torch.stack([run[name].double() for run in runs]).std(dim=0).mean())
@@ -214,7 +214,7 @@ def _compared(
 
 
 def _decibels(signal: float, noise: float) -> float:
-    """The signal-to-noise ratio, from sums of squares."""
+    """Return the signal-to-noise ratio in dB from sums of squares."""
     if noise == 0:
         return math.inf
     return 10 * math.log10(signal / noise) if signal and math.isfinite(noise) else -math.inf
@@ -237,7 +237,7 @@ def _kind(tensor: torch.Tensor) -> str:
 
 
 def _state(workload: Workload) -> dict[str, tuple[str, str]]:
-    """The state dict: names, shapes and dtypes, and a checksum of the values; a copy would double a large model."""
+    """Return names, shapes, dtypes and checksums of the state dict; a copy would double a model's memory."""
     state = workload.model.state_dict()
     return {
         name: (_kind(value), _checksum(real(value)))
@@ -257,7 +257,7 @@ def _checksum(tensor: torch.Tensor) -> str:
 
 
 def _state_change(before: Mapping[str, tuple[str, str]], now: Mapping[str, tuple[str, str]]) -> str:
-    """What a change did to the state dict, in words; empty where it is the same."""
+    """Return a description of the first difference between state dicts; empty if there is none."""
     if before.keys() != now.keys():
         return f"the state dict has other names: {', '.join(sorted(before.keys() ^ now.keys())[:3])}"
     for name, (kind, checksum) in before.items():

@@ -1,4 +1,4 @@
-"""What is run, compared and timed: a forward pass for inference goals, a training step for the others."""
+"""The workload to verify and time: a forward pass for inference goals, a training step for the others."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Loss = Callable[[Any], torch.Tensor]
 Observation = dict[str, torch.Tensor]
 """Tensors by name: ``output.*``, ``loss``, ``gradient.*``, ``buffer.*``, ``argument.*``, ``weight.*`` if changed."""
 
-_RELATIVE_STEP = 1e-2  # an optimizer step moves the weights by this share of their norm
+_RELATIVE_STEP = 1e-2  # an optimizer step changes the weights by this fraction of their norm
 
 
 @dataclass(frozen=True)
@@ -31,9 +31,9 @@ class Workload:
     training: bool
     loss: Loss | None = None
     originals: Mapping[torch.Tensor, torch.Tensor] = field(init=False, repr=False, compare=False)
-    """A copy of every weight and buffer in host memory: no candidate can spoil the model."""
+    """A copy of every weight and buffer in host memory, to restore the model after any candidate."""
     changes_arguments: bool = field(init=False, default=False, compare=False)
-    """Whether a call changes its arguments, such as a KV cache; a timed run then gets a copy of them."""
+    """Whether a call mutates its arguments, such as a KV cache; a timed run then gets copies of them."""
 
     def __post_init__(self) -> None:
         tensors = (*self.model.parameters(), *self.model.buffers())
@@ -41,10 +41,10 @@ class Workload:
         object.__setattr__(self, "originals", copies)
 
     def step(self, example: Example) -> object:
-        """Run once, as it is timed: a forward pass, or forward, loss and backward."""
+        """Run once, as for timing: a forward pass, or forward, loss and backward."""
         torch.compiler.cudagraph_mark_step_begin()
         if self.changes_arguments:
-            example = example.own()  # a KV cache would grow with every call
+            example = example.own()  # otherwise a KV cache would grow with every call
         if not self.training:
             with torch.no_grad():
                 return self.model(*example.args, **example.kwargs)
@@ -55,7 +55,7 @@ class Workload:
         return loss
 
     def check(self, example: Example) -> None:
-        """Run the model once, so that arguments it cannot take are an error that names them."""
+        """Run the model once; raise an error that names the arguments if they are invalid."""
         own = example.own()
         try:
             with self.kept(), self.own_random_state(), torch.no_grad():
@@ -92,10 +92,10 @@ class Workload:
     def observe(
         self, example: Example, seed: int, steps: int = 0, rate: float = 0.0, *, to_host: bool = False
     ) -> Observation:
-        """Run on copies of the arguments, and return everything that a candidate must not change, in real numbers.
+        """Run on copies of the arguments, and return everything that a candidate must preserve, as real tensors.
 
-        With ``steps``, so many SGD steps of this rate follow, and the loss before each is returned as well. The
-        weights and buffers are put back. With ``to_host`` outputs and gradients are returned in host memory.
+        ``steps`` SGD steps of this learning rate follow, and the loss before each is returned as well. The weights
+        and buffers are restored. With ``to_host``, outputs and gradients are returned in host memory.
         """
 
         def copied(tensor: torch.Tensor) -> torch.Tensor:
@@ -119,7 +119,7 @@ class Workload:
                     if parameter.grad is not None:
                         copy = copied(parameter.grad)
                         seen[f"gradient.{name}"] = real(copy)
-                        if not to_host:  # the copy takes its place, so that both never exist for all
+                        if not to_host:  # one by one, so that both never exist for all
                             parameter.grad = copy
             for name, tensor in leaves(output):
                 seen[f"output.{name}"] = real(copied(tensor))
@@ -139,14 +139,14 @@ class Workload:
         return seen
 
     def watch_arguments(self, example: Example, observation: Observation) -> None:
-        """Note whether the call of an observation changed its arguments."""
+        """Detect whether the call of an observation mutated its arguments."""
         given = dict(leaves((example.args, dict(example.kwargs))))
         found = {name.removeprefix("argument."): x for name, x in observation.items() if name[:9] == "argument."}
         same = given.keys() == found.keys() and all(_equal(real(x), found[name]) for name, x in given.items())
         object.__setattr__(self, "changes_arguments", self.changes_arguments or not same)
 
     def rate(self, observation: Observation) -> float:
-        """Return the learning rate whose first step moves the weights by a hundredth of their norm."""
+        """Return the learning rate whose first step changes the weights by a hundredth of their norm."""
         weights = [_norm(p.detach()) for p in self.model.parameters() if p.requires_grad and p.is_floating_point()]
         gradients = [_norm(value) for name, value in observation.items() if name.startswith("gradient.")]
         if not weights or not gradients:
@@ -155,7 +155,7 @@ class Workload:
 
     @contextlib.contextmanager
     def kept(self) -> Iterator[None]:
-        """Put weights, buffers and gradients back on the way out."""
+        """Restore weights, buffers and gradients at the end of the block."""
         versions = {parameter: parameter._version for parameter in self.model.parameters()}
         gradients = {parameter: parameter.grad for parameter in self.model.parameters()}
         for parameter in gradients:
@@ -164,20 +164,20 @@ class Workload:
             yield
         finally:
             changed = [parameter for parameter in gradients if parameter._version != versions[parameter]]
-            self.restore((*changed, *self.model.buffers()))  # batch norm changes its buffers without a new version
+            self.restore((*changed, *self.model.buffers()))  # batch norm does not bump their version
             for parameter, gradient in gradients.items():
                 parameter.grad = gradient
 
     def restore(self, tensors: Iterable[torch.Tensor] | None = None) -> None:
-        """Give weights and buffers, all of them or some, the values that they had at first."""
+        """Restore the original values of weights and buffers, all of them or some."""
         with torch.no_grad():
             for tensor in self.originals if tensors is None else tensors:
-                if tensor in self.originals:  # a candidate may have added one
+                if tensor in self.originals:  # a candidate may have added the tensor
                     tensor.copy_(self.originals[tensor].to(tensor.device, non_blocking=True))
 
     @contextlib.contextmanager
     def mode(self) -> Iterator[None]:
-        """Put every module into training or evaluation mode for the goal, and back on the way out."""
+        """Set every module to training or evaluation mode for the goal inside the block."""
         before = {module: module.training for module in self.model.modules()}
         self.model.train(self.training)
         try:
@@ -191,7 +191,7 @@ class Workload:
         return next((tensor.device for tensor in self.model.parameters()), torch.device("cpu"))
 
     def own_random_state(self) -> contextlib.AbstractContextManager[None]:
-        """Put the random state of the CPU and of the model's device back on the way out."""
+        """Restore the random state of the CPU and of the model's device at the end of the block."""
         device = self._device
         if device.type == "cpu":
             return torch.random.fork_rng(devices=[])
@@ -206,7 +206,7 @@ class Workload:
 
 
 def _on_host(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy in host memory, pinned for GPUs: it is read back after every verification of a training step."""
+    """Return a copy in host memory, pinned for GPUs, because every verification of a training step reads it back."""
     pinned = tensor.device.type == "cuda"
     return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned).copy_(tensor)
 

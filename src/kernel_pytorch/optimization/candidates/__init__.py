@@ -1,4 +1,4 @@
-"""The candidates that come with the library, in the order in which the report lists them."""
+"""The built-in candidates, in the order of the report."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attention of Hugging Face models on ``kp.attention``, through the attention interface of transformers."""
+"""Replace the attention of Hugging Face models by ``kp.attention``, through transformers' attention interface."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from kernel_pytorch.optimization.fallbacks import fell_back
 __all__ = ["HF_ATTENTION", "NAME"]
 
 NAME = "kernel_pytorch_plan"
-"""What the attention is called in the configuration of a model. Unlike ``"kernel_pytorch"``, which serves every
-mask or raises an error, it leaves some calls to SDPA, and compiled models with it are one graph."""
+"""Name of the attention in a model's configuration. Unlike ``"kernel_pytorch"``, which supports every mask or raises
+an error, it leaves some calls to SDPA, and compiled models with it have no graph breaks."""
 _UNKNOWN = ("position_bias", "cache")  # arguments that change the scores
 _PASSING = ("eager", "sdpa")
 
 
 def pretrained_models(model: nn.Module) -> dict[str, Any]:
-    """Return the Hugging Face models in a model by name; empty where transformers was never imported."""
+    """Return the Hugging Face models in a model by name; empty if transformers was never imported."""
     transformers = sys.modules.get("transformers")
     if transformers is None:
         return {}
@@ -41,10 +41,11 @@ def _mask(
     allow_is_bidirectional_skip: bool = False,
     **arguments: Any,
 ) -> torch.Tensor | None:
-    """Build no mask where ``_attend`` recognises it without, and a mask of ``kp.masks`` for padding and documents.
+    """Return None if ``_attend`` can infer the mask, and a mask of ``kp.masks`` for padding and documents.
 
-    Everything else is SDPA's tensor. Compiled models get it for padding too: to look at the padding would break the
-    graph. transformers builds a tensor in every compiled model, which keeps SDPA from its fastest kernels.
+    All other masks are SDPA's tensor. Compiled models get a tensor for padding too, because reading the padding would
+    break the graph. transformers builds a tensor in every compiled model, with which SDPA cannot use its fastest
+    kernels.
     """
     from transformers.masking_utils import sdpa_mask
 
@@ -53,12 +54,12 @@ def _mask(
     padding, queries, keys = (arguments.get(name) for name in ("attention_mask", "q_length", "kv_length"))
     at_start = arguments.get("q_offset", 0) == 0 and arguments.get("kv_offset", 0) == 0
     config = arguments.get("config")
-    # Chunked attention passes the size of its chunks here, which is no window.
+    # Chunked attention passes its chunk size here, which is not a window.
     sliding = local_size is not None and local_size == getattr(config, "sliding_window", None)
     sliding = sliding and getattr(config, "attention_chunk_size", None) is None
     if padding is None and queries == keys and at_start:
         if allow_is_causal_skip and (local_size is None or sliding):
-            return None  # causal, or a sliding window: the layer passes its width to the attention
+            return None  # causal, or a sliding window, whose width the layer passes to the attention
         if allow_is_bidirectional_skip and local_size is None:
             return None
     if queries != 1 and "mask_function" in arguments and not torch.compiler.is_compiling():
@@ -89,7 +90,7 @@ def _attend(
     s_aux: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attend with a recognised mask; calls with another tensor, dropout or a change of scores go to SDPA."""
+    """Attend with a recognised mask; calls with a mask tensor, dropout or modified scores go to SDPA."""
     known = attention_mask is not None and attention_mask.dtype is torch.uint64
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
     queries, keys = query.shape[2], key.shape[2]
@@ -131,7 +132,7 @@ def _register() -> None:
 
 
 def _window_unseen(config: Any, context: Context) -> bool:
-    """Whether no example reaches beyond the model's sliding window. A plan that is applied was verified before."""
+    """Return whether no example is longer than the model's sliding window; False when a verified plan is applied."""
     window = getattr(config, "sliding_window", None)
     if window is None or not context.examples:
         return False
@@ -162,7 +163,7 @@ def _match(model: nn.Module, context: Context) -> Sites | str:
                 "could not be verified; give one that is"
             )
         elif "" in names and module.config is models[""].config:
-            continue  # shares the configuration of the model around it
+            continue  # shares the configuration of the enclosing model
         else:
             names.append(name)
     return Sites(tuple(names), reasons) if names else next(iter(reasons.values()))

@@ -1,7 +1,7 @@
-"""Batch norms folded into the convolutions before them, for inference.
+"""Fold batch norms into the convolutions before them, for inference.
 
-Both modules stay where they are. The convolution computes with weights that hold the normalization, and the batch
-norm returns its input. The folded weights are made anew when a weight or a running statistic changes.
+Both modules stay in place. The convolution computes with weights that include the normalization, and the batch norm
+returns its input. The folded weights are recomputed when a weight or a running statistic changes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _PAIRS = {nn.Conv1d: nn.BatchNorm1d, nn.Conv2d: nn.BatchNorm2d, nn.Conv3d: nn.Ba
 
 
 def _fold(convolution: Any, norm: Any) -> tuple[torch.Tensor, ...]:
-    """The weight and bias of a convolution that normalizes too."""
+    """Return the weight and bias of a convolution with its batch norm folded in."""
     scale = (norm.running_var.double() + norm.eps).rsqrt()
     if norm.weight is not None:
         scale = scale * norm.weight.double()
@@ -46,7 +46,7 @@ def _channels_last(weight: torch.Tensor) -> bool:
 
 
 def _folded(norm: nn.Module) -> bool:
-    """Whether a pair runs folded in this call: both modules must come to the same answer."""
+    """Return whether a pair runs folded in this call; both modules must get the same result."""
     return not norm.training and not torch.is_grad_enabled()
 
 
@@ -64,7 +64,7 @@ def _norm(call: Forward, x: torch.Tensor) -> Any:
 
 
 def _pairs(model: nn.Module) -> tuple[list[str], dict[str, str]]:
-    """Batch norms that are registered right behind a convolution of as many channels, by the names of both."""
+    """Return the names of each convolution and the batch norm of equal channels registered directly after it."""
     users: dict[int, int] = {}
     for _, module in model.named_modules(remove_duplicate=False):
         users[id(module)] = users.get(id(module), 0) + 1

@@ -19,7 +19,7 @@ from kernel_pytorch.optimization.edits import Edits, Forward
 
 __all__ = ["FP8_LINEAR", "FP8_TRAINING", "FP8_TRAINING_DELAYED"]
 
-_FAST_COLUMNS = 16384  # fast accumulation is for sums of at most so many products
+_FAST_COLUMNS = 16384  # fast accumulation is used up to this reduction dimension
 
 
 def _layers(model: nn.Module, context: Context, dtypes: tuple[torch.dtype, ...]) -> Sites | str:

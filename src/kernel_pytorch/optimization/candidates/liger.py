@@ -1,7 +1,7 @@
-"""Kernels of Liger, where it is installed: norms, SwiGLU and GeGLU, rotary embedding, head and cross-entropy.
+"""Candidates with Liger's kernels: norms, SwiGLU and GeGLU, rotary embedding, linear cross-entropy.
 
-Liger's own ``apply_liger_kernel_to_llama`` replaces classes and functions of the whole process. Here its kernels are
-called from the modules of one model, so that they can be taken back.
+Liger's own ``apply_liger_kernel_to_llama`` replaces classes and functions in the whole process. Here its kernels are
+called from the modules of one model only, so that the change can be undone.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ LIGER_RMS_NORM = Candidate(
 )
 
 
-# LayerNorm. PyTorch's own is one kernel too, so that ours would gain nothing.
+# LayerNorm. PyTorch's own is already a single kernel, so there is no candidate with ours.
 
 
 def _layer_norm_forward(call: Forward, x: Any) -> Any:
@@ -146,7 +146,7 @@ def _is_gated(
             if not torch.allclose(found, hidden @ weights[down].t(), rtol=1e-4, atol=1e-4):
                 return False
         return True
-    except Exception:  # whatever it needs that is not here, it is no gated MLP
+    except Exception:  # a module that raises here is not a gated MLP
         return False
     finally:
         for child, mode in modes.items():
@@ -211,7 +211,7 @@ LIGER_ROPE = Candidate(
 )
 
 
-# The head with its cross-entropy. Its loss is wrong under torch.compile, which verification finds.
+# Linear cross-entropy. Its loss is wrong under torch.compile, which verification detects.
 
 
 def _loss(x_RH: torch.Tensor, weight_VH: torch.Tensor, target_R: torch.Tensor, ignore_index: int) -> Any:

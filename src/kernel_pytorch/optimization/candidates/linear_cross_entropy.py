@@ -1,6 +1,6 @@
-"""The language-model head and its cross-entropy in chunks of rows: no float32 logits, and few passes over memory.
+"""Linear cross-entropy of a language-model head in chunks of rows, without float32 logits in memory.
 
-Legend: R rows (tokens), H hidden, V vocabulary.
+Shapes: R rows (tokens), H hidden, V vocabulary.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from kernel_pytorch.optimization.edits import Edits, Forward
 
 __all__ = ["CHUNKED_CROSS_ENTROPY", "apply_loss", "linear_cross_entropy"]
 
-_CHUNK_ELEMENTS = 1 << 27  # of log-probabilities at once: 512 MiB in float32
-_ROWS_PER_WIDTH = 2  # gradients of so many rows per column of x are as large as the head's gradient in float32
+_CHUNK_ELEMENTS = 1 << 27  # elements of log-probabilities per chunk: 512 MiB in float32
+_ROWS_PER_WIDTH = 2  # gradients of this many rows per column of x are as large as the head's float32 gradient
 
 
 class _Chunked(torch.autograd.Function):
-    """The sum of the losses. The forward pass computes the gradients too, while the probabilities of a chunk exist.
+    """The sum of the losses. The forward also computes the gradients, while a chunk's probabilities are in memory.
 
-    The gradients of a block of chunks are kept, so that the GEMMs with them are large ones: with as many rows as
-    fit in the memory of a float32 gradient of the head.
+    The gradients of several chunks are collected, so that the GEMMs with them are large: with as many rows as fit in
+    the memory of a float32 gradient of the head.
     """
 
     @staticmethod
@@ -56,7 +56,7 @@ class _Chunked(torch.autograd.Function):
                 total = total - found.gather(1, hit[piece]).where(known[piece], 0).sum()
                 if dlogits is not None:
                     found = found.exp_().scatter_add_(1, hit[piece], minus[piece]).mul_(known[piece])
-                    dlogits[start - first : piece.stop - first] = found  # rounded as behind a cast of the logits
+                    dlogits[start - first : piece.stop - first] = found  # rounded as by a cast of the logits
             if dx is not None and dlogits is not None:
                 dx[first : first + block] = dlogits @ weight_VH
             if needs_weight and dlogits is not None:
@@ -94,7 +94,7 @@ def linear_cross_entropy(
 
 
 class _Fusion:
-    """Whether the call that runs now leaves out its logits; shared by the three places that take part."""
+    """State of the current call: whether its logits are omitted; shared by the three patched functions."""
 
     def __init__(self, head: nn.Linear, compute: Callable[..., torch.Tensor]) -> None:
         self.head, self.compute, self.active = head, compute, False
@@ -114,11 +114,11 @@ def _model_forward(call: Forward, *args: Any, **kwargs: Any) -> Any:
 
 
 def _head_forward(call: Forward, x: torch.Tensor) -> Any:
-    return x if call.settings.active else call.original(x)  # the loss multiplies
+    return x if call.settings.active else call.original(x)  # the loss computes the GEMM
 
 
 class _Loss:
-    """The model's loss function: gets the input of the head instead of logits while the fusion is active."""
+    """The model's loss function; while the fusion is active, it receives the input of the head instead of logits."""
 
     def __init__(self, fusion: _Fusion, original: Any) -> None:
         self.fusion, self.original = fusion, original
@@ -174,7 +174,7 @@ def _match(model: nn.Module, context: Context) -> Sites | str:
 def apply_loss(
     compute: Callable[..., torch.Tensor], model: nn.Module, sites: tuple[str, ...], edits: Edits
 ) -> None:
-    """Let the model's loss call ``compute(x, weight, target, ignore_index=)``, a function of a module: a sum."""
+    """Let the model's loss call ``compute(x, weight, target, ignore_index=)``, a module-level function that sums."""
     whole: Any = model
     fusion = _Fusion(whole.get_output_embeddings(), compute)
     edits.replace_forward(model, _model_forward, fusion)

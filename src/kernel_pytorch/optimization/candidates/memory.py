@@ -1,4 +1,4 @@
-"""Less memory for activations: computed again in the backward pass, or kept in host memory."""
+"""Reduce activation memory: recomputation in the backward pass, or offloading to host memory."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _CACHES = ("past_key_value", "past_key_values", "use_cache")
 def _forward(call: Forward, *args: Any, **kwargs: Any) -> Any:
     if not (call.module.training and torch.is_grad_enabled()):
         return call.original(*args, **kwargs)
-    # A KV cache would get the keys of the second forward pass as well. Hugging Face drops it here too.
+    # The recomputation would add its keys to a KV cache a second time. Hugging Face also removes the cache.
     kwargs = {name: None if name in _CACHES else value for name, value in kwargs.items()}
     return checkpoint(call.original, *args, use_reentrant=False, **kwargs)
 
@@ -58,16 +58,16 @@ ACTIVATION_CHECKPOINTING = Candidate(
 )
 
 
-# Offloading: what autograd saves waits in host memory.
+# Offloading: tensors saved by autograd are kept in host memory.
 
-_LEAST_BYTES = 1 << 20  # smaller tensors cost more to move than they free
+_LEAST_BYTES = 1 << 20  # for smaller tensors, the copy costs more than the memory gains
 
 
 def _offloaded(call: Forward, *args: Any, **kwargs: Any) -> Any:
     if not torch.is_grad_enabled():
         return call.original(*args, **kwargs)
     module = call.module
-    # Weights are on the device in any case, whole or as the views that GEMMs save.
+    # Weights are on the device in any case, as they are or as the views that GEMMs save.
     kept = {tensor.untyped_storage().data_ptr() for tensor in (*module.parameters(), *module.buffers())}
 
     def pack(tensor: torch.Tensor) -> Any:

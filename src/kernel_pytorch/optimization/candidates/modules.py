@@ -1,4 +1,4 @@
-"""What candidates ask of a module before they rewrite it."""
+"""Checks of a module before candidates rewrite it."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ def left_alone(module: nn.Module) -> str | None:
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Whether a module is exactly an ``nn.Linear``, or the ``Conv1D`` of Hugging Face's GPT-2."""
+    """Return whether a module is exactly an ``nn.Linear``, or the ``Conv1D`` of Hugging Face's GPT-2."""
     library = sys.modules.get("transformers.pytorch_utils")
     return type(module) is nn.Linear or (library is not None and type(module) is library.Conv1D)
 
 
 def matrix_of(module: nn.Module) -> torch.Tensor:
-    """The weight of a linear layer as (outputs, inputs); a ``Conv1D`` keeps it transposed."""
+    """Return the weight of a linear layer as (outputs, inputs); a ``Conv1D`` stores it transposed."""
     weight = module.get_parameter("weight").detach()
     return weight if isinstance(module, nn.Linear) else weight.t()
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Whether a hook of any kind would be skipped if the module were not called."""
+    """Return whether the module has hooks, which would be skipped if it were not called."""
     kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
     return any(getattr(module, kind) for kind in kinds)
 
@@ -56,7 +56,7 @@ def unusable(library: str, distribution: str, context: Context) -> str | None:
 def sites_of(model: nn.Module, wanted: Callable[[nn.Module], str | bool], nothing: str) -> Sites | str:
     """Return the modules for which ``wanted`` is True, or the reason why there are none.
 
-    ``wanted`` returns False for a module that does not matter, and a reason for one that it leaves alone.
+    ``wanted`` returns False for an irrelevant module, and a reason for one that must not be changed.
     """
     names, reasons = [], {}
     for name, module in _modules(model):

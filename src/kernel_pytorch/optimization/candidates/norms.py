@@ -1,4 +1,4 @@
-"""RMSNorm modules of any library, recognised by what they compute, on ``kp.rms_norm``."""
+"""Replace RMSNorm modules of any library, recognised by their results, by ``kp.rms_norm``."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = ["RMS_NORM", "Norm", "apply_norm", "recognised"]
 
 @dataclass(frozen=True)
 class Norm:
-    """How an RMSNorm module computes."""
+    """The parameters of an RMSNorm module's computation."""
 
     eps: float
     offset: float
@@ -31,10 +31,10 @@ class Norm:
 
 
 def recognised(module: nn.Module) -> Norm | None:
-    """Return how a module computes if it is an RMSNorm over the last dimension, or None.
+    """Return the parameters of a module if it is an RMSNorm over the last dimension, else None.
 
-    A module qualifies if it has one weight vector and nothing else, and returns what the definition says for small,
-    large and ordinary inputs, in training and in evaluation mode.
+    A module qualifies if it has one weight vector and no other parameters or buffers, and equals the definition for
+    small, large and ordinary inputs, in training and in evaluation mode.
     """
     weight = module._parameters.get("weight")
     alone = next(module.children(), None) is None and next(module.buffers(), None) is None
@@ -55,7 +55,7 @@ def _computes(module: nn.Module, width: int, norm: Norm) -> bool:
     try:
         for mode in (True, False):
             module.train(mode)
-            for size in (1.0, 300.0, math.sqrt(norm.eps)):  # at sqrt(eps) every other eps shows
+            for size in (1.0, 300.0, math.sqrt(norm.eps)):  # inputs near sqrt(eps) are sensitive to a different eps
                 weight = torch.randn(width, generator=generator)
                 x = torch.randn(3, width, generator=generator) * size
                 with torch.no_grad(), torch.autocast("cpu", enabled=False):
@@ -66,7 +66,7 @@ def _computes(module: nn.Module, width: int, norm: Norm) -> bool:
                 if not torch.allclose(found, expected, rtol=1e-4, atol=1e-6):
                     return False
         return True
-    except Exception:  # whatever it needs that is not here, it is no RMSNorm
+    except Exception:  # a module that raises here is not an RMSNorm
         return False
     finally:
         module.train(training)
@@ -102,7 +102,7 @@ def apply_norm(
     sites: tuple[str, ...],
     edits: Edits,
 ) -> None:
-    """Let RMSNorm modules compute by a function of a module, called with x, the weight and the ``Norm``."""
+    """Let RMSNorm modules call ``compute(x, weight, norm)``, a module-level function."""
     for name in sites:
         module = model.get_submodule(name)
         norm = recognised(module)

@@ -1,6 +1,6 @@
-"""Kernels of other libraries, where they are installed: quack, FlashAttention, torchao, the kernel hub.
+"""Candidates with kernels of other installed libraries: quack, FlashAttention, torchao, the kernel hub.
 
-They are held to the same verification as ours. One that is not installed is refused with that reason.
+They must pass the same verification as ours. A library that is not installed is refused with that reason.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def _flash_attention(version: int) -> Candidate:
 FLASH_ATTENTION = tuple(_flash_attention(version) for version in _VERSIONS)
 
 
-# torchao's FP8 training swaps modules; the weights stay the same objects.
+# torchao's FP8 training replaces modules; the weights stay the same objects.
 
 
 def _match_torchao(model: nn.Module, context: Context) -> Sites | str:

@@ -1,7 +1,6 @@
 """Lower precision for inference and training: bf16 and int8 linear layers, autocast, TF32.
 
-The parameters stay as they are, so the state dict does too. A linear layer keeps its weight in the lower precision
-beside them.
+The parameters and the state dict are unchanged. A linear layer caches its weight in the lower precision in addition.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from kernel_pytorch.optimization.fallbacks import fell_back
 __all__ = ["BF16_AUTOCAST", "BF16_LINEAR", "FLOAT16_AUTOCAST", "INT8_LINEAR", "TF32", "cached"]
 
 _INFERENCE = frozenset({"latency", "throughput"})
-_LEAST_ELEMENTS = 1 << 10  # a smaller weight costs more to convert inputs for than it gains
+_LEAST_ELEMENTS = 1 << 10  # for smaller weights, the conversion of inputs costs more than the GEMM gains
 
 
 def _bf16(weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -35,7 +34,7 @@ def _bf16(weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 def _int8(weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Per-channel symmetric int8, and the scales."""
+    """Quantize per channel to symmetric int8; return the data and the scales."""
     scale = weight.float().abs().amax(dim=1).clamp_min(1e-12) / 127
     return (weight.float() / scale[:, None]).round().clamp(-127, 127).to(torch.int8).contiguous(), scale
 
@@ -112,7 +111,7 @@ def _of_weight(
 def cached(
     forward: Callable[..., Any], convert: Callable[[torch.Tensor], tuple[torch.Tensor, ...]]
 ) -> Callable[[nn.Module, tuple[str, ...], Edits], None]:
-    """Return how to give linear layers a forward that reads a ``WeightCache``."""
+    """Return an ``apply`` function that gives linear layers a forward with a ``WeightCache``."""
 
     def apply(model: nn.Module, sites: tuple[str, ...], edits: Edits) -> None:
         for name in sites:
@@ -120,7 +119,7 @@ def cached(
             if not is_linear(module):
                 raise ValueError(f"module {name!r} ({type(module).__name__}) is no linear layer")
             around = model.get_submodule(name.rpartition(".")[0])
-            owner = around if hasattr(around, "merged_adapters") else None  # a layer of PEFT
+            owner = around if hasattr(around, "merged_adapters") else None  # a PEFT layer
             cache = WeightCache(partial(_of_weight, convert), module, owner=owner)
             edits.replace_forward(module, forward, cache)
 

@@ -1,8 +1,8 @@
-"""Rotary position embedding of attention modules on ``kp.rope``, without touching the file that defines them.
+"""Replace the rotary position embedding of attention modules by ``kp.rope``, without patching their Python module.
 
-Model files of transformers call a function of their own, ``apply_rotary_pos_emb``, as a global name. A rewritten
-module runs its class's forward with a copy of those globals in which this name is another function. The model file,
-its classes and every other model of the process stay as they are.
+Model files of transformers call their own global function ``apply_rotary_pos_emb``. A rewritten module runs its
+class's forward with a copy of those globals in which this name refers to another function. The model file, its
+classes and all other models of the process are unchanged.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ __all__ = ["ROPE", "Rotate", "apply_rotation", "rotation_sites"]
 _NAME = "apply_rotary_pos_emb"
 
 Rotate = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, bool], Any]
-"""Rotates q and k by cos and sin; the last argument says whether pairs are interleaved."""
+"""Function that rotates q and k by cos and sin; the last argument is whether pairs are interleaved."""
 
 
 def _kp_rope(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool) -> Any:
@@ -36,7 +36,7 @@ def _kp_rope(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Ten
 
 
 class _Rotated:
-    """The forward of a class with another rotary function. Copies and pickles build theirs anew."""
+    """The forward of a class with another rotary function, which copies and pickles rebuild."""
 
     def __init__(self, kind: type[nn.Module], rotate: Rotate) -> None:
         self.kind, self.rotate = kind, rotate
@@ -62,14 +62,14 @@ def _with_rotation(kind: type[nn.Module], rotate: Rotate) -> Callable[..., Any]:
         q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *args: Any, **kwargs: Any
     ) -> Any:
         served = q.ndim == k.ndim == 4 and cos.ndim in (2, 3)
-        served = served and q.dtype == k.dtype == cos.dtype  # others are promoted, as under autocast
+        served = served and q.dtype == k.dtype == cos.dtype  # other dtypes are promoted, as under autocast
         served = served and not args and kwargs in ({}, {"unsqueeze_dim": 1})
         if not served or cos.requires_grad:
             fell_back(f"{kind.__name__}: a call with other shapes or dtypes runs the model's own rotary embedding")
             return original(q, k, cos, sin, *args, **kwargs)
         return rotate(q, k, cos, sin, interleaved)
 
-    # Without __name__, which makes torch.compile look global names up in the module of this name instead.
+    # Without __name__, because torch.compile would look up globals in the module of that name.
     scope = {name: value for name, value in forward.__globals__.items() if name != "__name__"}
     made = types.FunctionType(
         forward.__code__, {**scope, _NAME: rotary}, forward.__name__, forward.__defaults__, forward.__closure__
@@ -80,7 +80,7 @@ def _with_rotation(kind: type[nn.Module], rotate: Rotate) -> Callable[..., Any]:
 
 @functools.cache
 def _interleaved(function: Callable[..., Any]) -> bool | None:
-    """Whether a function is the definition of rope with interleaved pairs or without; None where it is neither."""
+    """Return whether a rope function uses interleaved pairs; None if it does not equal the definition of rope."""
     generator = torch.Generator().manual_seed(0)
     q, k, cos, sin = (
         torch.randn(shape, generator=generator) for shape in ((2, 3, 5, 8), (2, 1, 5, 8), (2, 5, 8), (2, 5, 8))
@@ -91,7 +91,7 @@ def _interleaved(function: Callable[..., Any]) -> bool | None:
             expected = DEFINITION.reference(q, k, cos, sin, interleaved)
             if all(torch.allclose(one, other, atol=1e-5) for one, other in zip(found, expected, strict=True)):
                 return interleaved
-    except Exception:  # whatever it needs that is not here, it is another function
+    except Exception:  # a function that raises here is a different one
         return None
     return None
 
@@ -124,7 +124,7 @@ def _forward(call: Forward, *args: Any, **kwargs: Any) -> Any:
 
 
 def apply_rotation(rotate: Rotate, model: nn.Module, sites: tuple[str, ...], edits: Edits) -> None:
-    """Let modules call ``rotate``, a function of a module."""
+    """Let modules call ``rotate``, a module-level function."""
     for name in sites:
         module = model.get_submodule(name)
         if "forward" in vars(module):

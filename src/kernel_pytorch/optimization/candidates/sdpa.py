@@ -1,6 +1,6 @@
-"""Calls of ``scaled_dot_product_attention`` and ``nn.MultiheadAttention`` modules on ``kp.attention``.
+"""Replace ``scaled_dot_product_attention`` calls and ``nn.MultiheadAttention`` by ``kp.attention``.
 
-The calls are served inside the forward of one model; nothing is replaced in torch or in the files of its modules.
+Calls are intercepted inside the forward of one model; nothing is patched in torch or in the modules' files.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ __all__ = ["MULTIHEAD_ATTENTION", "SDPA_ATTENTION"]
 _NAME = "scaled_dot_product_attention"
 
 
-# Modules that call it.
+# Modules that call SDPA.
 
 
 class _Traced(TorchFunctionMode):
-    """``attention_everywhere`` for compiled models: no counts, and no masks given as tensors, which hold data."""
+    """``attention_everywhere`` for compiled models: no counts, and no mask tensors, whose contents are unknown."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is functional.scaled_dot_product_attention:
@@ -70,7 +70,7 @@ def _forward(call: Forward, *args: Any, **kwargs: Any) -> Any:
 
 
 def _functions(module: types.ModuleType) -> Iterator[types.FunctionType]:
-    """The functions and methods that a file defines."""
+    """Yield the functions and methods that a file defines."""
     for value in vars(module).values():
         if getattr(value, "__module__", None) == module.__name__:
             members = vars(value).values() if isinstance(value, type) else (value,)
@@ -78,11 +78,11 @@ def _functions(module: types.ModuleType) -> Iterator[types.FunctionType]:
 
 
 def _calls(model: nn.Module) -> bool:
-    """Whether a file that defines a class of the model's modules calls SDPA, itself or in a helper."""
+    """Return whether a file that defines a class of the model's modules calls SDPA, directly or in a helper."""
     files = {type(module).__module__ for module in model.modules()}
     own = [sys.modules[name] for name in files if name in sys.modules and not name.startswith("torch.")]
     functions: list[Any] = [function for file in own for function in _functions(file)]
-    functions += [type(module).forward for module in model.modules()]  # of classes that were made in a function too
+    functions += [type(module).forward for module in model.modules()]  # of local classes too
     return any(_NAME in getattr(getattr(one, "__code__", None), "co_names", ()) for one in functions)
 
 
@@ -108,11 +108,11 @@ SDPA_ATTENTION = Candidate(
 )
 
 
-# nn.MultiheadAttention, whose call of SDPA no mode sees.
+# nn.MultiheadAttention, whose call of SDPA a TorchFunctionMode does not intercept.
 
 
 def _projected(module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> list[torch.Tensor]:
-    """Queries, keys and values of shape (batch, heads, length, head_dim)."""
+    """Return queries, keys and values of shape (batch, heads, length, head_dim)."""
     if module.in_proj_weight is not None:
         weights = module.in_proj_weight.chunk(3)
     else:
@@ -125,7 +125,7 @@ def _projected(module: Any, query: torch.Tensor, key: torch.Tensor, value: torch
 
 
 def _addend(mask: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
-    """A mask of ``nn.MultiheadAttention``, where True leaves a key out, as what is added to the scores."""
+    """Return a mask of ``nn.MultiheadAttention``, where True excludes a key, as an additive mask."""
     if mask is None or mask.dtype != torch.bool:
         return mask
     return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(mask, -torch.inf)

@@ -1,4 +1,4 @@
-"""Weights that a plan for inference keeps beside the model's own: in lower precision, or folded together."""
+"""Cached weights of inference plans, in addition to the model's own: in lower precision, or folded."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ __all__ = ["WeightCache", "needs_gradients", "warn_of_gradients"]
 
 
 class WeightCache:
-    """Tensors made of the weights of some modules, made again when a weight changes. Not copied or pickled.
+    """Tensors derived from the weights of some modules, recomputed when a weight changes. Not copied or pickled.
 
-    A change is seen by the version and the address of a weight. An in-place operation on ``weight.data`` changes
-    neither. PEFT merges adapters in that way, so the merged adapters of ``owner``, the layer around, count as well.
+    Changes are detected by the version and the address of a weight. An in-place operation on ``weight.data`` changes
+    neither. PEFT merges adapters in this way, so the merged adapters of ``owner``, the enclosing layer, are checked
+    as well.
     """
 
     def __init__(
@@ -29,7 +30,7 @@ class WeightCache:
     ) -> None:
         self.make, self.modules, self.owner = make, modules, owner
         self.guarded = False
-        """Whether a caller outside the compiled graph refreshes the cache before each call."""
+        """Whether code outside the compiled graph refreshes the cache before each call."""
         self._tensors: tuple[torch.Tensor, ...] = ()
         self._source: tuple[object, ...] = ()
 
@@ -37,7 +38,7 @@ class WeightCache:
         return {**vars(self), "guarded": False, "_tensors": (), "_source": ()}
 
     def refresh(self) -> tuple[torch.Tensor, ...]:
-        """Return the tensors, made anew if what they are made of has changed."""
+        """Return the tensors; recompute them if a weight has changed."""
         source = (
             *getattr(self.owner, "merged_adapters", ()),
             *(
@@ -52,21 +53,21 @@ class WeightCache:
                 made = self.make(*self.modules)
                 if self._tensors and [x.shape for x in made] == [x.shape for x in self._tensors]:
                     for old, new in zip(self._tensors, made, strict=True):
-                        old.copy_(new)  # compiled graphs hold the old tensors
+                        old.copy_(new)  # in place, because compiled graphs hold the old tensors
                 else:
                     self._tensors = made
             self._source = source
         return self._tensors
 
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        """Return the tensors, in a compiled graph too."""
+        """Return the tensors; also works in a compiled graph."""
         if not torch.compiler.is_compiling():
             return self.refresh()
         return self._tensors if self.guarded else self.make(*self.modules)
 
 
 def needs_gradients(call: Forward, x: torch.Tensor) -> bool:
-    """Whether a call of a linear layer records gradients, so that it must run in full precision; warn if so."""
+    """Return whether a call of a linear layer needs gradients and must run in full precision; warn if so."""
     recorded = torch.is_grad_enabled() and (x.requires_grad or call.module.get_parameter("weight").requires_grad)
     if recorded:
         warn_of_gradients()
@@ -74,7 +75,7 @@ def needs_gradients(call: Forward, x: torch.Tensor) -> bool:
 
 
 def warn_of_gradients() -> None:
-    """Warn that a plan for inference runs a call as the original does."""
+    """Warn that a call does not use the inference plan and runs as in the original model."""
     if not torch.compiler.is_compiling():
         warnings.warn(
             "a plan for inference runs a call that records gradients in full precision: call the model under "
