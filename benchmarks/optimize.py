@@ -300,11 +300,14 @@ def measure(
             try:
                 only(arms, edits)
                 result = workload.step(example)
-                losses[name] = float(result.detach()) if isinstance(result, torch.Tensor) else math.nan
+                is_loss = isinstance(result, torch.Tensor) and result.numel() == 1
+                losses[name] = float(result.detach()) if is_loss else math.nan
             except Exception as error:  # continue if a rival fails
                 print(f"{name}: left out: {type(error).__name__}: {' '.join(str(error).split())[:300]}", flush=True)
                 only(arms, None)
                 del arms[name]
+        if gone := {"baseline:eager", "kernel:plan"} - arms.keys():
+            raise RuntimeError(f"{case.name}: {', '.join(sorted(gone))} failed, so there is nothing to compare")
         timed = [
             Arm(name, lambda edits=edits: only(arms, edits), lambda: workload.step(example))
             for name, edits in arms.items()

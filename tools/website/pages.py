@@ -46,10 +46,14 @@ _QUESTIONS = {
         "a-million-tokens-on-one-gpu",
         ("attention-long", "attention-step"),
     ),
-    "How much faster is a model after kp.optimize?": ("", ("optimize",)),
+    "How much faster is a model after kp.optimize?": ("optimised-models", ("optimize",)),
     "What does FP8 training gain in time and memory?": ("fp8-training", ("fp8",)),
     "Does FP8 training learn as bf16 does?": ("fp8-training", ("fp8-parity",)),
-    "How fast are programs for devices?": ("programs-for-devices", ("lowering", "generate", "linear")),
+    "How fast are programs for devices?": (
+        "programs-for-devices",
+        ("lowering", "architectures", "quantized_linears", "text_generation"),
+    ),
+    "How much memory does a chat take?": ("programs-for-devices", ("chat_memory",)),
     "How fast are norms and rotary embedding?": ("", ("rms_norm", "rope")),
     "What does choosing a kernel cost?": ("", ("selection",)),
 }
